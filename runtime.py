@@ -1,0 +1,273 @@
+"""The environment, absorbed once: device, dtype, ranks, clocks, peak FLOP/s, and how a script fails.
+
+Every other file asks this one instead of asking the machine. Importing it is free: torch is imported on use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UserError(Exception):
+    """Something the user can mend. The message gives the value, the rule and the command that mends it."""
+
+
+def run_cli(main: Callable[[], object]) -> None:
+    """Run a script's main: a UserError ends it with one message and exit code 1, never with a traceback."""
+    try:
+        main()
+    except UserError as e:
+        print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `infer.py ... | head`: the reader left, which is not our failure
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def printable(text: str) -> str:
+    """Text from outside with terminal control codes (all but newline and tab) replaced: it cannot drive the screen."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def env_rank() -> int:
+    """Rank of this process as torchrun tells it; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
+def print0(*args: object) -> None:
+    """Print on rank 0 only, at once."""
+    if env_rank() == 0:
+        print(*args, flush=True)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process runs. World size 1 takes the same path as 8: the collectives below are no-ops there."""
+
+    device: torch.device
+    dtype: torch.dtype  # of autocast; float32 means autocast is off
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self):
+        """Context in which the model's forward runs."""
+        import torch
+
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it, so that a clock read afterwards is honest."""
+        import torch
+
+        if self.device.type in ("cuda", "mps"):
+            getattr(torch, self.device.type).synchronize()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce `tensor` in place over all ranks (op: sum, max or min) and return it. Every rank must call it."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """`tensor` (one shape on all ranks) of every rank, in their order. Every rank must call it."""
+        if self.world_size == 1:
+            return [tensor]
+        import torch
+        import torch.distributed as dist
+
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def peak_memory(self) -> int:
+        """Peak bytes on the device (CUDA), or the peak resident bytes of this process elsewhere."""
+        import resource
+
+        import torch
+
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+    """`auto` is cuda, then mps, then cpu; a name is checked against what is there. Raises UserError."""
+    import torch
+
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(k for k, there in available.items() if there)
+    kind = name.split(":")[0]
+    if not available.get(kind):
+        usable = ", ".join(k for k, there in available.items() if there)
+        raise UserError(f"device {name!r} is not available here (available: {usable}); use --device auto")
+    if kind == "cuda":
+        index = int(name.split(":")[1]) if ":" in name else local_rank
+        if index >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {env_rank()} wants cuda:{index} but this machine has {torch.cuda.device_count()} GPUs; "
+                f"use --nproc_per_node={torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device(kind)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated it loses to float32."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            flags = f.read()
+    except OSError:
+        return False
+    return any(re.search(rf"\b{flag}\b", flags) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 where the hardware has it (sm80+, CPUs as above), float16 on older CUDA, else float32."""
+    import torch
+
+    if name != "auto":
+        if name == "float16" and device.type == "cpu":
+            raise UserError("--dtype float16 needs a GPU (its loss scaling has no CPU path); use --dtype auto")
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return torch.bfloat16 if device.type == "cpu" and cpu_has_bfloat16() else torch.float32
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether torch.compile can build what it writes: C++ on the CPU, Triton's launchers in C for a GPU."""
+    names = ("CXX", "g++", "clang++") if device.type == "cpu" else ("CC", "gcc", "cc", "clang")
+    return any(shutil.which(os.environ.get(n, n)) for n in names)
+
+
+@contextmanager
+def locked(folder: Path):
+    """Hold `folder` (made if missing) for this process; raises UserError if another process holds it. The lock ends
+    with the process, however that ends."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            f.seek(0)
+            raise UserError(
+                f"{folder} is in use by process {f.read().strip()}; wait for it or choose another folder"
+            ) from None
+        f.truncate(0)
+        f.write(str(os.getpid()))
+        f.flush()
+        yield
+
+
+def launcher() -> str:
+    """How this process was started, for commands that are printed to be typed again."""
+    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "python"
+    return (
+        f"torchrun --standalone --nproc_per_node={local}"
+        if local == world
+        else f"torchrun [as on each node] --nproc_per_node={local}"
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or how many threads the CPU gives."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+@contextmanager
+def session(device: str = "auto", dtype: str = "auto", timeout_minutes: float = 10):
+    """Yield the Runtime of this process; under torchrun join the process group (nccl on CUDA, gloo elsewhere) and
+    leave it on every exit. A preflight all-reduce names the rank at fault before any work is done.
+
+    timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
+    """
+    import torch
+
+    local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    dev = pick_device(device, local_rank)
+    rt = Runtime(dev, pick_dtype(dtype, dev), env_rank(), local_rank, world_size)
+    if dev.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    if world_size == 1:
+        yield rt
+        return
+    import torch.distributed as dist
+
+    missing = [v for v in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+    if missing:
+        raise UserError(f"WORLD_SIZE={world_size} but {', '.join(missing)} not set; start with torchrun")
+    if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    dist.init_process_group(
+        "nccl" if dev.type == "cuda" else "gloo",
+        device_id=dev if dev.type == "cuda" else None,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
+    try:
+        total = rt.all_reduce(torch.ones(1, device=dev)).item()
+        if total != world_size:
+            raise UserError(
+                f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered; restart torchrun"
+            )
+        yield rt
+    finally:
+        dist.destroy_process_group()
+
+
+# Dense bfloat16 (float16 before Ampere) peak in FLOP/s, vendor data sheets, no sparsity. Longest match wins.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12,
+    "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "T4": 65e12, "V100": 125e12, "A6000": 154.8e12,
+    "RTX 6000 Ada": 364e12, "RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12, "RTX 2080 Ti": 56.9e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense FLOP/s of the card at training precision (see PEAK_FLOPS), or None where it is not known."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    hits = [k for k in PEAK_FLOPS if re.search(rf"\b{re.escape(k)}\b", name)]
+    return PEAK_FLOPS[max(hits, key=len)] if hits else None

@@ -1,0 +1,104 @@
+"""Fixtures shared by the tests: where the project is, how a script is run, and the optional folder of real data."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """Real text and real HellaSwag rows, where a checkout has them beside it; tests that need them skip elsewhere."""
+    path = ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return path
+
+
+@pytest.fixture
+def run_script():
+    """run_script("infer.py", "--help", env={...}) -> CompletedProcess; returncode is checked unless check=False."""
+
+    def run(*args, check=True, env=None, timeout=120, cwd=None, input=None):
+        done = subprocess.run(
+            [sys.executable, *[str(a) for a in (ROOT / args[0], *args[1:])]],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=cwd,
+            input=input,
+            env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})},
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"{args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        return done
+
+    return run
+
+
+@pytest.fixture
+def fails(run_script):
+    """fails("hub.py", ..., says=["value", "rule"]): one clear message on stderr, exit code not 0, no traceback."""
+
+    def check(*args, says=(), **kwargs):
+        done = run_script(*args, check=False, **kwargs)
+        text = done.stdout + done.stderr
+        assert done.returncode != 0, text
+        assert "Traceback" not in text, text
+        for s in says:
+            assert s.lower() in text.lower(), f"{s!r} not in: {text}"
+        return done
+
+    return check
+
+
+@pytest.fixture
+def tiny_data(tmp_path) -> Path:
+    """A folder of shards over a vocabulary of 256 with something to learn: three train shards, one val."""
+    import numpy as np
+
+    import shards
+
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for index, size in enumerate([2100, 3001, 4097, 1500]):
+        walk = (np.cumsum(rng.integers(1, 4, size)) % 256).astype(np.uint16)
+        shards.write_shard(folder / f"tiny_{'val' if index == 0 else 'train'}_{index:06d}.npy", walk)
+    return folder
+
+
+TINY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
+--sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 12 --warmup-steps 2 --val-every 4
+--val-tokens 1024 --hellaswag-every 0 --sample-every 0 --save-every 3 --keep 0 --no-compile --dtype float32""".split()
+
+
+@pytest.fixture
+def tiny_args(tiny_data) -> list[str]:
+    """Flags of a run that takes a second: 12 steps of 8 sequences of 32 tokens."""
+    return [*TINY, "--data-dir", str(tiny_data)]
+
+
+@pytest.fixture
+def torchrun():
+    """torchrun(2, "train_gpt2.py", ...): N gloo ranks on this machine, under a timeout so that a hang is a failure."""
+
+    def run(ranks, *args, check=True, timeout=180, launch=("--standalone",)):
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc_per_node={ranks}"]
+        done = subprocess.run(
+            [*command, *[str(a) for a in (ROOT / args[0], *args[1:])]],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"{args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        return done
+
+    return run
