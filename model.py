@@ -1,0 +1,297 @@
+"""GPT-2 in one module: token and position embeddings, pre-norm blocks of attention and MLP, a tied head.
+
+    model = GPT(GPTConfig())                        # GPT-2 124M, random weights
+    logits, _ = model(idx)                          # idx (B, T) int64 -> (B, T, vocab_size)
+    _, loss = model(idx, targets)                   # mean cross-entropy in nats a token; logits are not kept
+    out = model.generate(idx, 64, temperature=0.8)  # (B, T + 64), through the key-value cache
+
+Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+END_OF_TEXT = 50256  # the last id GPT-2's tokenizer knows; ids above it only pad the vocabulary to a round size
+REAL_VOCAB = END_OF_TEXT + 1
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of the network. The defaults are GPT-2 124M; the options below the line are what later recipes change."""
+
+    block_size: int = 1024
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    bias: bool = True
+    tied_head: bool = True
+    # ---
+    positions: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    activation: Literal["gelu", "relu2"] = "gelu"
+    qk_norm: bool = False
+    zero_init_projections: bool = False
+    logit_softcap: float = 0.0
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @staticmethod
+    def from_dict(saved: dict) -> "GPTConfig":
+        """The config a checkpoint carries as a plain dict; keys this version does not know are dropped."""
+        known = {f.name for f in fields(GPTConfig)}
+        return GPTConfig(**{k: v for k, v in saved.items() if k in known})
+
+
+class KVCache:
+    """Keys and values of the positions already seen, for up to `max_len` positions of `batch` sequences."""
+
+    def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)
+        self.k, self.v = torch.empty(2, *shape, device=device, dtype=dtype)  # each (n_layer, B, nh, max_len, hs)
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, nh, T, hs) of new positions; return all keys and values so far (B, nh, length + T, hs)."""
+        start, end = self.length, self.length + k.size(2)
+        self.k[layer, :, :, start:end], self.v[layer, :, :, start:end] = k, v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+    def repeat(self, n: int) -> None:
+        """Make every sequence n sequences that share what was seen so far: (B, ...) -> (B * n, ...)."""
+        self.k, self.v = self.k.repeat_interleave(n, dim=1), self.v.repeat_interleave(n, dim=1)
+
+
+def rope_angles(config: GPTConfig) -> Tensor:
+    """Angle (block_size, hs/2), in radians, by which each pair of channels turns at each position."""
+    frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
+    return torch.outer(torch.arange(config.block_size).float(), frequencies)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): turn channel pairs of x (B, nh, T, hs) by angles (T, hs/2)."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer, self.config = layer, config
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # queries, keys, values together
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, angles: Tensor | None, cache: KVCache | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).permute(2, 0, 3, 1, 4)
+        if self.config.qk_norm:  # each (B, nh, T, hs)
+            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        mask = None
+        if cache is not None:
+            k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
+            q = q.to(k.dtype)
+            if T > 1 and cache.length > 0:  # new position i sees all old ones and the new ones up to i
+                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(cache.length)
+        causal = T > 1 and mask is None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # flash attention where it can
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C).to(x.dtype))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c_fc(x)
+        x = F.gelu(x, approximate="tanh") if self.activation == "gelu" else F.relu(x).square()
+        return self.c_proj(x)
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":  # without a gain, as in modded-nanogpt
+        return nn.RMSNorm(config.n_embd, elementwise_affine=False)
+    return nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = Attention(config, layer)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), angles, cache)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class NoInit(TorchFunctionMode):  # random init on the meta device does nothing, but loads torch's compiler: a second
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return None if getattr(func, "__module__", "") == "torch.nn.init" else func(*args, **(kwargs or {}))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019); parameter names are those of the public checkpoints."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.recompute = False  # trade time for memory: keep only each block's input, run the block again in backward
+        layers = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        if config.positions == "learned":
+            layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        layers["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        layers["ln_f"] = make_norm(config)
+        self.transformer = nn.ModuleDict(layers)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.lm_head.weight = self.transformer.wte.weight
+        if config.positions == "rope":
+            self.register_buffer("angles", rope_angles(config), persistent=False)
+        self.apply(self._init_weights)
+        for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
+            if name.endswith("c_proj.weight"):
+                std = 0.0 if config.zero_init_projections else 0.02 / math.sqrt(2 * config.n_layer)
+                nn.init.normal_(p, std=std)
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    @classmethod
+    def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
+        """A model that takes over the tensors of `state` as they are: no random init, no copy."""
+        with torch.device("meta"), NoInit():
+            model = cls(config)
+        model.load_state_dict(state, assign=True)
+        if config.tied_head:
+            model.lm_head.weight = model.transformer.wte.weight
+        if config.positions == "rope":
+            model.angles = rope_angles(config).to(model.device)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def num_params(self) -> int:
+        """Parameters in all, a tied head counted once (124,439,808 for GPT-2 124M)."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, T: int) -> float:
+        """Training FLOP a token: 6 per parameter used in a matmul (the head counts, embeddings looked up do not) plus
+        12 * n_layer * n_embd * T for attention (PaLM, Chowdhery et al. 2022, appendix B)."""
+        looked_up = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
+        head = self.lm_head.weight.numel() if self.config.tied_head else 0
+        return 6 * (self.num_params() - looked_up + head) + 12 * self.config.n_layer * self.config.n_embd * T
+
+    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Final hidden states (B, T, C) of idx (B, T); with a cache, idx continues the positions it holds."""
+        T, start = idx.size(1), cache.length if cache is not None else 0
+        assert start + T <= self.config.block_size, f"{start + T} positions, block_size is {self.config.block_size}"
+        x, angles = self.transformer.wte(idx), None
+        if self.config.positions == "learned":
+            x = x + self.transformer.wpe.weight[start : start + T]
+        else:
+            angles = self.angles[start : start + T]
+        for block in self.transformer.h:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, angles, cache)
+        if cache is not None:
+            cache.length += T
+        return self.transformer.ln_f(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., C)."""
+        logits = self.lm_head(x)
+        if self.config.logit_softcap:
+            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        return logits
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets."""
+        x = self.hidden(idx)
+        if targets is None:
+            return self.logits(x), None
+        logits = self.logits(x).view(-1, self.config.vocab_size)
+        return None, F.cross_entropy(logits.float(), targets.reshape(-1))
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache in the precision the model runs in."""
+        kind, dtype = self.device.type, self.lm_head.weight.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        return KVCache(self.config, batch, max_len, self.device, dtype)
+
+    @torch.no_grad()
+    def stream(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = 50,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        num_samples: int = 1,
+    ) -> Iterator[Tensor]:
+        """Yield max_new_tokens times the next ids (B * num_samples,) of idx (B, T), 1 <= T <= block_size.
+
+        idx is read once; its samples share the reading. A full context slides: its newer half is read again from
+        position 0, so text may be longer than block_size. temperature 0 takes the likeliest id.
+        """
+        limit = self.config.block_size
+        cache = self.new_cache(idx.size(0), min(idx.size(1) + max_new_tokens, limit))
+        logits = self.logits(self.hidden(idx, cache)[:, -1]).repeat_interleave(num_samples, dim=0)
+        cache.repeat(num_samples)
+        idx = idx.repeat_interleave(num_samples, dim=0)
+        for i in range(max_new_tokens):
+            if i > 0:
+                fresh = idx[:, -1:]
+                if cache.length == limit:
+                    cache.length, fresh = 0, idx[:, -(limit // 2 or 1) :]
+                logits = self.logits(self.hidden(fresh, cache)[:, -1])
+            new = sample(logits, temperature, top_k, top_p, generator)
+            idx = torch.cat((idx, new[:, None]), dim=1)
+            yield new
+
+    def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
+        """idx (B, T) continued to (B, T + max_new_tokens): what `stream`, with the same arguments, yields."""
+        return torch.cat((idx, torch.stack(list(self.stream(idx, max_new_tokens, *args, **kwargs)), dim=1)), dim=1)
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """Draw ids (B,) from logits (B, V): of the top_k likeliest (None or 0: all), the fewest whose probabilities reach
+    top_p (nucleus sampling, Holtzman et al. 2019). Ids that only pad the vocabulary are never drawn."""
+    logits = logits[:, :REAL_VOCAB].float()
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # sorted, likeliest first
+    probs = F.softmax(logits / temperature, dim=-1)
+    if top_p is not None:  # keep an id as long as those before it have not reached top_p: always at least one
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
+    return ids.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
