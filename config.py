@@ -1,0 +1,290 @@
+"""TrainConfig: one dataclass owns every default; the presets name what each ancestor trained.
+
+cfg = parse(["quickstart", "--max-steps", "50", "--model.n-layer", "2"])   # what train_gpt2.py does with sys.argv
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from model import GPTConfig
+from runtime import UserError
+
+HARMLESS = {"harmless": True}  # may change when a run is resumed: it moves no loss, or the schedule says so
+
+
+GPT2_124M = GPTConfig(vocab_size=50304)
+
+
+def setting(default, **metadata):
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on. A period (--*-every) of 0 turns that thing off."""
+
+    preset: Annotated[str, tyro.conf.Suppress] = setting("gpt2-124m", **HARMLESS)
+    model: GPTConfig = GPT2_124M  # padded from 50257 to a multiple of 128, for the matmul kernels
+
+    data_dir: str = setting("data/fineweb-edu", **HARMLESS)  # the fingerprint of the shards decides, not their place
+    """Folder of token shards, or hf://OWNER/NAME to pull them first."""
+    out_dir: str = setting("", **HARMLESS)
+    """Run folder; default log/PRESET."""
+    seed: int = 1337
+    """Seeds the weights and the order of the data."""
+    shuffle: bool = True
+    """Two-level shuffle (shards, then windows inside a shard); off reads the shards front to back."""
+    epochs: int = setting(1, **HARMLESS)
+    """Passes over the data, when --max-steps is 0."""
+    steps_per_epoch: int = setting(0, **HARMLESS)
+    """Optimizer steps counted as one epoch; 0 asks the data."""
+    max_steps: int = setting(0, **HARMLESS)
+    """Optimizer steps in all; 0 means epochs * steps-per-epoch."""
+
+    total_batch_size: int = 524_288
+    """Tokens a step, over all ranks and micro-steps."""
+    micro_batch_size: int | Literal["auto"] = setting("auto", **HARMLESS)
+    """Sequences in one forward pass of one rank; auto halves until it fits in memory."""
+    sequence_length: int = 1024
+    """Tokens a sequence (T)."""
+
+    max_lr: float = 6e-4
+    min_lr: float = 6e-5
+    warmup_steps: int = 715
+    schedule: Literal["cosine", "trapezoid"] = "cosine"
+    cooldown: float = 0.2
+    """Share of max-steps over which the trapezoid falls to min-lr."""
+    weight_decay: float = 0.1
+    """On matrices only."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the blocks' matrices, Adam for everything else."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    muon_lr: float = 0.02
+    """Peak rate of the blocks' matrices under --optimizer muon; max-lr then governs the rest."""
+    muon_weight_decay: float = 0.0
+    muon_momentum: float = 0.95
+    muon_momentum_warmup_steps: int = 0
+    """Steps over which Muon's momentum rises from 0.85."""
+    embed_lr_scale: float = 1.0
+    """Factor on max-lr for the embeddings, for the large rates untied embeddings like."""
+
+    val_every: int = setting(250, **HARMLESS)
+    val_tokens: int = setting(10_485_760, **HARMLESS)
+    """Validation tokens; the first of the val split, whatever the ranks or the micro-batch."""
+    hellaswag_every: int = setting(250, **HARMLESS)
+    hellaswag_data: str = setting("", **HARMLESS)
+    """HellaSwag rows (.jsonl); default is where `python hellaswag.py` puts them."""
+    sample_every: int = setting(250, **HARMLESS)
+    sample_prompt: str = setting("Hello, I'm a language model,", **HARMLESS)
+    save_every: int = setting(5000, **HARMLESS)
+    keep: int = setting(0, **HARMLESS)
+    """Checkpoints kept besides the best by val loss; 0 keeps all."""
+
+    resume: str = setting("none", **HARMLESS)
+    """none, auto (newest complete checkpoint of the run folder, if any) or the path of a model_*.pt."""
+    allow_drift: bool = setting(False, **HARMLESS)
+    """Resume although settings that shape the result have changed."""
+    init_from: str = setting("scratch", **HARMLESS)
+    """scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, a model_*.pt or a run folder."""
+
+    device: str = setting("auto", **HARMLESS)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting("auto", **HARMLESS)
+    compile: bool = setting(True, **HARMLESS)
+    recompute: bool = setting(False, **HARMLESS)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    zero_stage: Literal[0, 1] = setting(0, **HARMLESS)
+    """1 shards the optimizer state over the ranks (ZeRO-1)."""
+    tracker: Literal["none", "tensorboard", "wandb"] = setting("none", **HARMLESS)
+    time_limit: str = setting("", **HARMLESS)
+    """Stop cleanly and save after this long, e.g. 3h50m."""
+    skip_bad_steps: int = setting(0, **HARMLESS)
+    """How many non-finite steps to skip before stopping."""
+    gpu_hour_usd: float = setting(0.0, **HARMLESS)
+    """Price of one GPU for an hour, for the cost lines."""
+    dry_run: bool = setting(False, **HARMLESS)
+    """Print the plan (parameters, memory, measured step time, ETA, cost) and exit."""
+    overfit_single_batch: bool = False
+    """Train on the first batch again and again: the loss must collapse, or something is broken."""
+
+    def __post_init__(self):
+        T, tokens = self.sequence_length, self.total_batch_size
+        rules = [
+            (T >= 1, f"--sequence-length {T} must be at least 1"),
+            (T <= self.model.block_size, f"--sequence-length {T} is above --model.block-size {self.model.block_size}"),
+            (
+                T >= 1 and tokens >= T and tokens % T == 0,
+                f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; "
+                f"use --total-batch-size {max(1, round(tokens / max(T, 1))) * T}",
+            ),
+            (
+                self.micro_batch_size == "auto" or self.micro_batch_size >= 1,
+                f"--micro-batch-size {self.micro_batch_size} must be at least 1, or auto",
+            ),
+            (
+                self.model.n_embd % self.model.n_head == 0,
+                f"--model.n-embd {self.model.n_embd} does not divide into --model.n-head {self.model.n_head} heads",
+            ),
+            (self.model.vocab_size >= 1, f"--model.vocab-size {self.model.vocab_size} must be at least 1"),
+            (0 <= self.cooldown <= 1, f"--cooldown {self.cooldown} is a share of the steps, between 0 and 1"),
+            (self.max_lr >= self.min_lr >= 0, f"--min-lr {self.min_lr} must lie between 0 and --max-lr {self.max_lr}"),
+            (self.epochs >= 1, f"--epochs {self.epochs} must be at least 1"),
+            (self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}"),
+        ]
+        for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
+                     "grad_clip skip_bad_steps weight_decay").split():  # fmt: skip
+            value = getattr(self, name)
+            rules.append((value >= 0, f"--{name.replace('_', '-')} {value} must not be negative"))
+        for holds, message in rules:
+            if not holds:
+                raise UserError(message)
+        parse_duration(self.time_limit)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out_dir or f"log/{self.preset}")
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.total_batch_size // self.sequence_length
+
+    def horizon(self, windows_per_epoch: int) -> int:
+        """Optimizer steps of the whole run, for data with that many training sequences an epoch."""
+        if self.max_steps:
+            return self.max_steps
+        if self.steps_per_epoch:
+            return self.epochs * self.steps_per_epoch
+        return self.epochs * windows_per_epoch // self.sequences_per_step
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(saved: dict) -> TrainConfig:
+        """The config a checkpoint carries; fields this version does not know are dropped, new ones take defaults."""
+        known = {f.name for f in dataclasses.fields(TrainConfig)}
+        values = {k: v for k, v in saved.items() if k in known}
+        return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
+
+
+def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
+    """What differs between a checkpoint's config and this run's: (harmless, refused), each "field: old -> new"."""
+    harmless, refused = [], []
+    for f in dataclasses.fields(TrainConfig):
+        a, b = getattr(old, f.name), getattr(new, f.name)
+        if a != b:
+            (harmless if f.metadata.get("harmless") else refused).append(f"{f.name}: {a} -> {b}")
+    return harmless, refused
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
+    if not text:
+        return math.inf
+    if text.replace(".", "", 1).isdigit():
+        return float(text)
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if not match:
+        raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
+    return sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
+    """A GPT-2 size with the learning rate GPT-3 (Brown et al. 2020, table 2.1) gives a model of that size."""
+    model = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=50304)
+    return TrainConfig(preset=name, model=model, max_lr=max_lr, min_lr=max_lr / 10, steps_per_epoch=19_073)
+
+
+_small = GPTConfig(block_size=256, vocab_size=50304, n_layer=4, n_head=4, n_embd=128)
+
+PRESETS: dict[str, TrainConfig] = {
+    c.preset: c
+    for c in [
+        _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
+        _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
+        _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
+        _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
+        TrainConfig(
+            preset="untied-124m",
+            model=GPTConfig(vocab_size=50304, tied_head=False),
+            total_batch_size=262_144,
+            steps_per_epoch=38_146,
+            warmup_steps=700,
+            val_every=100,
+            sample_every=1000,
+            save_every=2000,
+        ),
+        TrainConfig(
+            preset="overfit",
+            model=_small,
+            data_dir="data/stdlib",
+            sequence_length=128,
+            total_batch_size=1024,
+            micro_batch_size=8,
+            max_steps=200,
+            warmup_steps=10,
+            max_lr=3e-3,
+            min_lr=3e-4,
+            weight_decay=0.0,
+            val_every=0,
+            hellaswag_every=0,
+            sample_every=0,
+            save_every=0,
+            compile=False,
+            overfit_single_batch=True,
+        ),
+        TrainConfig(
+            preset="quickstart",
+            model=_small,
+            data_dir="data/stdlib",
+            sequence_length=256,
+            total_batch_size=4096,
+            micro_batch_size=16,
+            max_steps=400,
+            warmup_steps=40,
+            max_lr=3e-3,
+            min_lr=3e-4,
+            val_every=100,
+            val_tokens=65_536,
+            hellaswag_every=0,
+            sample_every=200,
+            sample_prompt="def ",
+            save_every=100,
+            keep=2,
+        ),
+    ]
+}
+
+
+def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
+    """[PRESET] [--flag value ...] -> TrainConfig. `--resume PATH` without a preset starts from the config saved there
+    (read_saved(PATH) returns it), so that only what is to change needs saying."""
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    if name is not None and name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
+    base = PRESETS[name or "gpt2-124m"]
+    words = [w for arg in rest for w in arg.split("=", 1)]
+    path = words[words.index("--resume") + 1] if "--resume" in words[:-1] else "none"
+    if name is None and path not in ("none", "auto"):
+        base = replace(TrainConfig.from_dict(read_saved(path)), out_dir=str(Path(path).parent))
+    return tyro.cli(
+        TrainConfig,
+        default=base,
+        args=rest,
+        prog="train_gpt2.py [PRESET]",
+        description=f"Train a GPT. Presets: {', '.join(PRESETS)} (default gpt2-124m). Defaults shown are the preset's.",
+    )

@@ -1,0 +1,108 @@
+"""Parameter groups, optimizers, ZeRO-1 and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from config import TrainConfig
+from runtime import Runtime
+
+
+def parameter_groups(model: nn.Module, cfg: TrainConfig) -> dict[str, list[dict]]:
+    """Every parameter in exactly one group, by optimizer: {"adamw": [...], "muon": [...]} (only those in use).
+
+    AdamW decays matrices and leaves vectors (biases, gains) alone, as GPT-2's reproductions do. Under muon the matrices
+    of the blocks go to Muon (Jordan 2024) and the rest stay with Adam. `peak_lr` is what the schedule multiplies.
+    """
+    named = dict(model.named_parameters())  # a tied head appears once
+    muon = [n for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
+    embeddings = [n for n in named if n not in muon and n.startswith(("transformer.wte", "transformer.wpe"))]
+    decay = [n for n, p in named.items() if n not in muon and n not in embeddings and p.dim() >= 2]
+    rest = [n for n, p in named.items() if p.dim() < 2]
+    assert sorted(muon + embeddings + decay + rest) == sorted(named), "a parameter is in no group or in two"
+
+    def group(names: list[str], **settings) -> list[dict]:
+        return [{"params": [named[n] for n in names], **settings}] if names else []
+
+    groups = {
+        "adamw": [
+            *group(embeddings, weight_decay=cfg.weight_decay, peak_lr=cfg.max_lr * cfg.embed_lr_scale),
+            *group(decay, weight_decay=cfg.weight_decay, peak_lr=cfg.max_lr),
+            *group(rest, weight_decay=0.0, peak_lr=cfg.max_lr),
+        ],
+        "muon": group(muon, weight_decay=cfg.muon_weight_decay, peak_lr=cfg.muon_lr),
+    }
+    return {k: v for k, v in groups.items() if v}
+
+
+def build(model: nn.Module, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
+    """The optimizers of the run. With zero_stage 1 each rank keeps the state of its own share of the parameters
+    (ZeRO, Rajbhandari et al. 2020) through torch's ZeroRedundancyOptimizer."""
+    kinds = {
+        "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": 1e-8, "fused": True}),
+        "muon": (torch.optim.Muon, {"momentum": cfg.muon_momentum}),
+    }
+    optimizers = []
+    for name, groups in parameter_groups(model, cfg).items():
+        cls, settings = kinds[name]
+        if cfg.zero_stage == 1 and rt.world_size > 1:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            optimizers.append(ZeroRedundancyOptimizer(groups, cls, lr=cfg.max_lr, **settings))
+        else:
+            optimizers.append(cls(groups, lr=cfg.max_lr, **settings))
+    return optimizers
+
+
+def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
+    """Share of the peak learning rate at `step`, from 1 down to min_lr / max_lr.
+
+    cosine: linear warm-up, then half a cosine over the rest of max_steps. trapezoid (Hägele et al. 2024): linear
+    warm-up, flat, then a straight line down over the last `cooldown` share of max_steps.
+    """
+    floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
+    if step < cfg.warmup_steps:
+        return (step + 1) / cfg.warmup_steps
+    if step >= max_steps:
+        return floor
+    if cfg.schedule == "cosine":
+        progress = (step - cfg.warmup_steps) / max(1, max_steps - cfg.warmup_steps)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    left = (max_steps - step) / max(1.0, cfg.cooldown * max_steps)
+    return floor + (1 - floor) * min(1.0, left)
+
+
+def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
+    """Set every group's learning rate (and Muon's momentum) for `step`; returns the rate that belongs to max_lr."""
+    factor = lr_factor(step, max_steps, cfg)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+            if "momentum" in group and step < cfg.muon_momentum_warmup_steps:
+                share = step / cfg.muon_momentum_warmup_steps
+                group["momentum"] = (1 - share) * 0.85 + share * cfg.muon_momentum
+            elif "momentum" in group:
+                group["momentum"] = cfg.muon_momentum
+    return cfg.max_lr * factor
+
+
+def full_state(optimizers: list[torch.optim.Optimizer]) -> list[dict] | None:
+    """State dicts of the whole optimizers on rank 0 (None elsewhere), whatever shards them. Every rank must call it."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            optimizer.consolidate_state_dict(to=0)
+    sharded_elsewhere = any(hasattr(o, "consolidate_state_dict") and o.rank != 0 for o in optimizers)
+    return None if sharded_elsewhere else [o.state_dict() for o in optimizers]
+
+
+def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
+    """Load what full_state gave, into any zero_stage and world size; peak rates stay those of the present config."""
+    assert len(optimizers) == len(states), f"checkpoint has {len(states)} optimizers, this config {len(optimizers)}"
+    for optimizer, state in zip(optimizers, states, strict=True):
+        peaks = [(g["peak_lr"], g["weight_decay"]) for g in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, (peak, decay) in zip(optimizer.param_groups, peaks, strict=True):
+            group["peak_lr"], group["weight_decay"] = peak, decay

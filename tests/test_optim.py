@@ -1,0 +1,88 @@
+"""Groups hold every parameter once, schedules are the published curves, state moves between optimizers unharmed."""
+
+import copy
+import dataclasses
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+import optim
+from config import PRESETS
+from model import GPT, GPTConfig
+from runtime import Runtime
+
+CPU = Runtime(torch.device("cpu"), torch.float32)
+SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
+BASE = dataclasses.replace(PRESETS["gpt2-124m"], model=SMALL, sequence_length=16, val_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_in_exactly_one_group(kind, tied):
+    cfg = dataclasses.replace(BASE, optimizer=kind, model=dataclasses.replace(SMALL, tied_head=tied))
+    model = GPT(cfg.model)
+    groups = optim.parameter_groups(model, cfg)
+    ids = [id(p) for gs in groups.values() for g in gs for p in g["params"]]
+    assert sorted(ids) == sorted(id(p) for p in model.parameters())
+    if kind == "muon":
+        assert {tuple(p.shape) for p in groups["muon"][0]["params"]} == {(48, 16), (16, 16), (64, 16), (16, 64)}
+
+
+def test_weight_decay_touches_matrices_only():
+    for group in optim.parameter_groups(GPT(SMALL), BASE)["adamw"]:
+        assert all((p.dim() >= 2) == (group["weight_decay"] == 0.1) for p in group["params"])
+
+
+def test_cosine_is_build_nanogpts():
+    lr = lambda step: BASE.max_lr * optim.lr_factor(step, 19073, BASE)  # noqa: E731
+    assert lr(0) == pytest.approx(6e-4 / 715)
+    assert lr(714) == pytest.approx(6e-4) and lr(715) == pytest.approx(6e-4)
+    middle = 715 + (19073 - 715) / 2
+    assert lr(middle) == pytest.approx((6e-4 + 6e-5) / 2)
+    assert lr(3000) == pytest.approx(6e-5 + 0.5 * (1 + math.cos(math.pi * 2285 / 18358)) * 5.4e-4)
+    assert lr(19073) == pytest.approx(6e-5)
+
+
+def test_trapezoid():
+    cfg = dataclasses.replace(BASE, schedule="trapezoid", warmup_steps=10, cooldown=0.25, min_lr=0.0)
+    factor = [optim.lr_factor(s, 100, cfg) for s in range(101)]
+    assert factor[9] == 1 and factor[10:76] == [1] * 66
+    assert factor[100] == 0 and factor[88] == pytest.approx(12 / 25)
+    assert all(a >= b for a, b in pairwise(factor[10:]))
+
+
+def test_muon_momentum_warms_up():
+    cfg = dataclasses.replace(BASE, optimizer="muon", muon_momentum_warmup_steps=100)
+    optimizers = optim.build(GPT(SMALL), cfg, CPU)
+    momenta = []
+    for step in (0, 50, 100, 200):
+        optim.set_schedule(optimizers, step, 1000, cfg)
+        momenta += [g["momentum"] for o in optimizers for g in o.param_groups if "momentum" in g]
+    assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_round_trip_continues_bit_for_bit(kind):
+    cfg = dataclasses.replace(BASE, optimizer=kind)
+
+    def step(model, optimizers, seed):
+        idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
+        model(idx, idx)[1].backward()
+        optim.set_schedule(optimizers, seed, 10, cfg)
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+
+    torch.manual_seed(0)
+    a = GPT(SMALL)
+    oa = optim.build(a, cfg, CPU)
+    step(a, oa, 0)
+    b = GPT.from_state_dict(SMALL, {k: v.clone() for k, v in a.state_dict().items()})
+    ob = optim.build(b, cfg, CPU)
+    optim.load_state(ob, copy.deepcopy(optim.full_state(oa)))
+    for s in (1, 2):
+        step(a, oa, s)
+        step(b, ob, s)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
