@@ -1,0 +1,160 @@
+"""Which sequence comes at which step, and its tokens on the device.
+
+The order is a pure function of (seed, step): not of ranks, micro-batch size or restarts. A shard of n tokens holds
+(n - 1) // T windows of T inputs (and T targets, one further on); the up to T tokens after the last whole window are not
+used. The epochs form one endless stream of windows in which every window comes once an epoch; a step takes the next
+`sequences_per_step` of them and may straddle two epochs, so no rank runs dry and nothing is dropped in between.
+
+Shuffled, each epoch visits the shards in a new order and the windows of each shard in a new order; a shard is read
+once, whole and front to back, as it comes up. Unshuffled it is build-nanogpt's order: shard after shard, window after
+window (build-nanogpt leaves out up to a step of windows at the end of each shard; here they come too).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import torch
+
+import shards
+from runtime import Runtime, UserError
+
+
+def permutation(n: int, *key: int) -> np.ndarray:
+    """A permutation of range(n) fixed by integers `key` for ever: the argsort of splitmix64 hashes (Steele et al.
+    2014), because numpy does not promise the same stream of random numbers from release to release."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    with np.errstate(over="ignore"):
+        state = np.zeros(1, np.uint64)
+        for k in key:
+            state = mix(state ^ np.uint64(k % 2**64))
+        return np.argsort(mix(state ^ mix(np.arange(n, dtype=np.uint64))), kind="stable")
+
+
+class Order:
+    """The stream of windows: position -> (shard, window). Costs O(windows of a shard) to reach any position."""
+
+    def __init__(self, windows: list[int], seed: int, shuffle: bool):
+        self.windows, self.seed, self.shuffle = np.asarray(windows), seed, shuffle
+        self.per_epoch = int(self.windows.sum())
+        self._permutations: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def _within(self, epoch: int, shard: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.windows[shard])
+        if (epoch, shard) not in self._permutations:
+            self._permutations[epoch, shard] = permutation(int(self.windows[shard]), self.seed, epoch, 1, shard)
+            while len(self._permutations) > 4:
+                self._permutations.popitem(last=False)
+        return self._permutations[epoch, shard]
+
+    def span(self, start: int, count: int) -> np.ndarray:
+        """(count, 2) int64 of (shard, window) for the stream positions start .. start + count - 1."""
+        pieces, end = [], start + count
+        while start < end:
+            epoch, position = divmod(start, self.per_epoch)
+            n = len(self.windows)
+            visit = permutation(n, self.seed, epoch, 0) if self.shuffle else np.arange(n)
+            ends = np.cumsum(self.windows[visit])
+            i = int(np.searchsorted(ends, position, side="right"))
+            shard, first = int(visit[i]), position - (int(ends[i - 1]) if i else 0)
+            take = min(end - start, int(self.windows[shard]) - first)
+            within = self._within(epoch, shard)[first : first + take]
+            pieces.append(np.stack([np.full(take, shard), within], axis=1))
+            start += take
+        return np.concatenate(pieces)
+
+
+class Loader:
+    """Token windows of one split of a shard folder.
+
+    Raises UserError for a missing or empty folder, a bad shard, ids above the vocabulary or too little data.
+    """
+
+    def __init__(self, data_dir: str | Path, split: str, T: int, vocab_size: int, seed: int = 0, shuffle: bool = False):
+        self.T, self.vocab_size = T, vocab_size
+        self.paths = shards.find_shards(data_dir, split)
+        self.tokens = [shards.count_tokens(p) for p in self.paths]
+        self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle)
+        if self.order.per_epoch == 0:
+            raise UserError(
+                f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
+                "use a smaller --sequence-length or more data (python fineweb.py --help)"
+            )
+        self._resident: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def _shard(self, i: int) -> np.ndarray:
+        """Tokens of shard i. Shuffled: read whole and front to back, because windows jump about in it, and the two used
+        last stay in memory. Unshuffled: a memory map, read in order by itself."""
+        if i not in self._resident:
+            while len(self._resident) > 1:
+                self._resident.popitem(last=False)
+            tokens = shards.open_shard(self.paths[i])
+            self._resident[i] = np.array(tokens) if self.order.shuffle else tokens
+        self._resident.move_to_end(i)
+        return self._resident[i]
+
+    def read(self, windows: np.ndarray) -> np.ndarray:
+        """(n, T + 1) uint16 for (n, 2) of (shard, window). Raises UserError for an id above the vocabulary."""
+        out = np.empty((len(windows), self.T + 1), np.uint16)
+        for shard in dict.fromkeys(windows[:, 0].tolist()):
+            rows = np.flatnonzero(windows[:, 0] == shard)
+            starts = windows[rows, 1] * self.T
+            out[rows] = self._shard(shard)[starts[:, None] + np.arange(self.T + 1)]
+            if out[rows].max() >= self.vocab_size:
+                shards.check_ids(self._shard(shard), self.paths[shard], self.vocab_size)  # names the place
+        return out
+
+    def step_windows(self, step: int, sequences: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+        """(shard, window) of what `rank` reads at `step`, (micro_steps, B, 2): as in build-nanogpt, micro-batch m of
+        rank r is the (m * world_size + r)-th run of B sequences of the step."""
+        return self.order.span(step * sequences, sequences).reshape(-1, world_size, B, 2)[:, rank]
+
+    def batches(
+        self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """Endless (micro_steps, B, T + 1) batches of uint16 tokens, step by step from `first_step` (always the same
+        step with fixed=True), read ahead by a thread into pinned memory where there is a GPU."""
+        ready: Queue = Queue(maxsize=2)
+        stop = threading.Event()
+
+        def work() -> None:
+            step = first_step
+            while not stop.is_set():
+                try:
+                    windows = self.step_windows(step, sequences, B, rt.rank, rt.world_size)
+                    batch = torch.from_numpy(self.read(windows.reshape(-1, 2)).reshape(*windows.shape[:2], self.T + 1))
+                    ready.put(batch.pin_memory() if rt.device.type == "cuda" else batch)
+                except Exception as e:  # carried to the training thread, which raises it
+                    ready.put(e)
+                    return
+                step += 0 if fixed else 1
+
+        threading.Thread(target=work, daemon=True, name="loader").start()
+        try:
+            while True:
+                batch = ready.get()
+                if isinstance(batch, Exception):
+                    raise batch
+                yield batch
+        finally:  # unblock the thread so that it can see the flag
+            stop.set()
+            while not ready.empty():
+                ready.get_nowait()
+
+
+def to_device(tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T + 1) uint16 -> inputs and targets (B, T) int64 on the device; only two bytes a token cross the bus."""
+    tokens = tokens.to(device, non_blocking=True).to(torch.int64)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

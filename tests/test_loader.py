@@ -1,0 +1,135 @@
+"""The order of data is a pure function of (seed, step); every window comes once an epoch; nothing else moves it."""
+
+import resource
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+import shards
+from loader import Loader, Order, permutation, to_device
+from runtime import Runtime, UserError
+
+GOLDEN = [0, 7, 5, 6, 3, 1, 2, 4]  # of permutation(8, 1337, 0)
+CPU = Runtime(torch.device("cpu"), torch.float32)
+
+
+def make(folder, **kwargs):
+    return Loader(folder, "train", **{"T": 32, "vocab_size": 256, "seed": 5, "shuffle": True, **kwargs})
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size, B", [(1, 8), (1, 1), (2, 2), (2, 4), (4, 2), (4, 1)])
+def test_every_window_once_an_epoch_for_every_world(tiny_data, shuffle, world_size, B):
+    data = make(tiny_data, shuffle=shuffle)
+    n, S = data.order.per_epoch, 8
+    assert n == sum((c - 1) // 32 for c in (3001, 4097, 1500))
+    steps = [
+        [tuple(w) for rank in range(world_size) for w in data.step_windows(s, S, B, rank, world_size).reshape(-1, 2)]
+        for s in range(2 * n // S + 1)
+    ]
+    stream = [w for step in steps for w in sorted(step)]
+    alone = [tuple(w) for s in range(len(steps)) for w in sorted(map(tuple, data.step_windows(s, S, 8).reshape(-1, 2)))]
+    assert stream == alone  # step by step the same sequences, whatever the ranks and the micro-batch
+    both = data.order.span(0, 2 * n)
+    for epoch in (both[:n], both[n:]):
+        assert len({tuple(w) for w in epoch}) == n
+
+
+def test_ranks_and_micro_batches_are_build_nanogpts(tiny_data):
+    data = make(tiny_data, shuffle=False)
+    flat = data.order.span(0, 16)
+    for rank in range(2):
+        got = data.step_windows(0, 16, 4, rank, 2)
+        for m in range(2):
+            first = (m * 2 + rank) * 4
+            assert (got[m] == flat[first : first + 4]).all()
+
+
+def test_no_shuffle_is_build_nanogpts_order_token_for_token(tiny_data):
+    """A shard read with a moving position, B * T * ranks further each micro-step, as that project's loader does."""
+    data, B, T, W = make(tiny_data, shuffle=False), 2, 32, 2
+    tokens = np.load(tiny_data / "tiny_train_000001.npy")
+    for rank in range(W):
+        position = B * T * rank
+        for step in range(5):
+            batch = data.read(data.step_windows(step, 8, B, rank, W).reshape(-1, 2)).reshape(2, B, T + 1)
+            x, y = to_device(torch.from_numpy(batch.reshape(-1, T + 1)), torch.device("cpu"))
+            for m in range(2):
+                buf = torch.from_numpy(tokens[position : position + B * T + 1].astype(np.int64))
+                assert torch.equal(x.view(2, B, T)[m], buf[:-1].view(B, T))
+                assert torch.equal(y.view(2, B, T)[m], buf[1:].view(B, T))
+                position += B * T * W
+
+
+def test_order_depends_on_seed_and_epoch_only(tiny_data):
+    a, n = make(tiny_data).order, make(tiny_data).order.per_epoch
+    assert (a.span(0, n) == make(tiny_data).order.span(0, n)).all()
+    assert (a.span(0, n) != make(tiny_data, seed=6).order.span(0, n)).any()
+    assert (a.span(0, n) != a.span(n, n)).any(), "a second epoch reshuffles"
+    assert (make(tiny_data, shuffle=False).order.span(0, n) == make(tiny_data, shuffle=False).order.span(n, n)).all()
+
+
+def test_shards_are_visited_one_after_the_other(tiny_data):
+    visited = make(tiny_data).order.span(0, make(tiny_data).order.per_epoch)[:, 0]
+    assert (np.diff(visited) != 0).sum() == 2
+
+
+def test_seek_to_any_step_is_immediate():
+    order = Order([97_656] * 1000, seed=1, shuffle=True)  # FineWeb-sized: 100 billion tokens
+    assert order.span(512 * 19_073 * 9, 512).shape == (512, 2)
+    assert len(order._permutations) <= 4
+
+
+def test_permutation_never_changes():
+    assert sorted(permutation(1000, 3, 1)) == list(range(1000))
+    assert permutation(8, 1337, 0).tolist() == GOLDEN, "runs that are resumed would see other data"
+
+
+def test_batches_ahead_equal_batches_asked_for(tiny_data):
+    data = make(tiny_data)
+    for step, batch in enumerate(islice(data.batches(3, 8, 4, CPU), 40)):
+        windows = data.step_windows(3 + step, 8, 4)
+        assert batch.shape == (2, 4, 33) and batch.dtype == torch.uint16
+        assert (batch.numpy() == data.read(windows.reshape(-1, 2)).reshape(2, 4, 33)).all()
+    one, two = islice(data.batches(3, 8, 4, CPU, fixed=True), 2)
+    assert torch.equal(one, two)
+
+
+def test_widening_keeps_ids_above_int16():
+    x, y = to_device(torch.tensor([[50256, 65535, 0]], dtype=torch.uint16), torch.device("cpu"))
+    assert x.tolist() == [[50256, 65535]] and y.tolist() == [[65535, 0]]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_id_above_vocabulary_is_named(tiny_data, shuffle):
+    tokens = np.array(shards.open_shard(tiny_data / "tiny_train_000003.npy"))
+    tokens[700] = 300
+    shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
+    data = make(tiny_data, shuffle=shuffle)
+    with pytest.raises(UserError, match=r"tiny_train_000003.*700.*300.*256"):
+        for _ in islice(data.batches(0, 8, 4, CPU), data.order.per_epoch // 8 + 1):
+            pass
+
+
+def test_too_little_data(tiny_data):
+    with pytest.raises(UserError, match="less than one sequence"):
+        make(tiny_data, T=8192)
+
+
+def test_memory_stays_flat_over_many_shards(tmp_path):
+    for i in range(30):
+        shards.write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(2_000_000, i, np.uint16))
+    data = make(tmp_path, T=1000)
+
+    def peak_mb():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    batches = data.batches(0, 500, 100, CPU)
+    for _ in islice(batches, 20):
+        pass
+    before = peak_mb()
+    for _ in islice(batches, 100):  # 25 more shards of 4 MB
+        pass
+    assert peak_mb() - before < 20
