@@ -1,0 +1,229 @@
+"""Checkpoints: atomic, asynchronous, complete or absent, and loaded without unpickling anything but tensors.
+
+    OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
+    OUT/optim_{step:05d}.pt   optimizers, step, random states, the run's config: what resuming needs besides
+
+A step is complete when both files are whole. Each is written under a temporary name, made durable, then renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import GPT, GPTConfig
+from runtime import UserError
+
+NAME = re.compile(r"(model|optim)_(\d{5,})\.pt")
+FORMAT = 1
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a .pt file has its end: the zip directory, which torch.save writes last and which needs the rest."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            return bool(z.infolist())
+    except (OSError, zipfile.BadZipFile, ValueError):
+        return False
+
+
+def complete_steps(out_dir: str | Path) -> list[int]:
+    """Steps of the run folder whose two files are both whole, in order."""
+    found: dict[int, set[str]] = {}
+    for path in Path(out_dir).glob("*.pt"):
+        if (m := NAME.fullmatch(path.name)) and is_whole(path):
+            found.setdefault(int(m[2]), set()).add(m[1])
+    return sorted(step for step, kinds in found.items() if len(kinds) == 2)
+
+
+def latest_step(out_dir: str | Path) -> int | None:
+    """Newest complete step of a run folder, or None."""
+    return max(complete_steps(out_dir), default=None)
+
+
+def model_path(out_dir: str | Path, step: int) -> Path:
+    return Path(out_dir) / f"model_{step:05d}.pt"
+
+
+def missing(path: Path) -> UserError:
+    """What to say of a checkpoint that is not there: which ones are."""
+    here = sorted(p.name for p in path.parent.glob("model_*.pt")) if path.parent.is_dir() else []
+    return UserError(
+        f"no checkpoint {path}; {path.parent} has {', '.join(here) or 'none'} (train: python train_gpt2.py)"
+    )
+
+
+def _load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """torch.load of plain tensors and containers. Raises UserError for what is missing, damaged or not ours."""
+    if not path.is_file():
+        raise missing(path)
+    if not is_whole(path):
+        raise UserError(
+            f"checkpoint {path} is damaged or truncated ({path.stat().st_size:,} bytes); use an earlier one"
+        )
+    try:
+        found = torch.load(path, map_location=device, weights_only=True, mmap=True)
+    except Exception as e:  # torch raises many kinds for a file that is not what it seems
+        if "weights_only" in str(e).lower() or "Unsupported global" in str(e):
+            raise UserError(
+                f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint "
+                f"convert it with: python hub.py import {path} OUT_DIR"
+            ) from None
+        raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise UserError(
+            f"{path} is not a checkpoint of this project; build-nanogpt and nanoGPT files convert with: "
+            f"python hub.py import {path} OUT_DIR"
+        )
+    return found
+
+
+def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(state dict on the CPU, the file's other entries: config, step, val_loss, preset) of a .pt file or run folder."""
+    path = Path(path)
+    if path.is_dir():
+        step = latest_step(path)
+        if step is None:  # pulled from a Hub without the optimizer, say: any whole model will do for inference
+            models = [p for p in sorted(path.glob("model_*.pt")) if NAME.fullmatch(p.name) and is_whole(p)]
+            if not models:
+                raise UserError(
+                    f"{path} holds no complete checkpoint (model_*.pt); train one: python train_gpt2.py --help"
+                )
+            path = models[-1]
+        else:
+            path = model_path(path, step)
+    found = _load(path)
+    if not isinstance(found.get("model"), dict) or not isinstance(found.get("config"), dict):
+        raise UserError(f"{path} has no model in it; give the model_*.pt file")
+    return found.pop("model"), found
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
+    """The GPT in a .pt file or in the newest complete step of a run folder, in eval mode. Raises UserError."""
+    state, rest = load_weights(path)
+    try:
+        return GPT.from_state_dict(GPTConfig.from_dict(rest["config"]), state).to(device).eval()
+    except (RuntimeError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        raise UserError(
+            f"{path}: its weights do not fit its config ({str(e).splitlines()[0]}); use an earlier one"
+        ) from None
+
+
+def read_train_state(path: str | Path) -> dict[str, Any]:
+    """What optim_*.pt holds, for the path of a model_*.pt, an optim_*.pt or a run folder (its newest complete step)."""
+    path = Path(path)
+    if path.is_dir():
+        step = latest_step(path)
+        if step is None:
+            raise UserError(f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)")
+        path = model_path(path, step)
+    if not path.is_file():
+        raise missing(path)
+    if not NAME.fullmatch(path.name):
+        raise UserError(
+            f"cannot resume from {path}: checkpoints are named like model_00500.pt; to start a new run from weights "
+            f"use --init-from {path}"
+        )
+    optim = path.with_name(path.name.replace("model_", "optim_"))
+    if not optim.is_file():
+        raise UserError(
+            f"{path} has no {optim.name} beside it, so the run cannot resume exactly; to start a new run from its "
+            f"weights use --init-from {path}"
+        )
+    return _load(optim)
+
+
+def to_host(tree: Any, memo: dict | None = None) -> Any:
+    """A copy of nested containers with every tensor in host memory; tensors that share storage are copied once."""
+    memo = {} if memo is None else memo
+    if isinstance(tree, torch.Tensor):
+        key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
+        if key not in memo:
+            memo[key] = tree.detach().to("cpu", copy=True)
+        return memo[key]
+    if isinstance(tree, dict):
+        return {k: to_host(v, memo) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [to_host(v, memo) for v in tree]
+    return tree
+
+
+def model_file(model: GPT, step: int, **extra: Any) -> dict[str, Any]:
+    """What model_*.pt holds: float32 weights under their own names, the model's config, the step."""
+    config = dataclasses.asdict(model.config)
+    state = {k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    return {"format": FORMAT, "model": state, "config": config, "step": step, **extra}
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """torch.save, whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)  # a half file is nobody's work, and it may be what filled the disk
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+class Writer:
+    """Writes checkpoints in a thread while training goes on; keeps `keep` newest ones (0: all) and the best.
+
+    A failed write is reported by `wait` (and by the next `save`), which raise UserError; earlier checkpoints stay.
+    """
+
+    def __init__(self, out_dir: str | Path, keep: int = 0):
+        self.out_dir, self.keep = Path(out_dir), keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
+        """Copy both contents to host memory, then write them behind training's back. Returns after the copy."""
+        self.wait()
+        memo: dict = {}
+        model, train = to_host(model, memo), to_host({"format": FORMAT, **train}, memo)
+        memo.clear()
+        self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the write under way, if any; raise UserError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise UserError(
+                f"could not write the checkpoint in {self.out_dir}: {error}; free space or choose another --out-dir. "
+                f"Newest complete step there: {latest_step(self.out_dir)}"
+            )
+
+    def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
+        try:
+            path = model_path(self.out_dir, step)
+            write(path.with_name(f"optim_{step:05d}.pt"), train)
+            write(path, model)  # last: infer.py and --resume auto look for it
+            self._retain(step, best_step)
+        except Exception as e:
+            self._error = e
+
+    def _retain(self, step: int, best_step: int | None) -> None:
+        """Delete this run's older checkpoints beyond `keep`; never the best, never one that is not complete."""
+        if self.keep:
+            steps = [s for s in complete_steps(self.out_dir) if s <= step]
+            for old in set(steps[: -self.keep]) - {best_step}:
+                model_path(self.out_dir, old).unlink()
+                (self.out_dir / f"optim_{old:05d}.pt").unlink()

@@ -1,0 +1,126 @@
+"""What a run will do and cost, before it does it: the cut of a step into micro-batches, memory, time, money."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+import runtime
+from config import TrainConfig
+from loader import Loader
+from metrics import duration
+from model import GPT
+from runtime import Runtime, UserError, print0
+
+
+def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.nn.Module) -> int:
+    """Sequences a forward pass. auto: the largest divisor of a rank's share (at most 64) whose forward and backward fit
+    beside the optimizer's state; tried on the device, and the smallest answer of all ranks holds for all."""
+    S, W = cfg.sequences_per_step, rt.world_size
+    if S % W:
+        raise UserError(
+            f"--total-batch-size {cfg.total_batch_size} is {S} sequences of {cfg.sequence_length}, which do not divide "
+            f"over {W} ranks; use --total-batch-size {max(1, round(S / W)) * W * cfg.sequence_length}"
+        )
+    share = S // W
+    if cfg.micro_batch_size != "auto":
+        if share % cfg.micro_batch_size:
+            fits = [b for b in range(1, share + 1) if share % b == 0]
+            near = min(fits, key=lambda b: abs(b - cfg.micro_batch_size))
+            raise UserError(
+                f"--micro-batch-size {cfg.micro_batch_size} does not divide the {share} sequences that each of {W} "
+                f"ranks takes a step; use --micro-batch-size {near} (or auto)"
+            )
+        return cfg.micro_batch_size
+    choices = [b for b in range(min(64, share), 0, -1) if share % b == 0]
+    if rt.device.type != "cuda":  # main memory has no useful out-of-memory error: keep the logits near half a GB
+        return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= 2**28), 1)
+    for B in choices:
+        if fits_in_memory(model, forward, cfg, rt, B):
+            break
+    return int(rt.all_reduce(torch.tensor(float(B), device=rt.device), "min").item())
+
+
+def fits_in_memory(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, B: int) -> bool:
+    """One forward and backward of B sequences with room for AdamW's two moments; leaves no gradient behind."""
+    idx = torch.zeros(B, cfg.sequence_length, dtype=torch.int64, device=rt.device)
+    try:
+        moments = torch.empty(2 * model.num_params(), device=rt.device)
+        with rt.autocast():
+            _, loss = forward(idx, idx)
+        loss.backward()
+        del moments
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+
+def describe(
+    cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader, val_data: Loader | None, max_steps: int, start: int, B: int
+):
+    """The facts of the run, on the console and in the run folder (config.json)."""
+    per_epoch = data.order.per_epoch * cfg.sequence_length
+    used = max_steps * cfg.total_batch_size / per_epoch
+    where = f"{rt.world_size} x {runtime.device_name(rt.device)}"
+    print0(
+        f"{cfg.preset}: {model.num_params():,} parameters on {where}, {str(rt.dtype).removeprefix('torch.')}, "
+        f"torch {torch.__version__}, seed {cfg.seed}\n"
+        f"data {data.paths[0].parent}: {len(data.paths)} train shards, {sum(data.tokens):,} tokens"
+        + (f"; {len(val_data.paths)} val" if val_data else "")
+        + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens = {rt.world_size} ranks x "
+        f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} sequences x {cfg.sequence_length}; "
+        f"{max_steps * cfg.total_batch_size / 1e9:.3f}B tokens in all, {used:.2f} epochs of this data"
+    )
+    if (
+        used > 4.5 and not cfg.overfit_single_batch
+    ):  # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
+        print0(
+            f"warning: {used:.0f} passes over the same data; past about 4 they teach little; --max-steps sets the end"
+        )
+    if rt.is_main and not cfg.dry_run:
+        cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        config = {
+            **cfg.to_dict(),
+            "out_dir": str(cfg.run_dir),
+            "resolved_max_steps": max_steps,
+            "world_size": rt.world_size,
+        }
+        (cfg.run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def estimate(
+    cfg: TrainConfig,
+    rt: Runtime,
+    model: GPT,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
+    B: int,
+) -> None:
+    """--dry-run: memory, step time measured on the spot (`run` does forward and backward of (n, B, T + 1) tokens; its
+    first call compiles), ETA and dollars."""
+    batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
+    times = []
+    for _ in range(4):
+        rt.synchronize()
+        t0 = time.perf_counter()
+        run(batch)
+        rt.synchronize()
+        times.append((time.perf_counter() - t0) / len(batch))
+    step_s, peak = min(times) * (cfg.sequences_per_step // rt.world_size // B), runtime.peak_flops(rt.device)
+    hours, rate = steps * step_s / 3600, cfg.total_batch_size / step_s
+    moments = 2 / rt.world_size if cfg.zero_stage else 2
+    state_gib = model.num_params() * 4 * (2 + moments) / 2**30
+    mfu = f", MFU {rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size):.1%}" if peak else ""
+    usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
+    print0(
+        f"dry run: peak memory so far {rt.peak_memory() / 2**30:.1f} GiB; weights, gradients and optimizer state are "
+        f"{state_gib:.1f} GiB of a rank\n"
+        f"step {step_s * 1e3:,.0f} ms, measured over micro-steps: {rate:,.0f} tokens/s{mfu}; without evaluation\n"
+        f"{steps} steps take {duration(hours * 3600)}; {usd}"
+    )

@@ -1,0 +1,100 @@
+"""Exact resume: what a run saves besides its weights, how it is found again, and what may differ when it goes on."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from typing import Any
+
+import torch
+
+import checkpoint
+import optim
+import runtime
+from config import TrainConfig, drift
+from runtime import Runtime, UserError, print0
+
+
+def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | None:
+    """The train state to resume from, checked against this run's config, data (shards.fingerprint) and folder; None for
+    a new run. Raises UserError rather than let a run write over another, or over its own later steps."""
+    out, newest = cfg.run_dir, checkpoint.latest_step(cfg.run_dir)
+    saved = None
+    if cfg.resume == "auto" and newest is not None:
+        saved = checkpoint.read_train_state(out)
+    elif cfg.resume not in ("auto", "none"):
+        saved = checkpoint.read_train_state(cfg.resume)
+    if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
+        raise UserError(
+            f"{out} already holds a run at step {newest}, and nothing of it is overwritten; continue it with "
+            "--resume auto, or write to another folder with --out-dir"
+        )
+    if saved is None:
+        return None
+    old = TrainConfig.from_dict(saved["config"])
+    harmless, refused = drift(old, cfg)
+    for change in harmless:
+        if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):
+            print0(f"resume: {change}")
+    if saved["data"] != data_id:
+        refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on")
+    if refused and not cfg.allow_drift:
+        raise UserError(
+            f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}. "
+            "Use the same, or continue all the same with --allow-drift"
+        )
+    if saved["max_steps"] != max_steps:
+        before, after = (
+            optim.lr_factor(saved["step"], m, c) * c.max_lr for m, c in ((saved["max_steps"], old), (max_steps, cfg))
+        )
+        print0(
+            f"resume: {saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans those, so "
+            f"the learning rate at step {saved['step']} moves from {before:.3e} to {after:.3e}"
+        )
+    return saved
+
+
+def train_state(
+    cfg: TrainConfig,
+    rt: Runtime,
+    step: int,
+    optimizers: list,
+    scaler: torch.amp.GradScaler,
+    data_id: str,
+    max_steps: int,
+) -> dict[str, Any]:
+    """What resuming needs besides the weights. Every rank must call it (ZeRO and the random states are gathered)."""
+    rng = torch.get_rng_state() if rt.device.type != "cuda" else torch.cuda.get_rng_state(rt.device)
+    return {
+        "step": step,
+        "max_steps": max_steps,
+        "optimizers": optim.full_state(optimizers),
+        "rng": rt.gather(rng.to(rt.device)),
+        "scaler": scaler.state_dict(),
+        "config": cfg.to_dict(),
+        "data": data_id,
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+    }
+
+
+def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScaler, rt: Runtime) -> None:
+    """Optimizers, loss scale and random state as they were; a rank that did not exist then keeps its fresh seed."""
+    optim.load_state(optimizers, saved["optimizers"])
+    if saved["scaler"]:
+        scaler.load_state_dict(saved["scaler"])
+    if rt.rank < len(saved["rng"]):
+        state, cuda = saved["rng"][rt.rank].cpu(), rt.device.type == "cuda"
+        if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU's kilobytes; neither fits the other
+            torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
+
+
+def command(cfg: TrainConfig, step: int) -> str:
+    """The command that goes on from `step`: what was typed, from the checkpoint that was saved."""
+    words = sys.argv[1:]
+    if "--resume" in words:
+        at = words.index("--resume")
+        words = words[:at] + words[at + 2 :]
+    words = [w for w in words if not w.startswith("--resume=")]
+    path = checkpoint.model_path(cfg.run_dir, step)
+    return shlex.join([*runtime.launcher().split(), "train_gpt2.py", *words, "--resume", str(path)])

@@ -1,0 +1,136 @@
+"""Whole or absent, newest complete wins, nothing pickled runs, a failed write costs nothing."""
+
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+import checkpoint
+from model import GPT, GPTConfig
+from runtime import UserError
+
+SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
+
+
+def save(folder, step, model=None, keep=0, best=None):
+    model = model or GPT(SMALL)
+    writer = checkpoint.Writer(folder, keep)
+    writer.save(step, checkpoint.model_file(model, step), {"step": step, "optimizers": [], "x": torch.ones(3)}, best)
+    writer.wait()
+    return model
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, GPTConfig(16, 64, 1, 2, 16, tied_head=False, positions="rope", norm="rmsnorm")]
+)
+def test_round_trip(tmp_path, config):
+    model = save(tmp_path, 7, GPT(config))
+    for path in (tmp_path, tmp_path / "model_00007.pt"):
+        again = checkpoint.load_model(path)
+        assert again.config == config and not again.training
+        assert again.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        idx = torch.arange(16)[None]
+        assert torch.equal(model.eval()(idx)[0], again(idx)[0])
+        assert (again.lm_head.weight is again.transformer.wte.weight) == config.tied_head
+    assert checkpoint.read_train_state(tmp_path)["step"] == 7
+
+
+def test_a_tied_head_is_stored_once(tmp_path):
+    save(tmp_path, 1)
+    tied = GPT(SMALL).num_params() * 4
+    assert (tmp_path / "model_00001.pt").stat().st_size < tied + 20_000
+
+
+def test_only_a_complete_step_counts(tmp_path):
+    assert checkpoint.latest_step(tmp_path) is None and checkpoint.latest_step(tmp_path / "missing") is None
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "optim_00003.pt").unlink()
+    assert checkpoint.latest_step(tmp_path) == 2
+    whole = (tmp_path / "model_00002.pt").read_bytes()
+    for tenth in range(10):
+        (tmp_path / "model_00002.pt").write_bytes(whole[: len(whole) * tenth // 10])
+        assert checkpoint.latest_step(tmp_path) == 1
+        with pytest.raises(UserError, match="damaged or truncated"):
+            checkpoint.load_model(tmp_path / "model_00002.pt")
+    assert checkpoint.load_model(tmp_path).config == SMALL
+
+
+def test_retention_keeps_newest_and_best(tmp_path):
+    for step in range(1, 7):
+        save(tmp_path, step, keep=2, best=2 if step >= 2 else None)
+    assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
+
+
+def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    real = torch.save
+
+    def full_disk(content, f):
+        real({"half": torch.zeros(10)}, f)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(UserError, match=r"No space left.*Newest complete step there: 1"):
+        save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model_00001.pt", "optim_00001.pt"]
+
+
+def test_training_may_change_what_is_being_written(tmp_path):
+    model = GPT(SMALL)
+    before = model.lm_head.weight.detach().clone()
+    writer = checkpoint.Writer(tmp_path)
+    writer.save(1, checkpoint.model_file(model, 1), {"step": 1})
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    writer.wait()
+    assert torch.equal(checkpoint.load_model(tmp_path).lm_head.weight, before)
+
+
+class Bomb:
+    def __init__(self, flag):
+        self.flag = flag
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.flag),)
+
+
+@pytest.mark.parametrize("kind", ["torch zip", "plain pickle"])
+def test_pickled_code_never_runs(tmp_path, kind):
+    flag, path = tmp_path / "it ran", tmp_path / "model_00001.pt"
+    if kind == "torch zip":
+        torch.save({"format": 1, "model": {}, "config": Bomb(flag)}, path)
+    else:
+        path.write_bytes(pickle.dumps(Bomb(flag)))
+    with pytest.raises(UserError):
+        checkpoint.load_model(path)
+    assert not flag.exists()
+
+
+def test_foreign_and_missing_files_are_named(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint"):
+        checkpoint.load_model(tmp_path / "model_00001.pt")
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoint.load_model(tmp_path)
+    torch.save({"model": {"w": torch.ones(2)}, "config": {}}, tmp_path / "model_00001.pt")
+    with pytest.raises(UserError, match=r"hub\.py import"):
+        checkpoint.load_model(tmp_path / "model_00001.pt")
+    with zipfile.ZipFile(tmp_path / "model_00002.pt", "w") as z:
+        z.writestr("hello", "not a checkpoint")
+    with pytest.raises(UserError, match="cannot read"):
+        checkpoint.load_model(tmp_path / "model_00002.pt")
+    wrong = checkpoint.model_file(GPT(SMALL), 3)
+    wrong["config"]["n_embd"] = 32
+    checkpoint.write(tmp_path / "model_00003.pt", wrong)
+    with pytest.raises(UserError, match="do not fit"):
+        checkpoint.load_model(tmp_path / "model_00003.pt")
+
+
+def test_resume_needs_both_files(tmp_path):
+    save(tmp_path, 4)
+    (tmp_path / "optim_00004.pt").unlink()
+    with pytest.raises(UserError, match=r"optim_00004\.pt.*--init-from"):
+        checkpoint.read_train_state(tmp_path / "model_00004.pt")
