@@ -1,0 +1,279 @@
+"""The loop: it learns, resumes bit for bit, does not care about ranks, stops cleanly and refuses bad updates."""
+
+import dataclasses
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import checkpoint
+import train_gpt2
+from config import parse
+from model import GPT
+from runtime import Runtime, UserError
+
+CPU = Runtime(torch.device("cpu"), torch.float32)
+
+
+def fit(args, out, *more):
+    """Train in this process; returns the run folder."""
+    torch.set_num_threads(1)
+    train_gpt2.train(parse(["quickstart", *args, "--out-dir", str(out), *more], None), CPU, {"signal": None})
+    return Path(out)
+
+
+def curve(run):
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "a step appears twice"
+    return {line["step"]: (line.get("train_loss"), line.get("val_loss"), line.get("grad_norm")) for line in lines}
+
+
+def weights(run, step=12):
+    return checkpoint.load_model(checkpoint.model_path(run, step)).state_dict()
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def assert_close(a, b, rel=2e-4):
+    assert a.keys() == b.keys()
+    for step in a:
+        for x, y in zip(a[step], b[step], strict=True):
+            assert (x is None) == (y is None) and (x is None or x == pytest.approx(y, rel=rel)), (
+                step,
+                a[step],
+                b[step],
+            )
+
+
+def keep_steps(run, upto):
+    """Make a run look as if it had been lost after its checkpoint of step `upto`."""
+    for step in checkpoint.complete_steps(run):
+        if step > upto:
+            checkpoint.model_path(run, step).unlink()
+            (run / f"optim_{step:05d}.pt").unlink()
+
+
+def test_it_learns_and_records(tiny_args, tmp_path):
+    run = fit(
+        tiny_args, tmp_path / "run", "--max-steps", "150", "--save-every", "50", "--keep", "1", "--max-lr", "0.01"
+    )
+    found = curve(run)
+    assert list(found) == list(range(151))
+    assert found[0][0] > 5.4 and found[150][1] < 2.0  # the walk has three next tokens: log 3 = 1.10 nats is the floor
+    assert json.loads((run / "config.json").read_text())["preset"] == "quickstart"
+    assert checkpoint.latest_step(run) == 150 and len(checkpoint.complete_steps(run)) <= 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(tiny_args, tmp_path, optimizer):
+    flags = ["--optimizer", optimizer, "--max-steps", "20", "--shuffle"]
+    whole = fit(tiny_args, tmp_path / "whole", *flags)
+    parts = tmp_path / "parts"
+    stop = {"signal": None}
+    cfg = parse(["quickstart", *tiny_args, "--out-dir", str(parts), "--resume", "auto", *flags], None)
+
+    class After:  # a signal that comes after n steps, as the loop would meet it
+        def __init__(self, n):
+            self.n = n
+
+        def __getitem__(self, key):
+            self.n -= 1
+            return "SIGTERM" if self.n < 0 else None
+
+    for n in (5, 1, 3):
+        train_gpt2.train(cfg, CPU, After(n))
+    train_gpt2.train(cfg, CPU, stop)
+    assert curve(parts) == curve(whole)
+    assert same_bits(weights(parts, 20), weights(whole, 20))
+
+
+def test_killed_anywhere_and_resumed_equals_undisturbed(tiny_args, tmp_path):
+    """SIGKILL at random moments of a real process, saves included."""
+    flags = ["--max-steps", "60", "--save-every", "2", "--val-every", "20", "--device", "cpu"]
+    whole = fit(tiny_args, tmp_path / "whole", *flags)
+    out, rng, kills = tmp_path / "killed", random.Random(1), 0
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), "quickstart", *tiny_args, *flags]
+    command += ["--out-dir", str(out), "--resume", "auto"]
+    env = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    for _ in range(12):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        for line in process.stdout:  # the first line of a step: now it trains
+            if "loss" in line or "complete" in line:
+                break
+        time.sleep(rng.uniform(0, 0.25))
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+        if checkpoint.latest_step(out) == 60:
+            break
+    assert kills >= 3
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert curve(out) == curve(whole)
+    assert same_bits(weights(out, 60), weights(whole, 60))
+
+
+def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, torchrun):
+    one = curve(fit(tiny_args, tmp_path / "one"))
+    assert_close(curve(fit(tiny_args, tmp_path / "micro", "--micro-batch-size", "2")), one)
+    torchrun(2, "train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "two")
+    assert_close(curve(tmp_path / "two"), one)
+
+
+def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, torchrun):
+    one, moved = fit(tiny_args, tmp_path / "one"), tmp_path / "moved"
+    shutil.copytree(one, moved)
+    flags = ["quickstart", *tiny_args, "--micro-batch-size", "2", "--out-dir", moved, "--resume", "auto"]
+    keep_steps(moved, 3)
+    torchrun(2, "train_gpt2.py", *flags, "--zero-stage", "1")
+    keep_steps(moved, 6)
+    torchrun(4, "train_gpt2.py", *flags)
+    keep_steps(moved, 9)
+    fit(tiny_args, moved, "--resume", "auto")
+    assert_close(curve(moved), curve(one))
+
+
+def test_sigterm_saves_and_exits_cleanly(tiny_args, tmp_path):
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), "quickstart", *tiny_args, "--max-steps", "100000"]
+    command += ["--out-dir", str(tmp_path / "run"), "--save-every", "0", "--val-every", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "loss" in line and len(lines) > 4:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, rest
+    assert "SIGTERM" in rest and "--resume" in rest and "Traceback" not in rest
+    step = checkpoint.latest_step(tmp_path / "run")
+    assert step and f"model_{step:05d}.pt" in rest
+    assert list(curve(tmp_path / "run")) == list(range(step))
+
+
+def test_time_limit(tiny_args, tmp_path, capsys):
+    run = fit(tiny_args, tmp_path / "run", "--time-limit", "0.0001")
+    assert checkpoint.latest_step(run) == 1 and "go on with" in capsys.readouterr().out
+
+
+def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
+    run = fit(tiny_args, tmp_path / "run")
+    with pytest.raises(UserError, match="--resume auto"):
+        fit(tiny_args, run)
+    with pytest.raises(UserError, match="nothing of it is overwritten"):
+        fit(tiny_args, run, "--resume", str(run / "model_00006.pt"))
+    before = curve(run)
+    fit(tiny_args, run, "--resume", "auto")
+    assert "is complete" in capsys.readouterr().out and curve(run) == before
+    fork = fit(tiny_args, tmp_path / "fork", "--resume", str(run / "model_00006.pt"))
+    assert same_bits(weights(fork), weights(run))
+
+
+def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, capsys):
+    run = fit(tiny_args, tmp_path / "run")
+    with pytest.raises(UserError, match=r"seed: 1337 -> 1.*--allow-drift"):
+        fit(tiny_args, run, "--resume", "auto", "--max-steps", "13", "--seed", "1")
+    fit(tiny_args, run, "--resume", "auto", "--max-steps", "13", "--val-every", "5")
+    out = capsys.readouterr().out
+    assert "val_every: 4 -> 5" in out and "learning rate at step 12 moves from" in out
+    (tiny_data / "tiny_train_000003.npy").unlink()
+    with pytest.raises(UserError, match="data: the shards"):
+        fit(tiny_args, run, "--resume", "auto", "--max-steps", "14")
+
+
+def poisoned(tmp_path):
+    cfg = parse(["quickstart", *TINY], None)
+    torch.manual_seed(cfg.seed)
+    model = GPT(cfg.model)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
+    checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(model, 0))
+    return tmp_path / "model_00000.pt"
+
+
+def test_non_finite_updates_are_refused(tiny_args, tmp_path, torchrun, capsys):
+    bad = ["--init-from", str(poisoned(tmp_path))]
+    with pytest.raises(UserError, match=r"step 0: loss nan.*rank 0.*tiny_train_0.*window.*refused"):
+        fit(tiny_args, tmp_path / "a", *bad)
+    with pytest.raises(UserError, match="step 2"):
+        fit(tiny_args, tmp_path / "b", *bad, "--skip-bad-steps", "2")
+    assert not list((tmp_path / "b").glob("*.pt"))
+    done = torchrun(2, "train_gpt2.py", "quickstart", *tiny_args, *bad, "--out-dir", tmp_path / "c", check=False)
+    assert done.returncode != 0 and "the update was refused" in done.stderr
+
+
+def test_overfit_preset_collapses(tiny_args, tmp_path):
+    tiny = [a for a in tiny_args]
+    at = tiny.index("--max-steps")
+    del tiny[at : at + 2]
+    cfg = parse(["overfit", *tiny, "--val-every", "0", "--save-every", "0", "--out-dir", str(tmp_path / "run")], None)
+    assert cfg.max_steps == 200 and cfg.overfit_single_batch
+    train_gpt2.train(cfg, CPU, {"signal": None})
+    assert curve(tmp_path / "run")[199][0] < 0.1
+
+
+def test_compiled_training_equals_eager(tiny_args, tmp_path):
+    eager = fit(tiny_args, tmp_path / "eager", "--max-steps", "4")
+    compiled = fit([a for a in tiny_args if a != "--no-compile"], tmp_path / "compiled", "--max-steps", "4")
+    assert_close(curve(compiled), curve(eager), rel=1e-3)
+
+
+def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys):
+    fit(tiny_args, tmp_path / "run", "--dry-run", "--gpu-hour-usd", "2.5")
+    out = capsys.readouterr().out
+    assert "tokens/s" in out and "$" in out and "12 steps take" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_recompute_gives_the_same_bits(tiny_args, tmp_path):
+    plain = fit(tiny_args, tmp_path / "plain", "--max-steps", "3")
+    again = fit(tiny_args, tmp_path / "again", "--max-steps", "3", "--recompute")
+    assert same_bits(weights(plain, 3), weights(again, 3))
+
+
+def test_tensorboard_resumes_without_doubled_points(tiny_args, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ["--tracker", "tensorboard", "--sample-every", "6", "--model.vocab-size", "50304"]
+    run = fit(tiny_args, tmp_path / "run", *flags, "--max-steps", "6")
+    fit(tiny_args, run, *flags, "--resume", "auto")
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train_loss")] == list(range(12))
+    assert events.Tags()["tensors"] == ["config/text_summary", "samples/text_summary"]
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--micro-batch-size", "3"], ["--micro-batch-size 3", "use --micro-batch-size"]),
+        (["--data-dir", "nowhere"], ["nowhere", "python fineweb.py"]),
+        (["--resume", "log/none/model_00001.pt"], ["no checkpoint log/none/model_00001.pt"]),
+        (["--init-from", "nowhere.pt"], ["nowhere.pt"]),
+        (["--device", "cuda"], ["cuda", "--device auto"]),
+        (["--hellaswag-every", "5", "--hellaswag-data", "none.jsonl"], ["none.jsonl", "python hellaswag.py"]),
+        (["--model.vocab-size", "100"], ["vocabulary of 100"]),
+    ],
+)
+def test_bad_input_is_one_message(tiny_args, tmp_path, flags, says):
+    with pytest.raises(UserError) as e:
+        cfg = parse(["quickstart", *tiny_args, "--out-dir", str(tmp_path / "x"), *flags], None)
+        rt = dataclasses.replace(CPU, device=train_gpt2.runtime.pick_device(cfg.device))
+        train_gpt2.train(cfg, rt, {"signal": None})
+    for s in says:
+        assert s in str(e.value)
+
+
+def test_command_line_end_to_end(tiny_args, tmp_path, run_script, fails):
+    done = run_script("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run")
+    assert "val loss" in done.stdout and "eta" in done.stdout
+    fails("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run", says=["already holds a run"])

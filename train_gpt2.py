@@ -1,0 +1,334 @@
+"""Train a GPT, on one CPU or many GPUs.
+
+python train_gpt2.py quickstart                                            # minutes on a laptop
+torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
+python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # go on from a checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import checkpoint
+import hellaswag
+import optim
+import plan
+import reference
+import resume
+import runtime
+import shards
+import tokenizer
+from config import TrainConfig, parse, parse_duration
+from loader import Loader, to_device
+from metrics import RunLog, duration
+from model import GPT
+from runtime import Runtime, UserError, print0
+
+
+def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
+    """One run from its first (or resumed) step to its last. A handler that sets stop["signal"] ends it cleanly."""
+    data_dir = local_data(cfg, rt)
+    data = Loader(data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
+    val_data = Loader(data_dir, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
+    max_steps = cfg.horizon(data.order.per_epoch)
+    data_id = shards.fingerprint(data_dir)
+    saved = resume.find(cfg, data_id, max_steps)
+    start = saved["step"] if saved else 0
+    if saved and start >= max_steps:
+        return print0(f"{cfg.run_dir} is complete at step {start}; go on with --epochs or --max-steps")
+
+    torch.manual_seed(cfg.seed)
+    model = make_model(cfg, rt, saved)
+    optimizers = optim.build(model, cfg, rt)
+    scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
+    if saved:
+        resume.restore(saved, optimizers, scaler, rt)
+    forward = compiled(model, cfg, rt)
+    B = plan.micro_batch_size(cfg, rt, model, forward)
+    plan.describe(cfg, rt, model, data, val_data, max_steps, start, B)
+    if cfg.dry_run:
+        run = partial(accumulate, forward, rt=rt, scaler=scaler)
+        return plan.estimate(cfg, rt, model, run, max_steps - start, B)
+    examples = hellaswag_examples(cfg)
+    trained = distributed(forward, rt)
+    log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
+    writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
+    batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
+    record, best, done = (saved["record"], saved["best"], saved["evaluated"]) if saved else ({"step": 0}, None, False)
+    peak, limit, began, step_s, skipped = (
+        runtime.peak_flops(rt.device),
+        parse_duration(cfg.time_limit),
+        time.monotonic(),
+        0,
+        0,
+    )
+
+    def save(step: int, evaluated: bool) -> None:
+        state = resume.train_state(cfg, rt, step, optimizers, scaler, data_id, max_steps)
+        if rt.is_main:
+            weights = checkpoint.model_file(model, step, val_loss=record.get("val_loss"), preset=cfg.preset)
+            state |= {"record": record, "best": best, "evaluated": evaluated}
+            writer.save(step, weights, state, best and best["step"])
+
+    for step in range(start, max_steps + 1):
+        last = step == max_steps
+        # evaluate, checkpoint, sample: what a checkpoint carries as done is not done again
+        if not done and due(cfg.val_every, step, last):
+            record["val_loss"] = validate(forward, val_data, cfg, rt, B)
+            if best is None or record["val_loss"] < best["val_loss"]:
+                best = {"step": step, "val_loss": record["val_loss"]}
+            print0(f"step {step:5d}/{max_steps} | val loss: {record['val_loss']:.4f}")
+            if cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name:
+                print0(reference.on_track(step, record["val_loss"]) or "")
+        if not done and examples and due(cfg.hellaswag_every, step, last):
+            score = hellaswag.evaluate(model, examples, rt.device, rt=rt)
+            record |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
+            print0(f"step {step:5d}/{max_steps} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f}")
+        if not done and step and (last or due(cfg.save_every, step, last)):
+            save(step, evaluated=True)
+        if not done and step and due(cfg.sample_every, step, last) and rt.is_main:
+            log.text(step, samples(model, cfg, rt))
+        if last:
+            break
+        done = False
+        # accumulate
+        batch = next(batches)
+        t0 = time.perf_counter()
+        loss = accumulate(trained, batch, rt, scaler)
+        asked = bool(stop["signal"]) or time.monotonic() - began > limit
+        mine = torch.stack([loss / rt.world_size, torch.full_like(loss, float(asked))])
+        loss, asked = rt.all_reduce(mine).tolist()  # all ranks learn the mean loss, and that one of them has to stop
+        # clip, set lr, step
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+        lr = optim.set_schedule(optimizers, step, max_steps, cfg)
+        if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        else:
+            skipped += 1
+            refuse(cfg, rt, step, float(mine[0]), norm, skipped, data, B, writer)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        rt.synchronize()
+        # log
+        step_ms = (time.perf_counter() - t0) * 1e3
+        rate = cfg.total_batch_size / step_ms * 1e3
+        mfu = rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size) if peak else None
+        record |= {
+            "train_loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "step_ms": step_ms,
+            "tokens_per_second": rate,
+            "mfu": mfu,
+        }
+        log.write(record)
+        step_s = step_ms / 1e3 if step - start < 3 else 0.9 * step_s + 0.1 * step_ms / 1e3  # the first ones compile
+        log.console(record, max_steps, step_s * (max_steps - step - 1), cfg.gpu_hour_usd * rt.world_size)
+        record = {"step": step + 1}
+        if asked:
+            save(step + 1, evaluated=False)
+            break
+
+    if last:
+        log.write(record)
+    log.close()
+    writer.wait()
+    if last:
+        print0(
+            f"done: {max_steps} steps in {duration(time.monotonic() - began)}; "
+            f"{checkpoint.model_path(cfg.run_dir, max_steps)}"
+        )
+    else:
+        why = f"signal {stop['signal']}" if stop["signal"] else "the time limit or another rank's signal"
+        print0(f"stopped by {why} at step {step + 1}, all saved; go on with: {resume.command(cfg, step + 1)}")
+
+
+def due(every: int, step: int, last: bool) -> bool:
+    """Whether something with period `every` (0: never) comes at `step`; the last step has everything that is on."""
+    return every > 0 and (step % every == 0 or last)
+
+
+def accumulate(
+    forward: torch.nn.Module, batch: torch.Tensor, rt: Runtime, scaler: torch.amp.GradScaler
+) -> torch.Tensor:
+    """Forward and backward over the micro-batches (micro_steps, B, T + 1); gradients are those of the mean loss over
+    all ranks, which are reduced once, in the last backward. Returns this rank's mean loss, on the device."""
+    total = torch.zeros((), device=rt.device)
+    for i, tokens in enumerate(batch):
+        x, y = to_device(tokens, rt.device)
+        forward.require_backward_grad_sync = i == len(batch) - 1  # DDP's switch; without DDP nobody reads it
+        with rt.autocast():
+            _, loss = forward(x, y)
+        scaler.scale(loss / len(batch)).backward()
+        total += loss.detach() / len(batch)
+    return total
+
+
+@torch.no_grad()
+def validate(forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> float:
+    """Mean cross-entropy (nats a token) over the first val_tokens of the val split, whatever the ranks and B. Batches
+    keep one shape, so that nothing is compiled twice: rows beyond the end are padding that the loss ignores."""
+    count = min(cfg.val_tokens // data.T, data.order.per_epoch)
+    windows = data.order.span(0, count)[rt.rank :: rt.world_size]
+    total = torch.zeros(2, device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
+    for i in range(0, len(windows), B):
+        rows = data.read(windows[i : i + B])
+        tokens = np.zeros((B, data.T + 1), np.uint16)
+        tokens[: len(rows)] = rows
+        x, y = to_device(torch.from_numpy(tokens), rt.device)
+        y[len(rows) :] = -100  # cross_entropy's ignore_index
+        with rt.autocast():
+            _, loss = forward(x, y)
+        total += torch.stack([loss.to(total.dtype) * len(rows), total.new_tensor(len(rows))])
+    loss_sum, n = rt.all_reduce(total).tolist()
+    return loss_sum / n
+
+
+def samples(model: GPT, cfg: TrainConfig, rt: Runtime, count: int = 4, tokens: int = 48) -> str:
+    """Continuations of the sample prompt, one a line group; their own generator leaves training's randomness alone."""
+    enc = tokenizer.encoding()
+    prompt = enc.encode_ordinary(cfg.sample_prompt) or [tokenizer.EOT]
+    idx = torch.tensor([prompt] * count, device=rt.device)
+    tokens = min(tokens, cfg.model.block_size - len(prompt))
+    with torch.no_grad(), rt.autocast():
+        out = model.generate(idx, tokens, generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+    return "\n".join(f"sample {i}: {runtime.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
+
+
+def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
+    """The shard folder; hf://OWNER/NAME is pulled and verified first (by one rank of each machine)."""
+    if not cfg.data_dir.startswith("hf://"):
+        return Path(cfg.data_dir)
+    repo = cfg.data_dir.removeprefix("hf://")
+    folder = Path("data") / repo.replace("/", "--")
+    if rt.local_rank == 0:
+        import hub
+
+        hub.pull_data(repo, folder)
+    rt.barrier()
+    return folder
+
+
+def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> GPT:
+    """The model on its device: from the checkpoint, from --init-from, or random from the seed."""
+    if saved:
+        where = cfg.run_dir if cfg.resume == "auto" else Path(cfg.resume)
+        where = where if where.is_dir() else where.parent
+        model = checkpoint.load_model(checkpoint.model_path(where, saved["step"]))
+    elif cfg.init_from == "scratch":
+        model = GPT(cfg.model)
+    else:
+        import convert
+
+        path = Path(cfg.init_from)
+        ours = path.suffix == ".pt" or any(path.glob("model_*.pt"))
+        model = checkpoint.load_model(path) if ours else convert.load_hf(cfg.init_from)
+    if model.config != cfg.model:
+        raise UserError(
+            f"--init-from {cfg.init_from} has {model.config}, this run {cfg.model}; choose the preset of that size"
+        )
+    model.recompute = cfg.recompute
+    return model.to(rt.device).train()
+
+
+def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
+    """The model as training and validation call it: one compiled graph of forward and loss. The model itself stays as
+    it is, so HellaSwag, sampling and checkpoints never meet the compiler."""
+    if not cfg.compile or rt.device.type == "mps":
+        return model
+    if not runtime.has_compiler(rt.device):
+        print0("no C++ compiler found (g++ or clang++): training without torch.compile, several times slower")
+        return model
+    return torch.compile(model, dynamic=False)
+
+
+def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
+    """Gradients averaged over the ranks by DDP, into buckets that the gradients themselves are views of."""
+    if rt.world_size == 1:
+        return forward
+    ids = [rt.device.index] if rt.device.type == "cuda" else None
+    return torch.nn.parallel.DistributedDataParallel(forward, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def hellaswag_examples(cfg: TrainConfig) -> list[dict]:
+    """HellaSwag's rows, or none with a line that says how to get them: training needs no network."""
+    if not cfg.hellaswag_every:
+        return []
+    path = Path(cfg.hellaswag_data or hellaswag.DEFAULT_PATH)
+    if not path.exists():
+        if cfg.hellaswag_data:
+            raise UserError(f"--hellaswag-data {path} does not exist; download the rows with: python hellaswag.py")
+        print0(f"HellaSwag is off: no {path}; download it with: python hellaswag.py")
+        return []
+    return hellaswag.load_examples(path)
+
+
+def refuse(
+    cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, writer
+) -> None:
+    """A non-finite loss or gradient: no rank has updated. Names the place; raises UserError once --skip-bad-steps is
+    used up. Every rank comes here, because loss and norm are those of all ranks."""
+    losses = [t.item() for t in rt.gather(torch.tensor([loss * rt.world_size], device=rt.device))]
+    bad = [r for r, x in enumerate(losses) if not math.isfinite(x)] or list(range(rt.world_size))
+    places = data.step_windows(
+        0 if cfg.overfit_single_batch else step, cfg.sequences_per_step, B, bad[0], rt.world_size
+    )
+    shard, window = places.reshape(-1, 2)[0]
+    message = (
+        f"step {step}: loss {losses[bad[0]]}, gradient norm {norm} on rank {bad[0]}, whose data start at "
+        f"{data.paths[shard].name} window {window}; the update was refused"
+    )
+    if skipped <= cfg.skip_bad_steps:
+        return print0(f"{message} ({skipped} of --skip-bad-steps {cfg.skip_bad_steps})")
+    writer.wait()
+    good = checkpoint.latest_step(cfg.run_dir)
+    keep = (
+        f"the weights of step {good} are safe: {resume.command(cfg, good)}"
+        if good is not None
+        else "nothing was saved before it"
+    )
+    raise UserError(f"{message}; {keep}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")
+
+
+@contextmanager
+def signals() -> Iterator[dict[str, Any]]:
+    """SIGTERM and SIGINT set the flag that the loop's collective carries to all ranks; a second one kills as usual."""
+    stop: dict[str, Any] = {"signal": None}
+
+    def handler(number: int, frame: Any) -> None:
+        stop["signal"] = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+        print0(f"{stop['signal']}: saving after this step")
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for s, h in before.items():
+            signal.signal(s, h)
+
+
+def main() -> None:
+    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    with signals() as stop, runtime.session(cfg.device, cfg.dtype) as rt:
+        with runtime.locked(cfg.run_dir) if rt.is_main and not cfg.dry_run else nullcontext():
+            train(cfg, rt, stop)
+
+
+if __name__ == "__main__":
+    runtime.run_cli(main)
