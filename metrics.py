@@ -12,8 +12,10 @@ from runtime import UserError, print0
 
 
 def duration(seconds: float) -> str:
-    """1h02m, 3m20s or 12s."""
+    """4d07h, 1h02m, 3m20s or 12s."""
     s = int(seconds)
+    if s >= 86400:
+        return f"{s // 86400}d{s % 86400 // 3600:02d}h"
     if s >= 3600:
         return f"{s // 3600}h{s % 3600 // 60:02d}m"
     return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"

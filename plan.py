@@ -62,36 +62,30 @@ def fits_in_memory(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: R
 
 
 def describe(
-    cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader, val_data: Loader | None, max_steps: int, start: int, B: int
-):
-    """The facts of the run, on the console and in the run folder (config.json)."""
-    per_epoch = data.order.per_epoch * cfg.sequence_length
-    used = max_steps * cfg.total_batch_size / per_epoch
-    where = f"{rt.world_size} x {runtime.device_name(rt.device)}"
+    cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, max_steps: int, start: int, B: int
+) -> None:
+    """The facts of the run, on the console."""
+    T, tokens = cfg.sequence_length, max_steps * cfg.total_batch_size
+    epochs = tokens / (data.order.per_epoch * T) if data else 0.0
+    where = f"{rt.world_size} x {runtime.device_name(rt.device)}, {str(rt.dtype).removeprefix('torch.')}"
     print0(
-        f"{cfg.preset}: {model.num_params():,} parameters on {where}, {str(rt.dtype).removeprefix('torch.')}, "
-        f"torch {torch.__version__}, seed {cfg.seed}\n"
-        f"data {data.paths[0].parent}: {len(data.paths)} train shards, {sum(data.tokens):,} tokens"
-        + (f"; {len(val_data.paths)} val" if val_data else "")
-        + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens = {rt.world_size} ranks x "
-        f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} sequences x {cfg.sequence_length}; "
-        f"{max_steps * cfg.total_batch_size / 1e9:.3f}B tokens in all, {used:.2f} epochs of this data"
+        f"{cfg.preset}: {model.num_params():,} parameters on {where}, torch {torch.__version__}, seed {cfg.seed}\n"
+        f"data {cfg.data_dir}: "
+        + (f"{len(data.paths)} train shards, {sum(data.tokens):,} tokens" if data else "not there yet")
+        + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens ({rt.world_size} ranks x "
+        f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} sequences x {T}); {tokens / 1e6:,.1f}M tokens"
+        + (f", {epochs:.2f} epochs of this data" if data else "")
     )
-    if (
-        used > 4.5 and not cfg.overfit_single_batch
-    ):  # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
-        print0(
-            f"warning: {used:.0f} passes over the same data; past about 4 they teach little; --max-steps sets the end"
-        )
-    if rt.is_main and not cfg.dry_run:
+    if epochs > 4.5 and not cfg.overfit_single_batch:  # 4 are nearly as good as new: Muennighoff et al. 2023
+        print0(f"warning: {epochs:.0f} passes over the same data; past 4 they teach little; --max-steps sets the end")
+
+
+def record(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
+    """OUT/config.json: the resolved config, for people and plots."""
+    if rt.is_main:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
-        config = {
-            **cfg.to_dict(),
-            "out_dir": str(cfg.run_dir),
-            "resolved_max_steps": max_steps,
-            "world_size": rt.world_size,
-        }
-        (cfg.run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        resolved = {"out_dir": str(cfg.run_dir), "resolved_max_steps": max_steps, "world_size": rt.world_size}
+        (cfg.run_dir / "config.json").write_text(json.dumps({**cfg.to_dict(), **resolved}, indent=2) + "\n")
 
 
 def estimate(

@@ -39,7 +39,7 @@ from runtime import Runtime, UserError, print0
 def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     """One run from its first (or resumed) step to its last. A handler that sets stop["signal"] ends it cleanly."""
     data_dir = local_data(cfg, rt)
-    data = Loader(data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
+    data = train_loader(cfg, data_dir)
     val_data = Loader(data_dir, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
     max_steps = cfg.horizon(data.order.per_epoch)
     data_id = shards.fingerprint(data_dir)
@@ -56,10 +56,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         resume.restore(saved, optimizers, scaler, rt)
     forward = compiled(model, cfg, rt)
     B = plan.micro_batch_size(cfg, rt, model, forward)
-    plan.describe(cfg, rt, model, data, val_data, max_steps, start, B)
-    if cfg.dry_run:
-        run = partial(accumulate, forward, rt=rt, scaler=scaler)
-        return plan.estimate(cfg, rt, model, run, max_steps - start, B)
+    plan.describe(cfg, rt, model, data, max_steps, start, B)
+    plan.record(cfg, rt, max_steps)
     examples = hellaswag_examples(cfg)
     trained = distributed(forward, rt)
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
@@ -156,6 +154,22 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     else:
         why = f"signal {stop['signal']}" if stop["signal"] else "the time limit or another rank's signal"
         print0(f"stopped by {why} at step {step + 1}, all saved; go on with: {resume.command(cfg, step + 1)}")
+
+
+def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
+    """--dry-run: the plan and its price; needs no data where the preset fixes the number of steps."""
+    fixed = cfg.max_steps or cfg.steps_per_epoch
+    data = None if fixed and not Path(cfg.data_dir).is_dir() else train_loader(cfg, cfg.data_dir)
+    model = make_model(cfg, rt, None)
+    forward = compiled(model, cfg, rt)
+    B, max_steps = plan.micro_batch_size(cfg, rt, model, forward), cfg.horizon(data.order.per_epoch if data else 0)
+    plan.describe(cfg, rt, model, data, max_steps, 0, B)
+    run = partial(accumulate, forward, rt=rt, scaler=torch.amp.GradScaler(rt.device.type, enabled=False))
+    plan.estimate(cfg, rt, model, run, max_steps, B)
+
+
+def train_loader(cfg: TrainConfig, data_dir: str | Path) -> Loader:
+    return Loader(data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
 
 
 def due(every: int, step: int, last: bool) -> bool:
@@ -326,7 +340,9 @@ def signals() -> Iterator[dict[str, Any]]:
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
     with signals() as stop, runtime.session(cfg.device, cfg.dtype) as rt:
-        with runtime.locked(cfg.run_dir) if rt.is_main and not cfg.dry_run else nullcontext():
+        if cfg.dry_run:
+            return dry_run(cfg, rt)
+        with runtime.locked(cfg.run_dir) if rt.is_main else nullcontext():
             train(cfg, rt, stop)
 
 

@@ -228,8 +228,10 @@ def test_compiled_training_equals_eager(tiny_args, tmp_path):
     assert_close(curve(compiled), curve(eager), rel=1e-3)
 
 
-def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys):
-    fit(tiny_args, tmp_path / "run", "--dry-run", "--gpu-hour-usd", "2.5")
+@pytest.mark.parametrize("there", [True, False])
+def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
+    args = ["quickstart", *tiny_args, "--out-dir", str(tmp_path / "run"), "--dry-run", "--gpu-hour-usd", "2.5"]
+    train_gpt2.dry_run(parse(args + ([] if there else ["--data-dir", "nowhere"]), None), CPU)
     out = capsys.readouterr().out
     assert "tokens/s" in out and "$" in out and "12 steps take" in out
     assert not (tmp_path / "run").exists()
