@@ -58,8 +58,8 @@ class KVCache:
     """Keys and values of the positions already seen, for up to `max_len` positions of `batch` sequences."""
 
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)
-        self.k, self.v = torch.empty(2, *shape, device=device, dtype=dtype)  # each (n_layer, B, nh, max_len, hs)
+        shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
+        self.k, self.v = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +75,8 @@ class KVCache:
 
 def rope_angles(config: GPTConfig) -> Tensor:
     """Angle (block_size, hs/2), in radians, by which each pair of channels turns at each position."""
-    frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
-    return torch.outer(torch.arange(config.block_size).float(), frequencies)
+    frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2, device="cpu").float() / config.head_size)
+    return torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -170,8 +170,11 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
             if name.endswith("c_proj.weight"):
-                std = 0.0 if config.zero_init_projections else 0.02 / math.sqrt(2 * config.n_layer)
-                nn.init.normal_(p, std=std)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
+            if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
+                nn.init.zeros_(p)
+        if config.norm == "rmsnorm":  # which makes the scale of the embedding a matter of its learning rate only
+            nn.init.normal_(self.transformer.wte.weight)
 
     @staticmethod
     def _init_weights(module: nn.Module) -> None:
@@ -212,6 +215,8 @@ class GPT(nn.Module):
         T, start = idx.size(1), cache.length if cache is not None else 0
         assert start + T <= self.config.block_size, f"{start + T} positions, block_size is {self.config.block_size}"
         x, angles = self.transformer.wte(idx), None
+        if self.config.norm == "rmsnorm":
+            x = F.rms_norm(x, x.shape[-1:])
         if self.config.positions == "learned":
             x = x + self.transformer.wpe.weight[start : start + T]
         else:

@@ -76,7 +76,8 @@ def describe(
         f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} sequences x {T}); {tokens / 1e6:,.1f}M tokens"
         + (f", {epochs:.2f} epochs of this data" if data else "")
     )
-    if epochs > 4.5 and not cfg.overfit_single_batch:  # 4 are nearly as good as new: Muennighoff et al. 2023
+    # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
+    if epochs > 4.5 and not cfg.overfit_single_batch:
         print0(f"warning: {epochs:.0f} passes over the same data; past 4 they teach little; --max-steps sets the end")
 
 

@@ -47,6 +47,24 @@ def test_untied_124m():
     assert (c.val_every, c.sample_every, c.save_every) == (100, 1000, 2000)
 
 
+def test_llmc_124m():
+    c = PRESETS["llmc-124m"]
+    assert (c.total_batch_size, c.max_lr, c.min_lr, c.warmup_steps, c.weight_decay) == (524_288, 6e-4, 0.0, 700, 0.1)
+    assert (c.recompute, c.zero_stage, c.val_every, c.save_every, c.sample_every) == (True, 1, 250, 5000, 20_000)
+    assert c.hellaswag_every and c.horizon(10_300_000_000 // 1024) == 19_645  # no fixed length: an epoch of the data
+
+
+def test_speedrun_124m_is_record_8():
+    c = PRESETS["speedrun-124m"]
+    m = c.model
+    assert (m.head_size, m.n_layer, m.n_embd, m.bias, m.tied_head) == (128, 12, 768, False, False)
+    assert (m.norm, m.positions, m.activation, m.qk_norm) == ("rmsnorm", "rope", "relu2", True)
+    assert (c.max_steps, c.total_batch_size, c.warmup_steps) == (4578, 524_288, 0)
+    assert (c.optimizer, c.muon_lr, c.muon_momentum, c.max_lr) == ("muon", 0.02, 0.95, 0.002)
+    assert c.max_lr * c.embed_lr_scale == pytest.approx(0.3)
+    assert c.cooldown * c.max_steps == pytest.approx(1308) and c.min_lr == 0
+
+
 def test_every_preset_names_itself_and_survives_a_round_trip():
     for name, c in PRESETS.items():
         assert c.preset == name and str(c.run_dir) == f"log/{name}"
