@@ -1,0 +1,423 @@
+"""Text to token shards: FineWeb from the Hub, any dataset there, your own files, or the corpus every Python carries.
+
+    python fineweb.py                                       # FineWeb-Edu, 10B tokens, into data/fineweb-edu
+    python fineweb.py --source stdlib                       # Python's standard library: no download, a few seconds
+    python fineweb.py --source 'books-*.parquet' --out data/books
+    python fineweb.py --verify data/books
+
+However it was interrupted, the same command goes on at the shard in progress and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import re
+import shutil
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+import shards
+from runtime import UserError, print0, run_cli
+from shards import Manifest, Shard
+from tokenizer import EOT, bulk_encoder
+
+HUB = {  # name: dataset, what the paths of its files start with
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/"),
+    "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/"),
+    "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/"),
+}
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+CHUNK = 8 << 20  # bytes of text tokenized together: enough for every core, little beside the shards in memory
+PIECE = 1 << 16  # characters of a text file tokenized as one; the pieces of a chunk go to different cores
+CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token runs over this place and none looks back: cut here, ids are the same
+
+
+@dataclass(frozen=True)
+class Args:
+    source: tuple[str, ...] = ("fineweb-edu",)
+    """fineweb-edu, fineweb, fineweb-edu-100bt, fineweb-100bt; stdlib; a Hub dataset OWNER/NAME; or files, globs
+    welcome: parquet, jsonl, and anything else as plain text, one document a file."""
+    out: Path | None = None
+    """Folder for the shards; default data/NAME."""
+    shard_size: int | None = None
+    """Tokens a shard; default 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, rounded to one
+    digit, at most 100,000,000: small sources, too, have several shards, of which the first is val."""
+    format: Literal["npy", "bin"] = "npy"
+    """npy like build-nanogpt, bin like llm.c."""
+    limit_tokens: int | None = None
+    """Stop after so many tokens."""
+    subset: str | None = None
+    """Of a Hub dataset only the parquet files whose path starts so."""
+    text_column: str = "text"
+    """Column (parquet) or field (jsonl) that holds the text."""
+    keep_source: bool = False
+    """Keep what is downloaded, in OUT/.source."""
+    verify: Path | None = None
+    """Only check this folder of shards."""
+
+
+# ------------------------------------------------------------------------- sources: which files, in which order
+
+
+@contextmanager
+def hub_errors(repo: str):
+    """What the Hub, or the way to it, has against a request becomes a UserError."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except (errors.HTTPError, OSError, ValueError) as e:
+        raise UserError(
+            f"cannot get {repo} from the Hub at {constants.ENDPOINT}: {' '.join(str(e).split())[:300]}. "
+            "Check the name and --subset; if it is private or gated: hf auth login. When the network is back, the same "
+            "command goes on where it stopped; without network: python fineweb.py --source stdlib"
+        ) from None
+
+
+def hub_source(repo: str, subset: str) -> dict:
+    """The parquet files of a Hub dataset at its present revision. Raises UserError."""
+    from huggingface_hub import HfApi
+
+    folder = subset.rpartition("/")[0] or None
+    with hub_errors(repo):
+        revision = HfApi().dataset_info(repo, expand=["sha"], timeout=10).sha
+        tree = HfApi().list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
+        sizes = {f.path: f.size for f in tree if hasattr(f, "size") and shards.INSIDE.fullmatch(f.path)}
+    files = [{"path": p, "bytes": sizes[p]} for p in sorted(sizes) if p.startswith(subset) and p.endswith(".parquet")]
+    if not files:
+        raise UserError(f"{repo} has no parquet file whose path starts with {subset!r}; choose with --subset FOLDER/")
+    return {"name": repo, "subset": subset, "revision": revision, "files": files}
+
+
+def download(source: dict, first: int, folder: Path) -> Iterator[Path]:
+    """Fetch the files of a Hub source, from index `first` on, into `folder`; a file that was begun is resumed."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    where = {"repo_type": "dataset", "revision": source["revision"], "local_dir": folder}
+    for file in source["files"][first:]:
+        with hub_errors(source["name"]):
+            path = hf_hub_download(source["name"], file["path"], **where)
+        yield Path(path)
+
+
+def given_files(patterns: tuple[str, ...]) -> dict[Path, str]:
+    """Files of each pattern in turn, and what the manifest calls them. Raises UserError."""
+    found = []
+    for pattern in patterns:
+        paths = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
+        if not paths or not all(os.path.isfile(p) and os.access(p, os.R_OK) for p in paths):
+            raise UserError(f"--source {pattern}: not a readable file; or give stdlib, {', '.join(HUB)} or OWNER/NAME")
+        found += map(Path, paths)
+    return {p: re.sub(r"[\0-\x1f\\]", "_", p.name) for p in found}
+
+
+def library_files() -> dict[Path, str]:
+    """Files of this Python's library without tests, shuffled by the hash of their names so that val is like train."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {p: p.relative_to(root).as_posix() for p in root.rglob("*.py")}
+    names = {p: n for p, n in names.items() if not NOT_LIBRARY & set(n.split("/"))}
+    if not names:
+        raise UserError(f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
+    return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
+
+
+def local_source(name: str, paths: dict[Path, str]) -> dict:
+    """Local files as a source; its revision is a hash of their names, sizes and first bytes: cheap, and it tells."""
+    files = [{"path": label, "bytes": path.stat().st_size} for path, label in paths.items()]
+    digest = hashlib.sha256(json.dumps(files).encode())
+    for path in paths:
+        with open(path, "rb") as f:
+            digest.update(f.read(PIECE))
+    return {"name": name, "subset": "", "revision": digest.hexdigest()[:16], "files": files}
+
+
+# ------------------------------------------------------------------------- text: files to chunks of documents
+
+
+class Chunk(NamedTuple):
+    """Texts to tokenize together. The first `documents` of them begin one; the others continue the one before."""
+
+    texts: list[str]
+    documents: int
+    size: float  # bytes of the source file that these are
+    file: int = 0  # index in the source
+
+
+def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
+    """One document, in pieces that no token runs over."""
+    begins, rest, block = 1, "", " "
+    with open(path, encoding="utf-8", newline="") as file:
+        while block:
+            block = file.read(CHUNK)
+            rest, start, pieces = rest + block, 0, []
+            while cut := CUT.search(rest, start + PIECE):
+                pieces.append(rest[start : cut.end()])
+                start = cut.end()
+            rest = rest[start:]
+            if pieces or not block:
+                pieces += [] if block else [rest]
+                yield Chunk(pieces, begins, sum(map(len, pieces)))
+                begins = 0
+
+
+def read_jsonl(path: Path, field: str) -> Iterator[Chunk]:
+    """A document from each line; null is an empty one, a blank line is none."""
+    number = 0
+    with open(path, "rb") as file:
+        while lines := file.readlines(CHUNK):
+            texts = []
+            for line in lines:
+                number += 1
+                if line.isspace():
+                    continue
+                try:  # half a surrogate pair, which only JSON can hold, is replaced as tiktoken does
+                    text = json.loads(line)[field] or ""
+                    texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    raise ValueError(f"line {number} is no object with text in {field!r} (--text-column)") from None
+            yield Chunk(texts, len(texts), sum(map(len, lines)))
+
+
+def read_parquet(path: Path, column: str) -> Iterator[Chunk]:
+    """A document from each row; null is an empty one. Little is held at once, however large a row group is."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # else a row group's column would be read whole
+    kind = str(file.schema_arrow.field(column).type) if column in file.schema_arrow.names else "missing"
+    if kind not in ("string", "large_string", "string_view"):
+        names = ", ".join(file.schema_arrow.names)
+        raise ValueError(f"its column {column!r} is {kind}, not text; choose with --text-column from {names}")
+    rows, size = max(1, file.metadata.num_rows), path.stat().st_size
+    groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    widest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
+    for batch in file.iter_batches(max(1, min(4096, int(CHUNK / max(1, widest)))), columns=[column]):
+        texts = [text or "" for text in batch.column(0).to_pylist()]
+        yield Chunk(texts, len(texts), size * len(texts) / rows)
+
+
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl}
+
+
+def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], None]) -> Iterator[Chunk]:
+    """Chunks of the files in turn, the first of which has index `first`. `used(path)`: that file has been read."""
+    for index, path in enumerate(paths, first):
+        try:
+            chunks = READERS.get(path.suffix, read_text)(path, column)
+            yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
+        except (OSError, ValueError) as e:  # what pyarrow raises is one of them, too
+            raise UserError(f"cannot read {path}: {e}; --source takes parquet, jsonl or UTF-8 text") from None
+        used(path)
+
+
+def ahead(items: Iterable, steps: int) -> Iterator:
+    """The same items, made by a thread of their own that is at most `steps` of them ahead of the caller."""
+    room, made = threading.Semaphore(steps - 1), queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            for item in items:
+                made.put((item, None))
+                room.acquire()
+            made.put((None, None))
+        except BaseException as e:
+            made.put((None, e))
+
+    threading.Thread(target=work, daemon=True).start()  # daemon: a download must not outlive Ctrl-C
+    while (got := made.get()) != (None, None):
+        if got[1] is not None:
+            raise got[1]
+        room.release()
+        yield got[0]
+
+
+# ------------------------------------------------------------------------- tokens: chunks to shards
+
+
+def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (n,) uint16 of a chunk with EOT before each document, and where its documents start in them."""
+    tokens = encoder.encode_batch(chunk.texts).layout
+    starts = np.asarray(tokens.offsets.data[: chunk.documents])
+    return np.insert(np.asarray(tokens.content.data, np.uint16), starts, EOT), starts + np.arange(len(starts))
+
+
+def next_shard(out: Path, name: str, manifest: Manifest) -> Path:
+    index = len(manifest.shards)
+    return out / f"{name}_{'train' if index else 'val'}_{index:06d}.{manifest.format}"
+
+
+def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manifest, report: Callable) -> Manifest:
+    """Tokenize chunks, which begin with the file in which `manifest` ends, into shards; returns the grown manifest.
+
+    A shard, then the manifest that knows it, are written in the background while the next shard fills.
+    """
+    encoder, size, limit = bulk_encoder(), manifest.shard_tokens, manifest.limit_tokens or sys.maxsize
+    done = sum(s.tokens for s in manifest.shards)
+    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # of the first file: in earlier shards already
+    filling, other = (np.empty(min(size, limit), np.uint16) for _ in range(2))
+    filled = documents = file = used = 0  # used: tokens of the present file in chunks before this
+
+    def finish(manifest: Manifest, tokens: np.ndarray, documents: int, end: dict) -> Manifest:
+        path = next_shard(out, name, manifest)
+        shard = Shard(path.name, len(tokens), documents, shards.write_shard(path, tokens), end)
+        manifest = replace(manifest, shards=[*manifest.shards, shard])
+        shards.write_manifest(out, manifest)
+        return manifest
+
+    with ThreadPoolExecutor(1) as writer:
+        latest = writer.submit(lambda: manifest)
+        for chunk in chunks:
+            if done >= limit:
+                break
+            ids, starts = encode(encoder, chunk)
+            file, used = chunk.file, used if chunk.file == file else 0
+            pos = min(skip, len(ids))
+            skip -= pos
+            while pos < len(ids) and done < limit:
+                take = min(len(ids) - pos, size - filled, limit - done)
+                filling[filled : filled + take] = ids[pos : pos + take]
+                documents += int(np.diff(np.searchsorted(starts, (pos, pos + take)))[0])
+                filled, pos, done = filled + take, pos + take, done + take
+                end = {"file": file, "token": used + pos}
+                if filled == size:
+                    latest = writer.submit(finish, latest.result(), filling, documents, end)
+                    filling, other, filled, documents = other, filling, 0, 0
+            used += len(ids)
+            report(chunk.size, done)
+        manifest = latest.result()
+        return finish(manifest, filling[:filled], documents, end) if filled else manifest
+
+
+# ------------------------------------------------------------------------- the run
+
+
+@contextmanager
+def locked(out: Path):
+    """Hold the folder: one run at a time. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise UserError(f"another fineweb.py is writing to {out}; wait for it, or choose another --out") from None
+    except OSError as e:
+        raise UserError(f"cannot write to {out}: {e}; once that is mended, the same command goes on") from None
+
+
+def begin(out: Path, name: str, wish: Manifest, old: Manifest | None) -> Manifest:
+    """What to go on from, after every reason not to: other parameters, files of others, damage. Raises UserError."""
+    ours = {s.file: s.tokens for s in old.shards} if old else {}
+    was, now = ({**m.source, **vars(m)} for m in (old or wish, wish))
+    for what in [k for k in now if ours and k not in ("source", "shards", "complete") and now[k] != was[k]]:
+        raise UserError(f"{out} was made with {what} {was[what]}, not {now[what]}"[:400] + "; choose another --out")
+    for path in shards.shard_files(out):
+        if path.name not in ours and not (old and path == next_shard(out, name, old)):
+            raise UserError(f"{path} was not written by this command; choose another --out")
+    for file, tokens in ours.items():
+        if shards.count_tokens(out / file) != tokens:
+            raise UserError(f"{out / file} is damaged: python fineweb.py --verify {out}; choose another --out")
+    if ours:
+        return old
+    shards.write_manifest(out, wish)  # from here on, the shards in this folder are ours
+    return wish
+
+
+def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source: bool) -> Manifest:
+    """Make the shards that are missing, from local paths or else from the Hub. Raises UserError."""
+    from tqdm import tqdm
+
+    source, limit, done = manifest.source, manifest.limit_tokens, sum(s.tokens for s in manifest.shards)
+    sizes, stated = [f["bytes"] for f in source["files"]], re.search(r"(\d+)BT", source["subset"])
+    expected = limit or (int(stated[1]) * 1e9 if stated else sum(sizes) / 2)  # FineWeb's samples are named by tokens
+    need = 2 * (expected - done) + (0 if paths else sum(sorted(sizes)[-2:]))
+    if need > (free := shutil.disk_usage(out).free):
+        room = f"{out} needs about {need / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free"
+        raise UserError(f"{room}; make room, choose another --out, or take less with --limit-tokens")
+    first = manifest.shards[-1].end["file"] if manifest.shards else 0
+    files = paths[first:] if paths else ahead(download(source, first, out / ".source"), 1)
+    drop = (lambda path: None) if paths or keep_source else Path.unlink
+    began, seen = time.time(), 0
+    total, start = (limit, done) if limit else (sum(sizes), sum(sizes[:first]))
+    form = "{desc} {percentage:.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
+    pace = 0.2 if sys.stderr.isatty() else 20  # seconds; a log file needs few lines
+    bar = tqdm(total=total, initial=start, desc=name, mininterval=pace, bar_format=form)
+
+    def report(size: float, done: int) -> None:
+        nonlocal seen
+        seen += size
+        bar.set_postfix_str(f"{done / 1e6:,.1f}M tokens, {seen / 1e6 / (time.time() - began):.0f} MB/s", refresh=False)
+        bar.update(min(done - bar.n if limit else size, total - bar.n))
+
+    with bar:
+        chunks = ahead(read(files, first, source["column"], drop), 4)
+        manifest = replace(write_shards(chunks, out, name, manifest, report), complete=True)
+    if not manifest.shards:
+        raise UserError(f"the source {source['name']} holds no documents; give --source one that does")
+    shards.write_manifest(out, manifest)
+    if not keep_source:
+        shutil.rmtree(out / ".source", ignore_errors=True)
+    return manifest
+
+
+def main() -> None:
+    import tyro
+
+    args, began = tyro.cli(Args, description=__doc__), time.time()
+    if args.verify:
+        if wrong := shards.verify(args.verify):
+            raise UserError("\n".join([*wrong, f"{args.verify} has {len(wrong)} problem(s); make or pull it again"]))
+        return print0(f"{args.verify}: every shard is whole")
+    if not args.source or any(n is not None and n < 1 for n in (args.shard_size, args.limit_tokens)):
+        raise UserError("--source takes a name or files, --shard-size and --limit-tokens a number above 0")
+    first, alone = args.source[0], len(args.source) == 1
+    dataset = re.fullmatch(r"[\w-]+/[\w-][\w.-]*", first) and not glob(first) and not Path(first).suffix[1:].isalpha()
+    on_hub, library = alone and (first in HUB or dataset), alone and first == "stdlib"
+    paths = {} if on_hub else library_files() if library else given_files(args.source)
+    name = first.rpartition("/")[2] if on_hub or library else next(iter(paths)).stem.rstrip("0123456789-_.")
+    name = re.sub(r"[^\w.-]", "-", name) or "text"
+    out = args.out or Path("data") / name
+    with locked(out):
+        old = shards.read_manifest(out)
+        repo, subset = HUB.get(first, (first, ""))
+        subset = subset if args.subset is None else args.subset
+        if not on_hub:
+            source = local_source(name, paths)
+        elif old and (old.source["name"], old.source["subset"]) == (repo, subset):
+            source = old.source  # at the revision begun with, whatever the Hub has now
+        else:
+            source = hub_source(repo, subset)
+        total = sum(f["bytes"] for f in source["files"])
+        size = min(shards.SHARD_TOKENS, total / 24, (args.limit_tokens or total) / 10)
+        size = args.shard_size or max(1, int(float(f"{size:.0e}")))
+        wish = Manifest({**source, "column": args.text_column}, args.format, size, args.limit_tokens)
+        manifest = begin(out, name, wish, old)
+        if not (was_complete := manifest.complete):
+            manifest = run(out, name, manifest, list(paths), args.keep_source)
+    tokens, documents = (sum(getattr(s, key) for s in manifest.shards) for key in ("tokens", "documents"))
+    time_ = "nothing left to do" if was_complete else f"{time.time() - began:.1f} s"
+    print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({time_})")
+    if len(manifest.shards) == 1:
+        print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")
+    print0(f"next: python train_gpt2.py {'quickstart ' if library else ''}--data-dir {out}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

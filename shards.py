@@ -1,0 +1,259 @@
+"""The token-shard formats (`.npy` and llm.c's `.bin`) and the manifest that says what a folder of shards is.
+
+A shard is a 1-D run of little-endian uint16 token ids. Files are NAME_{train|val}_INDEX.npy or .bin; build-nanogpt's
+edufineweb_train_000001.npy and kjj0's fineweb_train_000001.bin are such names. Every header is checked against the size
+of its file before memory is taken, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from runtime import UserError, print0
+from tokenizer import EOT, VOCAB_SIZE
+
+SHARD_TOKENS = 100_000_000  # build-nanogpt's and llm.c's size for a shard of FineWeb
+MANIFEST = "manifest.json"
+SHARD_NAME = re.compile(r"(?P<stem>(?P<name>[^/\\\x00-\x1f]+?)_(?P<split>train|val)(_(?P<index>\d+))?)\.(npy|bin)")
+INSIDE = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\\]+")  # a relative path that does not lead out of its folder
+BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256  # llm.c: dataloader.h; the header is int32 words
+CHUNK = 1 << 24  # tokens looked at together, so that a check of a shard needs little memory
+
+
+def shard_files(data_dir: str | Path) -> list[Path]:
+    """Every file of the folder that is named like a shard, in order. Raises UserError if there is no folder."""
+    data_dir = Path(data_dir)
+    if not data_dir.is_dir():
+        raise UserError(f"data folder {data_dir} does not exist; make it with: {_make(data_dir)}")
+    found = [(m, p) for p in data_dir.iterdir() if (m := SHARD_NAME.fullmatch(p.name)) and p.is_file()]
+    return [p for m, p in sorted(found, key=lambda f: (f[0]["name"], int(f[0]["index"] or 0), f[1].name))]
+
+
+def find_shards(data_dir: str | Path, split: str) -> list[Path]:
+    """Paths of the shards of `split` ("train" or "val") in their order. Raises UserError if there are none."""
+    assert split in ("train", "val"), split
+    found = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
+    if not found:
+        rule = f"named like NAME_{split}_000001.npy or .bin"
+        raise UserError(f"data folder {data_dir} has no {split} shard ({rule}); make it with: {_make(data_dir)}")
+    if twice := [a.stem for a, b in pairwise(found) if a.stem == b.stem]:
+        raise UserError(f"{data_dir} holds {twice[0]} as .npy and as .bin; move one of them elsewhere")
+    return found
+
+
+def count_tokens(path: str | Path) -> int:
+    """Tokens of a shard, from its header checked against the size of the file. Raises UserError."""
+    return _layout(Path(path))[1]
+
+
+def open_shard(path: str | Path) -> np.memmap:
+    """A shard as a read-only (n_tokens,) uint16 memory map. Raises UserError if the file is not a whole shard."""
+    offset, count = _layout(Path(path))
+    return np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
+
+
+def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """Raise UserError if an id of `tokens` (n,) is not below vocab_size, naming shard, position and id."""
+    for start in range(0, len(tokens), CHUNK):
+        part = tokens[start : start + CHUNK]
+        if part.max() >= vocab_size:
+            at = int(np.argmax(part >= vocab_size))
+            rule = f"ids must be below the vocabulary of {vocab_size}"
+            raise UserError(
+                f"{path}: token {start + at:,} is id {part[at]}, but {rule}; make it again, or move it away"
+            )
+
+
+def write_shard(path: str | Path, tokens: np.ndarray) -> str:
+    """Write (n,) token ids as .npy or .bin, by suffix, whole or not at all; returns the sha256 of the file."""
+    path, tokens = Path(path), np.ascontiguousarray(tokens)
+    assert tokens.ndim == 1 and len(tokens) and path.suffix in (".npy", ".bin"), (path, tokens.shape)
+    assert tokens.dtype == np.uint16 or 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
+    tokens = tokens.astype("<u2", copy=False)
+    if path.suffix == ".npy":
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(tokens))
+        head = head.getvalue()
+    else:
+        head = np.array([BIN_MAGIC, BIN_VERSION, len(tokens)] + [0] * (BIN_HEADER - 3), dtype="<i4").tobytes()
+    write_atomic(path, head, tokens.data)
+    digest = hashlib.sha256(head)
+    digest.update(tokens.data)
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path, *parts) -> None:
+    """Write the bytes-like parts under a temporary name beside `path`, make them durable, then take the name."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "wb") as f:
+        for data in parts:
+            f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # for the new name, too, to survive a power cut
+    os.close(folder)
+
+
+def _make(data_dir: Path) -> str:
+    return f"python fineweb.py --source stdlib --out {data_dir}"
+
+
+def _layout(path: Path) -> tuple[int, int]:
+    """(byte offset of the first token, number of tokens) of a whole and well-formed shard. Raises UserError."""
+
+    def bad(why: str) -> UserError:
+        rule = "a shard is a uint16 .npy of one dimension, or an llm.c .bin"
+        return UserError(f"{path} is not a usable shard: {why}; {rule}. Make it again: {_make(path.parent)}")
+
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as f:
+            if path.suffix == ".npy":
+                version = np.lib.format.read_magic(f)[0]  # 1 as numpy writes it for an array like this, or 2
+                read = np.lib.format.read_array_header_1_0 if version == 1 else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(f)  # literals only: an array of objects is refused below, never unpickled
+                if dtype != np.dtype("<u2") or len(shape) != 1:
+                    raise bad(f"it holds {dtype} of shape {shape}, not uint16 of one dimension")
+                offset, count = f.tell(), int(shape[0])
+            else:
+                words = np.frombuffer(f.read(4 * BIN_HEADER), dtype="<i4")
+                if len(words) < BIN_HEADER or tuple(words[:2]) != (BIN_MAGIC, BIN_VERSION):
+                    raise bad(f"its first words are {words[:2].tolist()}, not {[BIN_MAGIC, BIN_VERSION]}")
+                offset, count = words.nbytes, int(words[2])
+    except OSError as e:
+        raise UserError(f"cannot read shard {path}: {e.strerror}") from None
+    except (ValueError, SyntaxError, TypeError, RecursionError) as e:  # what numpy says of a foreign header
+        raise bad(f"its header is unreadable ({type(e).__name__}: {str(e).split(chr(10))[0]})") from None
+    if size != offset + 2 * count or count == 0:
+        raise bad(f"its header promises {count:,} tokens ({offset + 2 * count:,} bytes) and it has {size:,} bytes")
+    return offset, count
+
+
+# ------------------------------------------------------------------------- the manifest
+
+
+def _require(**checks: bool) -> None:
+    if bad := [what for what, fine in checks.items() if not fine]:
+        raise ValueError(", ".join(bad))
+
+
+def _count(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 2**53
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One finished shard. `documents`: how many begin in it. `end`: the index of the source file that its last token is
+    of, and the tokens of that file used by then. Raises ValueError, LookupError or TypeError for anything else."""
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+    end: dict[str, int]
+
+    def __post_init__(self):
+        _require(
+            file=SHARD_NAME.fullmatch(self.file) is not None,
+            counts=_count(self.tokens, 1) and _count(self.documents),
+            sha256=re.fullmatch("[0-9a-f]{64}", self.sha256) is not None,
+            end=_count(self.end["file"]) and _count(self.end["token"]),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of shards is and where it comes from; without times, so that the same work gives the same bytes.
+    `source`: name, subset, column, revision, files [{path, bytes}]. Raises like Shard. No path in it leads out."""
+
+    source: dict
+    format: str
+    shard_tokens: int
+    limit_tokens: int | None = None
+    complete: bool = False
+    shards: list[Shard] = field(default_factory=list)
+    tokenizer: str = "gpt2"
+    version: int = 1
+
+    def __post_init__(self):
+        _require(
+            version=self.version == 1,
+            tokenizer=self.tokenizer == "gpt2",
+            format=self.format in ("npy", "bin"),
+            complete=isinstance(self.complete, bool),
+            tokens=_count(self.shard_tokens, 1) and (self.limit_tokens is None or _count(self.limit_tokens, 1)),
+            source=all(isinstance(self.source[k], str) for k in ("name", "subset", "column", "revision")),
+            files=all(_count(f["bytes"]) and INSIDE.fullmatch(f["path"]) for f in self.source["files"]),
+            shards=len({s.file for s in self.shards}) == len(self.shards),
+        )
+
+
+def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
+    write_atomic(Path(data_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1).encode() + b"\n")
+
+
+def read_manifest(data_dir: str | Path) -> Manifest | None:
+    """The manifest of a folder, or None if it has none. Raises UserError unless all of it is well-formed."""
+    path = Path(data_dir) / MANIFEST
+    try:
+        raw = json.loads(path.read_bytes())
+        return Manifest(**{**raw, "shards": [Shard(**s) for s in raw["shards"]]})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        why = f"{type(e).__name__}: {e}"
+    raise UserError(f"{path} is not a manifest of this program ({why}); move it away, or fetch the folder again")
+
+
+def fingerprint(data_dir: str | Path) -> str:
+    """Short hash of what a folder holds: names, token counts and, from a manifest, sha256s. Reads headers only."""
+    manifest = read_manifest(data_dir)
+    known = {s.file: s.sha256 for s in manifest.shards} if manifest else {}
+    rows = [(p.name, count_tokens(p), known.get(p.name)) for p in shard_files(data_dir)]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def verify(data_dir: str | Path) -> list[str]:
+    """What is wrong with the shards of a folder, a sentence each; empty if all is well. Reads everything.
+
+    Checked: header and size; ids below the vocabulary; the first token of the first shard is EOT; against a manifest
+    also missing and unknown shards, sha256, and one EOT for each document (a document may run over into the next shard,
+    so a later shard need not begin with one). Raises UserError if there is no folder or no shard.
+    """
+    manifest, files = read_manifest(data_dir), {p.name: p for p in shard_files(data_dir)}
+    known = {s.file: s for s in manifest.shards} if manifest else {}
+    wrong = [f"{name}: missing" for name in known if name not in files]
+    if manifest is None:
+        print0(f"warning: {data_dir} has no {MANIFEST}: checking headers, sizes and ids only")
+        files or find_shards(data_dir, "train")  # says how shards are made
+    else:
+        wrong += [f"{name}: not in {MANIFEST}" for name in files if name not in known]
+        wrong += [] if manifest.complete else [f"{MANIFEST}: not finished; run the same fineweb.py command again"]
+    for name, path in files.items():
+        try:
+            tokens = open_shard(path)
+            check_ids(tokens, path)
+        except UserError as e:
+            wrong.append(f"{name}: {e}")
+            continue
+        if name == next(iter(known or files)) and tokens[0] != EOT:
+            wrong.append(f"{name}: begins with id {tokens[0]}, not with {EOT}, the start of a document")
+        if shard := known.get(name):
+            starts = sum(int(np.count_nonzero(tokens[i : i + CHUNK] == EOT)) for i in range(0, len(tokens), CHUNK))
+            with open(path, "rb") as f:
+                sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+            for what, found in {"tokens": len(tokens), "documents": starts, "sha256": sha256}.items():
+                if found != getattr(shard, what):
+                    wrong.append(f"{name}: {what} {found}, but {MANIFEST} says {getattr(shard, what)}")
+    return wrong
