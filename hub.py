@@ -1,0 +1,280 @@
+"""Exchange: token shards and checkpoints through the Hugging Face Hub, models in other layouts.
+
+    python hub.py push-data data/edufineweb OWNER/NAME       # tokenize once, ...
+    python hub.py pull-data OWNER/NAME data/edufineweb       # ... train anywhere (also: --data-dir hf://OWNER/NAME)
+    python hub.py push-model log/gpt2-124m OWNER/NAME        # and: pull-model OWNER/NAME DIR
+    python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers' AutoModelForCausalLM
+    python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
+
+A transfer that was cut off continues when the same command is run again, and counts only once the hashes agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime import UserError, run_cli
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, RepoFile
+
+STAGE = ".incoming"  # in the target folder: what is being downloaded, until its hash is right
+COMMIT_FILES = 10  # files a commit: what an interrupted upload has to look at again
+MODEL_FILE = re.compile(r"(model|optim)_\d+\.pt|[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
+CARD_FACTS = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
+
+
+@contextmanager
+def open_hub(repo: str, write: bool = False) -> Iterator[tuple[HfApi, str]]:
+    """A client and the full name of `repo` (owner put on, hf:// taken off). What the Hub, the network or the library
+    answers in the block becomes one UserError, which never shows the token; so does a missing token for a write."""
+    import httpx2
+    from huggingface_hub import HfApi, constants, get_session, get_token
+
+    where, name = constants.ENDPOINT, repo.removeprefix("hf://").removeprefix("datasets/").strip("/")
+    if where.startswith("http://"):  # a mirror on the local network has no Xet storage
+        constants.HF_HUB_DISABLE_XET = True
+    # huggingface_hub waits without limit by default: a network that swallows packets would hang instead of failing
+    get_session().timeout = httpx2.Timeout(300, connect=10)
+    if write and not get_token():
+        raise UserError(f"a push to {name} needs a token: run `hf auth login`, or set HF_TOKEN to one that may write")
+    try:
+        user = HfApi().whoami()["name"] if write else ""
+        yield HfApi(), f"{user}/{name}" if write and "/" not in name else name
+    except (OSError, ValueError, RuntimeError, httpx2.HTTPError) as error:
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+            chain.append(cause)
+        kinds = {kind.__name__ for e in chain for kind in type(e).__mro__}
+        status = next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
+        why = str(error).replace(get_token() or "\0", "***")
+        if kinds & {"TransportError", "OfflineModeIsEnabled"}:
+            why = f"cannot reach {where} ({type(chain[-1]).__name__}); check the network and HF_HUB_OFFLINE"
+        elif "HFValidationError" in kinds:
+            why = f"{name!r} is not the name of a repository; write OWNER/NAME"
+        elif status:
+            mend = "check the name; run `hf auth login`, or set HF_TOKEN to a token that may do this (write to push)"
+            why = f"{where} answered {status} for {name}; {mend if status in (401, 403, 404) else 'wait a little'}"
+        elif kinds & {"JSONDecodeError", "FileMetadataError"}:
+            why = f"{where} does not answer as a Hub does; is a log-in page or a proxy in between?"
+        raise UserError(f"{why}. The same command, run again, continues where this one stopped") from None
+
+
+def listing(api: HfApi, repo: str, kind: str, revision: str | None = None) -> dict[str, RepoFile]:
+    tree = api.list_repo_tree(repo, repo_type=kind, recursive=True, revision=revision)
+    return {f.path: f for f in tree if hasattr(f, "blob_id")}
+
+
+def is_same(path: Path, remote: RepoFile | None, sha256: str | None = None) -> bool:
+    """Whether a file has the size that the Hub lists and the given sha256, or else the hash that the Hub lists."""
+    if remote is None or not path.is_file() or path.stat().st_size != remote.size:
+        return False
+    if sha256 is None and remote.lfs is None:  # a small text: listed by its git hash
+        return hashlib.sha1(b"blob %d\0" % remote.size + path.read_bytes()).hexdigest() == remote.blob_id
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest() == (sha256 or remote.lfs.sha256)
+
+
+def push(repo: str, kind: str, files: list[Path], card: str, public: bool) -> None:
+    """Upload files, and a card if any (REPO in it is the repo), in order; return once the Hub lists all as sent."""
+    with open_hub(repo, write=True) as (api, repo), tempfile.TemporaryDirectory() as temporary:
+        from huggingface_hub import CommitOperationAdd
+
+        api.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)
+        if not public and not api.repo_info(repo, repo_type=kind).private:
+            raise UserError(f"{repo} exists and is public; add --public to push there, or choose another name")
+        (readme := Path(temporary, "README.md")).write_text(card.replace("REPO", repo))
+        files = files + [readme] * bool(card)
+        there = listing(api, repo, kind)
+        todo = [p for p in files if not is_same(p, there.get(p.name))]
+        for i in range(0, len(todo), COMMIT_FILES):
+            parts = [CommitOperationAdd(p.name, str(p)) for p in todo[i : i + COMMIT_FILES]]
+            api.create_commit(repo, parts, repo_type=kind, commit_message=f"Add {parts[0].path_in_repo} and others")
+        for seconds in (0, 1, 2, 4, 8, 16, 32, 64):  # a listing may lag behind
+            time.sleep(seconds)
+            there = listing(api, repo, kind)
+            if not (todo := [p for p in todo if not is_same(p, there.get(p.name))]):
+                break
+        else:
+            raise UserError(f"{repo} does not list {todo[0].name} as it was sent; run the same command again")
+    print(f"{len(files)} files are on the Hub; pull with:\npython hub.py pull-{kind.removesuffix('set')} {repo} DIR")
+
+
+@contextmanager
+def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tuple[dict[str, RepoFile], Callable]]:
+    """Yield the listing of one revision of `repo`, and fetch({name: sha256 or None}, mine), which fills `out`.
+
+    A file gets its name only once its hash is right; a wrong one is fetched a second time, then named in a UserError.
+    Of files that are there with other contents only those in `mine` are replaced."""
+    stage = out / STAGE
+    with open_hub(repo) as (api, repo):
+        sha = api.repo_info(repo, repo_type=kind, revision=revision, timeout=10).sha
+        remote = listing(api, repo, kind, sha)
+        stage.mkdir(parents=True, exist_ok=True)
+
+        def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
+            wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]
+            if taken := [n for n in wrong if n not in mine and (out / n).exists() and to == out]:
+                raise UserError(f"{out} holds another {taken[0]} than {repo}; pull into an empty folder")
+            options = {"repo_type": kind, "revision": sha, "local_dir": stage}
+            for again in (False, True):
+                if wrong:
+                    api.snapshot_download(repo, **options, allow_patterns=wrong, force_download=again)
+                for name in [n for n in wrong if is_same(stage / n, remote[n], wanted[n])]:
+                    with open(stage / name, "rb") as f:
+                        os.fsync(f.fileno())
+                    os.replace(stage / name, to / name)
+                    wrong.remove(name)
+            if wrong:
+                raise UserError(f"{', '.join(wrong)} of {repo} came twice with a wrong hash; its owner must push again")
+
+        yield remote, fetch
+        shutil.rmtree(stage)
+
+
+def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
+    """Upload a folder of token shards, checked against its manifest, as a dataset (private unless --public)."""
+    import shards
+
+    if (manifest := shards.read_manifest(data_dir)) is None:
+        raise UserError(f"{data_dir} has no {shards.MANIFEST}; make one with: python fineweb.py --out {data_dir}")
+    if problems := list(shards.verify(data_dir)):
+        raise UserError(f"{data_dir} is not pushed: {'; '.join(problems)}. See: python fineweb.py --verify {data_dir}")
+    text = f"{sum(s.tokens for s in manifest.shards):,} GPT-2 tokens of {manifest.source['name']}, as uint16."
+    files = [data_dir / s.file for s in manifest.shards] + [data_dir / shards.MANIFEST]  # last: with it, all is there
+    push(repo, "dataset", files, f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n", public)
+
+
+def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
+    """Download token shards, or only `limit_shards` training shards, each checked by sha256 (the manifest's, or the
+    Hub's where a set has none). Returns the folder; raises UserError."""
+    import shards
+
+    out, manifest = Path(data_dir), None
+    here = {s.file: s.sha256 for s in mine.shards} if (mine := shards.read_manifest(out)) else {}
+    with pull(repo, "dataset", out, revision) as (remote, fetch):
+        known = {n: None for n in remote if shards.SHARD_NAME.fullmatch(n)}
+        if shards.MANIFEST in remote:
+            fetch({shards.MANIFEST: None}, to=out / STAGE)
+            manifest = shards.read_manifest(out / STAGE)
+            known = {s.file: s.sha256 for s in manifest.shards}
+        if odd := known.keys() - remote.keys() | {n for n, sha256 in here.items() if known.get(n) != sha256}:
+            raise UserError(f"{min(odd)} is not one thing in {repo}, its manifest and {out}; pull into an empty folder")
+        if not (train := sorted(n for n in known if shards.SHARD_NAME.fullmatch(n)["split"] == "train")):
+            raise UserError(f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
+        left_out = set(train[limit_shards:]) - here.keys() if limit_shards else set()
+        fetch({n: sha256 for n, sha256 in known.items() if n not in left_out}, here)
+        if manifest:
+            shards.write_manifest(out, replace(manifest, shards=[s for s in manifest.shards if s.file not in left_out]))
+    print(f"{len(shards.shard_files(out))} shards in {out}, every hash right")
+    return out
+
+
+def load(path: Path) -> tuple:
+    """The .pt file that a file or run folder stands for, its model, and a card with the run's figures at its step."""
+    import checkpoint
+
+    model, facts = checkpoint.load_model(path), checkpoint.load_weights(path)[1]
+    c, step = model.config, facts["step"]
+    weights = path if path.is_file() else checkpoint.model_path(path, step)
+    log, run = weights.with_name("metrics.jsonl"), weights.with_name("config.json")
+    for line in log.read_text().splitlines() if log.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):  # a line torn by a crash
+            facts |= row if (row := json.loads(line))["step"] <= step else {}
+    if run.is_file():
+        facts["tokens"] = step * json.loads(run.read_text())["total_batch_size"]
+    card = f"---\npipeline_tag: text-generation\ntags: [gpt2]\n---\n# GPT-2\n\n{model.num_params():,} parameters: "
+    card += f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}.\n\n| | |\n|-|-|\n"
+    return weights, model, card + "".join(f"| {k} | {facts[k]:,} |\n" for k in CARD_FACTS if k in facts) + "\n"
+
+
+def push_model(path: Path, repo: str, public: bool = False, with_optimizer: bool = False) -> None:
+    """Upload a .pt file, a run's newest checkpoint (with its optimizer, so that it can resume), or an export."""
+    if (path / "model.safetensors").is_file():
+        return push(repo, "model", [p for p in sorted(path.iterdir()) if MODEL_FILE.fullmatch(p.name)], "", public)
+    weights, _, card = load(path)
+    optim = weights.with_name(weights.name.replace("model_", "optim_"))
+    if with_optimizer and not optim.is_file():
+        raise UserError(f"{optim} is not there; push without --with-optimizer")
+    extra = [weights.with_name(n) for n in ("metrics.jsonl", "curves.png", "config.json")] + [optim] * with_optimizer
+    card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
+    push(repo, "model", [weights, *filter(Path.is_file, extra)], card, public)
+
+
+def pull_model(repo: str, out_dir: Path, revision: str | None = None) -> None:
+    """Download a pushed model, for infer.py and, if its optimizer was pushed too, `train_gpt2.py --resume`."""
+    with pull(repo, "model", out_dir, revision) as (remote, fetch):
+        names = [n for n in remote if MODEL_FILE.fullmatch(n)]
+        if not any(n.endswith((".pt", ".safetensors")) for n in names):
+            raise UserError(f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
+        fetch(dict.fromkeys(names))
+    print(f"{repo} is in {out_dir}; try: python infer.py {out_dir} 'Hello,'")
+
+
+def export(path: Path, out_dir: Path) -> None:
+    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card."""
+    import convert
+
+    _, model, card = load(path)
+    convert.save_hf(model, out_dir)
+    (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
+    print(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
+
+
+def import_old(old: Path, out_dir: Path) -> None:
+    """Convert a build-nanogpt or nanoGPT checkpoint to OUT_DIR/model_STEP.pt. Nothing pickled in it is run: the tensors
+    are taken, the shape of the network is read off them, and only the number of heads comes from the config."""
+    import torch
+
+    import checkpoint
+    from model import GPT, GPTConfig
+
+    inert = type("Inert", (), {})  # what any pickled config becomes: attributes, no code
+    try:
+        strange = torch.serialization.get_unsafe_globals_in_checkpoint(old)
+        if bad := [name for name in strange if not re.fullmatch(r"[\w.]+\.\w*Config", name)]:
+            raise ValueError(f"it wants {bad[0]}, which could run code")
+        with torch.serialization.safe_globals([(inert, name) for name in strange]):
+            state = torch.load(old, map_location="cpu", weights_only=True, mmap=True)
+        weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", k): v.float() for k, v in state["model"].items()}
+        weights = {k: v for k, v in weights.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
+        wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+        tied = torch.equal(weights.setdefault("lm_head.weight", wte), wte)
+        layers = len({k.split(".")[2] for k in weights if k.startswith("transformer.h.")})
+        (V, C), args = wte.shape, state.get("model_args") or vars(state.get("config", inert()))
+        if type(nh := args.get("n_head", C // 64)) is not int or nh < 1 or C % nh:
+            raise ValueError(f"n_head is {nh!r} for a width of {C}")
+        config = GPTConfig(len(wpe), V, layers, nh, C, "transformer.ln_f.bias" in weights, tied)
+        model, step = GPT.from_state_dict(config, weights), int(state.get("step", state.get("iter_num", 0)))
+    except Exception as e:  # torch raises many kinds for a file that is not what it seems
+        raise UserError(
+            f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
+        ) from None
+    if (target := checkpoint.model_path(out_dir, step)).exists():
+        raise UserError(f"{target} is there already, and import overwrites nothing; choose another folder")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint.write(target, checkpoint.model_file(model, step))
+    print(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
+
+
+def main() -> None:
+    import tyro
+
+    commands = {f.__name__.replace("_", "-"): f for f in (push_data, pull_data, push_model, pull_model, export)}
+    commands |= {"import": import_old}
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,))
+
+
+if __name__ == "__main__":
+    run_cli(main)
