@@ -10,16 +10,13 @@ However it was interrupted, the same command goes on at the shard in progress an
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import queue
 import re
 import shutil
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +24,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 import shards
-from runtime import UserError, print0, run_cli
+from documents import Chunk, ahead, read
+from runtime import UserError, locked, print0, run_cli
 from shards import Manifest, Shard
 from tokenizer import EOT, bulk_encoder
 
@@ -43,9 +41,6 @@ HUB = {  # name: dataset, what the paths of its files start with
     "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/"),
 }
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-CHUNK = 8 << 20  # bytes of text tokenized together: enough for every core, little beside the shards in memory
-PIECE = 1 << 16  # characters of a text file tokenized as one; the pieces of a chunk go to different cores
-CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token runs over this place and none looks back: cut here, ids are the same
 
 
 @dataclass(frozen=True)
@@ -145,107 +140,8 @@ def local_source(name: str, paths: dict[Path, str]) -> dict:
     digest = hashlib.sha256(json.dumps(files).encode())
     for path in paths:
         with open(path, "rb") as f:
-            digest.update(f.read(PIECE))
+            digest.update(f.read(1 << 16))
     return {"name": name, "subset": "", "revision": digest.hexdigest()[:16], "files": files}
-
-
-# ------------------------------------------------------------------------- text: files to chunks of documents
-
-
-class Chunk(NamedTuple):
-    """Texts to tokenize together. The first `documents` of them begin one; the others continue the one before."""
-
-    texts: list[str]
-    documents: int
-    size: float  # bytes of the source file that these are
-    file: int = 0  # index in the source
-
-
-def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
-    """One document, in pieces that no token runs over."""
-    begins, rest, block = 1, "", " "
-    with open(path, encoding="utf-8", newline="") as file:
-        while block:
-            block = file.read(CHUNK)
-            rest, start, pieces = rest + block, 0, []
-            while cut := CUT.search(rest, start + PIECE):
-                pieces.append(rest[start : cut.end()])
-                start = cut.end()
-            rest = rest[start:]
-            if pieces or not block:
-                pieces += [] if block else [rest]
-                yield Chunk(pieces, begins, sum(map(len, pieces)))
-                begins = 0
-
-
-def read_jsonl(path: Path, field: str) -> Iterator[Chunk]:
-    """A document from each line; null is an empty one, a blank line is none."""
-    number = 0
-    with open(path, "rb") as file:
-        while lines := file.readlines(CHUNK):
-            texts = []
-            for line in lines:
-                number += 1
-                if line.isspace():
-                    continue
-                try:  # half a surrogate pair, which only JSON can hold, is replaced as tiktoken does
-                    text = json.loads(line)[field] or ""
-                    texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                    raise ValueError(f"line {number} is no object with text in {field!r} (--text-column)") from None
-            yield Chunk(texts, len(texts), sum(map(len, lines)))
-
-
-def read_parquet(path: Path, column: str) -> Iterator[Chunk]:
-    """A document from each row; null is an empty one. Little is held at once, however large a row group is."""
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # else a row group's column would be read whole
-    kind = str(file.schema_arrow.field(column).type) if column in file.schema_arrow.names else "missing"
-    if kind not in ("string", "large_string", "string_view"):
-        names = ", ".join(file.schema_arrow.names)
-        raise ValueError(f"its column {column!r} is {kind}, not text; choose with --text-column from {names}")
-    rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-    groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-    widest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
-    for batch in file.iter_batches(max(1, min(4096, int(CHUNK / max(1, widest)))), columns=[column]):
-        texts = [text or "" for text in batch.column(0).to_pylist()]
-        yield Chunk(texts, len(texts), size * len(texts) / rows)
-
-
-READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl}
-
-
-def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], None]) -> Iterator[Chunk]:
-    """Chunks of the files in turn, the first of which has index `first`. `used(path)`: that file has been read."""
-    for index, path in enumerate(paths, first):
-        try:
-            chunks = READERS.get(path.suffix, read_text)(path, column)
-            yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
-        except (OSError, ValueError) as e:  # what pyarrow raises is one of them, too
-            raise UserError(f"cannot read {path}: {e}; --source takes parquet, jsonl or UTF-8 text") from None
-        used(path)
-
-
-def ahead(items: Iterable, steps: int) -> Iterator:
-    """The same items, made by a thread of their own that is at most `steps` of them ahead of the caller."""
-    room, made = threading.Semaphore(steps - 1), queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            for item in items:
-                made.put((item, None))
-                room.acquire()
-            made.put((None, None))
-        except BaseException as e:
-            made.put((None, e))
-
-    threading.Thread(target=work, daemon=True).start()  # daemon: a download must not outlive Ctrl-C
-    while (got := made.get()) != (None, None):
-        if got[1] is not None:
-            raise got[1]
-        room.release()
-        yield got[0]
 
 
 # ------------------------------------------------------------------------- tokens: chunks to shards
@@ -309,15 +205,11 @@ def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manife
 
 
 @contextmanager
-def locked(out: Path):
-    """Hold the folder: one run at a time. Raises UserError."""
+def writing(out: Path):
+    """Hold the folder, one run at a time; what its disk has against being written to becomes a UserError."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with locked(out):
             yield
-    except BlockingIOError:
-        raise UserError(f"another fineweb.py is writing to {out}; wait for it, or choose another --out") from None
     except OSError as e:
         raise UserError(f"cannot write to {out}: {e}; once that is mended, the same command goes on") from None
 
@@ -394,7 +286,7 @@ def main() -> None:
     name = first.rpartition("/")[2] if on_hub or library else next(iter(paths)).stem.rstrip("0123456789-_.")
     name = re.sub(r"[^\w.-]", "-", name) or "text"
     out = args.out or Path("data") / name
-    with locked(out):
+    with writing(out):
         old = shards.read_manifest(out)
         repo, subset = HUB.get(first, (first, ""))
         subset = subset if args.subset is None else args.subset

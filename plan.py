@@ -73,7 +73,7 @@ def describe(
         f"data {cfg.data_dir}: "
         + (f"{len(data.paths)} train shards, {sum(data.tokens):,} tokens" if data else "not there yet")
         + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens ({rt.world_size} ranks x "
-        f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} sequences x {T}); {tokens / 1e6:,.1f}M tokens"
+        f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} x {T}); {tokens / 1e6:,.0f}M tokens"
         + (f", {epochs:.2f} epochs of this data" if data else "")
     )
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data

@@ -177,18 +177,21 @@ def locked(folder: Path):
     with the process, however that ends."""
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as f:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+")
+    except OSError as e:
+        raise UserError(f"cannot write to {folder}: {e.strerror}; choose another folder") from None
+    with lock:
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            f.seek(0)
-            raise UserError(
-                f"{folder} is in use by process {f.read().strip()}; wait for it or choose another folder"
-            ) from None
-        f.truncate(0)
-        f.write(str(os.getpid()))
-        f.flush()
+            lock.seek(0)
+            holder = lock.read().strip()
+            raise UserError(f"{folder} is in use by process {holder}; wait for it or choose another folder") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         yield
 
 

@@ -19,6 +19,7 @@ import pytest
 from conftest import ROOT
 from test_tokenizer import TRICKY
 
+import documents as reading
 import fineweb
 import shards
 import tokenizer
@@ -108,9 +109,9 @@ def test_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch):
     text = "\n".join(t[:300] for t in story(4)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     for piece, block in ((1, 900), (3, 1000), (50, 333), (1 << 16, 1 << 23)):
-        monkeypatch.setattr(fineweb, "PIECE", piece)
-        monkeypatch.setattr(fineweb, "CHUNK", block)
-        chunks = list(fineweb.read_text(tmp_path / "a.txt"))
+        monkeypatch.setattr(reading, "PIECE", piece)
+        monkeypatch.setattr(reading, "CHUNK", block)
+        chunks = list(reading.read_text(tmp_path / "a.txt"))
         assert "".join(t for c in chunks for t in c.texts) == text
         assert sum(c.documents for c in chunks) == 1 and chunks[0].documents == 1
         encoder = tokenizer.bulk_encoder()
@@ -134,7 +135,7 @@ def test_chunks_do_not_show(tmp_path, quick, monkeypatch):
     path = parquet(tmp_path / "a.parquet", documents, row_group_size=11)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
     for i, (chunk, size) in enumerate(((1, 3000), (2000, 2999), (1 << 23, 10**8))):
-        monkeypatch.setattr(fineweb, "CHUNK", chunk)
+        monkeypatch.setattr(reading, "CHUNK", chunk)
         make("--source", path, tmp_path / "b.jsonl", "--out", tmp_path / str(i), "--shard-size", size)
         assert stream(tmp_path / str(i))[0].tolist() == expected(documents * 2)
 
@@ -269,7 +270,7 @@ def test_sigkill_and_sigint_then_again_is_byte_identical(tmp_path):
 def test_two_runs_on_one_folder(tmp_path, fails):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        fails("fineweb.py", "--source", "stdlib", "--out", tmp_path, says=["another fineweb.py", str(tmp_path)])
+        fails("fineweb.py", "--source", "stdlib", "--out", tmp_path, says=["in use by process", str(tmp_path)])
     assert set(contents(tmp_path)) == set()
 
 
@@ -339,12 +340,12 @@ def test_ahead_is_ahead_by_its_steps_and_no_more():
 
     for steps in (1, 3):
         made.clear()
-        ahead = fineweb.ahead(items(), steps)
+        ahead = reading.ahead(items(), steps)
         assert next(ahead) == 0 and settled(1 + steps)
         assert next(ahead) == 1 and settled(2 + steps)
         with pytest.raises(OSError, match="the end"):
             list(ahead)
-    assert list(fineweb.ahead([], 2)) == []
+    assert list(reading.ahead([], 2)) == []
 
 
 # ------------------------------------------------------------------------- bad input

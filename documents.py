@@ -1,0 +1,113 @@
+"""Text files to documents: parquet, jsonl and plain text, read in small chunks however large a file is."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime import UserError
+
+CHUNK = 8 << 20  # bytes of text tokenized together: enough for every core, little beside the shards in memory
+PIECE = 1 << 16  # characters of a text file tokenized as one; the pieces of a chunk go to different cores
+CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token runs over this place and none looks back: cut here, ids are the same
+
+
+class Chunk(NamedTuple):
+    """Texts to tokenize together. The first `documents` of them begin one; the others continue the one before."""
+
+    texts: list[str]
+    documents: int
+    size: float  # bytes of the source file that these are
+    file: int = 0  # index in the source
+
+
+def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
+    """One document, in pieces that no token runs over."""
+    begins, rest, block = 1, "", " "
+    with open(path, encoding="utf-8", newline="") as file:
+        while block:
+            block = file.read(CHUNK)
+            rest, start, pieces = rest + block, 0, []
+            while cut := CUT.search(rest, start + PIECE):
+                pieces.append(rest[start : cut.end()])
+                start = cut.end()
+            rest = rest[start:]
+            if pieces or not block:
+                pieces += [] if block else [rest]
+                yield Chunk(pieces, begins, sum(map(len, pieces)))
+                begins = 0
+
+
+def read_jsonl(path: Path, field: str) -> Iterator[Chunk]:
+    """A document from each line; null is an empty one, a blank line is none."""
+    number = 0
+    with open(path, "rb") as file:
+        while lines := file.readlines(CHUNK):
+            texts = []
+            for line in lines:
+                number += 1
+                if line.isspace():
+                    continue
+                try:  # half a surrogate pair, which only JSON can hold, is replaced as tiktoken does
+                    text = json.loads(line)[field] or ""
+                    texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    raise ValueError(f"line {number} is no object with text in {field!r} (--text-column)") from None
+            yield Chunk(texts, len(texts), sum(map(len, lines)))
+
+
+def read_parquet(path: Path, column: str) -> Iterator[Chunk]:
+    """A document from each row; null is an empty one. Little is held at once, however large a row group is."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # else a row group's column would be read whole
+    kind = str(file.schema_arrow.field(column).type) if column in file.schema_arrow.names else "missing"
+    if kind not in ("string", "large_string", "string_view"):
+        names = ", ".join(file.schema_arrow.names)
+        raise ValueError(f"its column {column!r} is {kind}, not text; choose with --text-column from {names}")
+    rows, size = max(1, file.metadata.num_rows), path.stat().st_size
+    groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    widest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
+    for batch in file.iter_batches(max(1, min(4096, int(CHUNK / max(1, widest)))), columns=[column]):
+        texts = [text or "" for text in batch.column(0).to_pylist()]
+        yield Chunk(texts, len(texts), size * len(texts) / rows)
+
+
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl}
+
+
+def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], None]) -> Iterator[Chunk]:
+    """Chunks of the files in turn, the first of which has index `first`. `used(path)`: that file has been read."""
+    for index, path in enumerate(paths, first):
+        try:
+            chunks = READERS.get(path.suffix, read_text)(path, column)
+            yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
+        except (OSError, ValueError) as e:  # what pyarrow raises is one of them, too
+            raise UserError(f"cannot read {path}: {e}; --source takes parquet, jsonl or UTF-8 text") from None
+        used(path)
+
+
+def ahead(items: Iterable, steps: int) -> Iterator:
+    """The same items, made by a thread of their own that is at most `steps` of them ahead of the caller."""
+    room, made = threading.Semaphore(steps - 1), queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            for item in items:
+                made.put((item, None))
+                room.acquire()
+            made.put((None, None))
+        except BaseException as e:
+            made.put((None, e))
+
+    threading.Thread(target=work, daemon=True).start()  # daemon: a download must not outlive Ctrl-C
+    while (got := made.get()) != (None, None):
+        if got[1] is not None:
+            raise got[1]
+        room.release()
+        yield got[0]
