@@ -1,0 +1,269 @@
+"""plots.py draws what a run measured, and reference.py tells a healthy run from a sick one."""
+
+import json
+import math
+import random
+import struct
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import plots
+from reference import expected, on_track, read_reference
+from runtime import UserError
+
+REF = read_reference()
+ROWS = [int(s) for s in REF["step"]]
+
+
+def healthy(step: float, run: str = "a") -> float:
+    """Val loss of a public run, also between its evaluations; before the first one, where nothing is known, a guess."""
+    if step < ROWS[1]:
+        return 6.14 + 4.8 * math.exp(-step / 70) * (1 - step / ROWS[1])
+    return float(np.interp(step, ROWS, REF[f"val_loss_{run}"]))
+
+
+def write_run(folder, steps=300, every=50, hellaswag=True, batch=524_288, shift=0.0, keys=None):
+    """A run folder with smooth curves; keys: only these."""
+    noise, rows = random.Random(0), []
+    for s in range(steps):
+        row = {"step": s, "train_loss": healthy(s) + shift + noise.gauss(0, 0.03), "lr": 6e-4 * min(1, (s + 1) / 100)}
+        row |= {"grad_norm": 0.3 + 5 * math.exp(-s / 50), "tokens_per_second": 5e4, "mfu": None}
+        if s % every == 0:
+            row |= {"val_loss": healthy(s) + shift}
+            row |= {"hellaswag_acc_norm": 0.25 + s / steps / 20} if hellaswag else {}
+        rows.append({k: v for k, v in row.items() if keys is None or k in ("step", *keys)})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "config.json").write_text(json.dumps({"preset": "quickstart", "total_batch_size": batch}))
+    return folder
+
+
+@pytest.fixture
+def figure(monkeypatch, tmp_path):
+    """figure(runs, reference=...) draws and returns the Figure that was saved."""
+    from matplotlib.figure import Figure
+
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))[1])
+
+    def make(runs, **kwargs):
+        out = plots.draw(runs, tmp_path / "curves.png", **kwargs)
+        assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
+        return saved[-1]
+
+    return make
+
+
+def panel(fig, title):
+    return next(ax for ax in fig.axes if ax.get_title() == title)
+
+
+# ---- reading ----
+
+
+def test_lines_of_a_step_merge_and_torn_lines_are_skipped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "val_loss": 10.9}\n{"step": 0, "train_loss": 10.8, "lr": 1e-5, "mfu": null}\n'
+        '{"step": 2, "train_loss": 9.0}\n{"step": 1, "train_l\n{"step": 1, "train_loss": NaN}\n'
+        '[1, 2]\n{"no_step": 1}\n{"step": 2, "train_loss": 8.5}\n{"step": 3, "train_loss": 8'
+    )
+    metrics = plots.read_metrics(tmp_path)
+    assert set(metrics) == {"val_loss", "train_loss", "lr"}
+    steps, values = metrics["train_loss"]
+    assert steps.tolist() == [0, 1, 2] and steps.dtype == np.int64
+    assert values[0] == 10.8 and np.isnan(values[1]) and values[2] == 8.5  # the later line of a step counts
+
+
+def test_nothing_to_read_is_said_plainly(tmp_path, fails):
+    fails("plots.py", tmp_path / "no", says=["no/metrics.jsonl", "train_gpt2.py quickstart"])
+    fails("plots.py", says=["no run folder"])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0')
+    fails("plots.py", tmp_path, says=["metrics.jsonl", "no measured step"])
+    run = write_run(tmp_path / "run", steps=3)
+    fails("plots.py", run, "--out", tmp_path / "c.docx", says=["c.docx", "--out"])
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 0, "temperature": 1}\n')
+    with pytest.raises(UserError, match="nothing to draw"):
+        plots.draw([tmp_path / "odd"], tmp_path / "x.png")
+
+
+# ---- drawing ----
+
+
+def test_one_run(figure, tmp_path):
+    fig = figure([write_run(tmp_path / "run")])
+    titles = [ax.get_title() for ax in fig.axes]
+    assert titles == ["Loss", "Learning rate", "Gradient norm before clipping", "HellaSwag", "Speed"]
+    for ax in fig.axes:
+        assert ax.get_ylabel() and ax.get_xlabel() == "step (524,288 tokens each)"
+        assert ax.get_xlim()[1] == pytest.approx(299 * 1.01)
+    loss = panel(fig, "Loss")
+    assert 6 < loss.get_ylim()[1] < 10.5 and loss.get_ylim()[0] > 5  # step 0, at 10.9, does not squash the rest
+    assert "run: val 6.1" in loss.get_legend().get_texts()[0].get_text()
+    texts = " ".join(t.get_text() for t in panel(fig, "HellaSwag").texts)
+    assert "GPT-2 124M: 0.2955" in texts and "GPT-2 1558M: 0.4893, above this range" in texts
+    assert panel(fig, "Gradient norm before clipping").get_yscale() == "log"
+
+
+def test_several_runs_share_colours_and_names_tell_them_apart(figure, tmp_path):
+    runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a", hellaswag=False, shift=1, batch=4096)]
+    fig = figure([*runs, runs[0]])  # the same folder twice is one run
+    labels = [t.get_text() for t in panel(fig, "Loss").get_legend().get_texts()]
+    assert labels[0].startswith("x/a: ") and labels[1].startswith("y/a: ") and len(labels) == 4
+    colors = [{line.get_color() for line in ax.lines} - {plots.GREY} for ax in fig.axes]
+    assert colors[0] == colors[1] == colors[2] == set(plots.COLORS[:2])
+    assert colors[3] == {plots.COLORS[0]}  # only one run has HellaSwag, and it keeps its colour
+    assert panel(fig, "Loss").get_xlabel() == "step"  # their steps are of different size
+
+
+@pytest.mark.parametrize("keys", [("train_loss",), ("val_loss",), ("lr", "grad_norm"), ("hellaswag_acc_norm",)])
+def test_panels_without_data_are_left_out(figure, tmp_path, keys):
+    fig = figure([write_run(tmp_path / "run", steps=60, keys=keys)])
+    assert len(fig.axes) == (1 if keys[0].endswith("_loss") else len(keys))
+
+
+def test_a_single_point_and_nan_are_drawn(figure, tmp_path):
+    figure([write_run(tmp_path / "one", steps=1)], reference=True)
+    bad = write_run(tmp_path / "nan", steps=40)
+    (bad / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "train_loss": NaN}}\n' for s in range(40)))
+    figure([bad])
+
+
+def test_a_large_model_sees_the_xl_line(figure, tmp_path):
+    run = write_run(tmp_path / "xl", steps=60)
+    lines = ({"step": step, "hellaswag_acc_norm": score} for step, score in ((0, 0.25), (9, 0.48)))
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    ax = panel(figure([run]), "HellaSwag")
+    assert ax.get_ylim()[1] > 0.4893 and "above" not in " ".join(t.get_text() for t in ax.texts)
+
+
+def test_reference_band(figure, tmp_path):
+    run = write_run(tmp_path / "run", steps=1001)
+    without, with_band = figure([run]), figure([run], reference=True)
+    assert len(panel(without, "Loss").collections) == 0
+    for title in ("Loss", "HellaSwag"):
+        assert len(panel(with_band, title).collections) == 1
+    path = panel(with_band, "Loss").collections[0].get_paths()[0].vertices
+    for row in (500, 1000):  # the band is what on_track accepts, and goes no further than the run
+        heights = path[path[:, 0] == row, 1]
+        assert (heights.min(), heights.max()) == expected(row)
+    assert path[:, 0].max() == 1000
+
+
+def test_smooth_ignores_spikes_and_keeps_a_line():
+    line = np.arange(50.0)
+    spiked = np.where(line == 25, 1e6, line)
+    assert plots.smooth(line, 5)[2:-2] == pytest.approx(line[2:-2])
+    assert abs(plots.smooth(spiked, 5)[25] - 25) <= 1
+    assert plots.smooth(np.array([3.0]), 1).tolist() == [3.0]
+
+
+def test_command_line(run_script, tmp_path):
+    """Also without a screen and with a matplotlib backend that cannot work here."""
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    env = {"MPLBACKEND": "TkAgg", "DISPLAY": ""}
+    assert "curves.png" in run_script("plots.py", a, "--reference", cwd=tmp_path, env=env).stdout
+    width, height = struct.unpack(">II", (a / "curves.png").read_bytes()[16:24])
+    assert width > 1000 and height > 800
+    run_script("plots.py", a, b, cwd=tmp_path)
+    assert (tmp_path / "curves.png").stat().st_size > 20_000
+    run_script("plots.py", a, "--out", "deep/er.svg", cwd=tmp_path)
+    assert "<svg" in (tmp_path / "deep" / "er.svg").read_text()
+
+
+def test_notebook_runs(tmp_path, monkeypatch):
+    """In the interpreter that runs the tests, whatever kernels this machine has registered."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    kernel = tmp_path / "jupyter" / "kernels" / "here"
+    kernel.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "here", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    write_run(tmp_path / "log" / "quickstart")
+    notebook = nbformat.read(ROOT / "plots.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert all(not c.get("outputs") for c in notebook.cells)  # committed without output
+    place = {"metadata": {"path": str(tmp_path)}}
+    done = nbclient.NotebookClient(notebook, timeout=60, kernel_name="here", resources=place).execute()
+    outputs = [o for c in done.cells for o in c.get("outputs", [])]
+    assert any("image/png" in o.get("data", {}) for o in outputs)
+    text = "".join(o.get("text", "") for o in outputs)
+    assert "val_loss" in text and "at step" in text
+
+
+# ---- on track? ----
+
+
+def judge(curve, steps=ROWS) -> list[bool]:
+    """on track? at each of the steps where the reference has an answer."""
+    lines = [on_track(s, curve(s)) for s in steps]
+    return [line.endswith("on track") for line in lines if line]
+
+
+def test_the_reference_is_the_one_of_the_shared_figures(shared_data):
+    import csv
+
+    rows = list(csv.DictReader(open(shared_data / "fineweb_edu_10b_reference.csv")))
+    for key in REF:
+        assert [float(r[key]) for r in rows] == list(REF[key])
+
+
+@pytest.mark.parametrize("run", "ab")
+def test_the_public_runs_are_on_track(run):
+    for offset in (-0.012, 0, 0.012):  # another seed, or another sample of the validation shard
+        assert all(judge(lambda s: healthy(s, run) + offset))  # noqa: B023
+    assert len(judge(lambda s: healthy(s, run))) == len(ROWS)
+
+
+@pytest.mark.parametrize("run", "ab")
+def test_each_public_run_is_on_track_between_evaluations(run):
+    """Evaluating twice as often: the middle of two rows, with the error that interpolating over 500 steps shows."""
+    values = REF[f"val_loss_{run}"]
+    for i in range(2, len(ROWS) - 2):
+        bend = (values[i - 1] + values[i + 1]) / 2 - values[i]  # a 250-step chord errs a quarter of it
+        assert on_track(ROWS[i] + 125, healthy(ROWS[i] + 125, run) - bend / 4).endswith("on track")
+
+
+def test_the_floor_is_twice_the_widest_late_gap():
+    from reference import FLOOR
+
+    late = [abs(a - b) for s, a, b in zip(ROWS, REF["val_loss_a"], REF["val_loss_b"], strict=True) if s >= 2000]
+    assert 2 * max(late) <= FLOOR <= 2.1 * max(late)
+
+
+def test_a_wrong_learning_rate_is_off_track():
+    """Early loss follows the sum of the learning rates so far, so a rate too low is a run that lags behind itself.
+    Where it lags at before the first evaluation, that one's loss stands in: the true one would be higher still."""
+    total = np.cumsum([min(1, (s + 1) / 715) for s in range(ROWS[-1] + 1)])
+    for factor in (0.1, 0.3, 0.5):
+        lagging = {s: healthy(max(ROWS[1], np.searchsorted(total, factor * total[s]))) for s in ROWS}
+        assert not any(judge(lagging.get, ROWS[2:21])), factor  # at every evaluation from step 500 to 5,000
+    # too high: the loss sticks on the plateau of token frequencies, or goes up and comes back slowly
+    assert not any(judge(lambda s: max(healthy(s), 7.2), ROWS[1:]))
+    assert not all(judge(lambda s: healthy(s) + 0.8 * math.exp(-(((s - 900) / 300) ** 2)), ROWS[1:8]))
+    assert not any(judge(lambda s: healthy(s) + 0.05, ROWS[6:]))  # and what it never makes good
+
+
+def test_a_broken_mask_is_off_track():
+    # sees the future: far too good, from the first evaluation on; also when only a little leaks
+    assert not any(judge(lambda s: 10.9 * math.exp(-s / 150), ROWS[1:]))
+    assert not any(judge(lambda s: healthy(s) - 0.25, ROWS[1:]))
+    assert not any(judge(lambda s: healthy(s) - 0.05, ROWS[6:]))
+    assert "too low" in on_track(5000, 2.0) and "future" in on_track(5000, 2.0)
+    # sees nothing but itself: what single tokens tell about the next one, and no more
+    assert not any(judge(lambda s: max(healthy(s), 5.6), ROWS[2:]))
+
+
+def test_the_line_a_run_prints():
+    low, high = expected(500)
+    assert on_track(500, 5.31) == f"step 500: val 5.310, reference {low:.3f} to {high:.3f}: on track"
+    assert low < REF["val_loss_a"][2] < high and low < REF["val_loss_b"][2] < high
+    assert "off track, " in on_track(500, 5.9) and "--max-lr" in on_track(500, 5.9)
+    assert "off track" in on_track(500, math.nan) and "off track" in on_track(500, math.inf)
+    assert "off track" in on_track(0, 11.8)  # weights that start too large
+    assert on_track(100, 8.0) is None and on_track(ROWS[-1] + 1, 3.0) is None and on_track(-1, 3.0) is None

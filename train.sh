@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# Train in the background: survives logout, restarts after a failure, publishes, gives the machine back.
+#
+#   ./train.sh                                  # gpt2-124m on every GPU here, into log/gpt2-124m
+#   ./train.sh speedrun-124m --out-dir log/fast # any arguments of train_gpt2.py
+#   ./train.sh model_19072.pt 2                 # go on from that checkpoint until 2 epochs are done
+#   PUSH_TO=me/gpt2-124m REMOVE_POD=1 BUDGET_USD=30 GPU_HOUR_USD=2.5 ./train.sh
+#
+# A folder that holds a run is resumed, never started over. Every decision is in OUT/train-<time>.log. Environment:
+#   NPROC         processes (default: one a GPU; one without GPUs); START_WAIT: seconds of log to show at once (15)
+#   MAX_RESTARTS  restarts after failures (3), RESTART_DELAY seconds apart (10); an "error:" you must mend ends it
+#   BUDGET_USD    with GPU_HOUR_USD, one GPU's price for an hour: stop training and save when it is spent
+#   PUSH_TO       owner/name: at the end push the newest checkpoint there (hub.py push-model) and wait for it
+#   REMOVE_POD    1: then remove this machine, by SHUTDOWN_CMD, or else runpodctl remove pod $RUNPOD_POD_ID; but only
+#                 once the weights are pushed or, without PUSH_TO, where PERSISTENT=1 says that OUT outlives the machine
+#                 (a RunPod network volume does; a pod's own /workspace disk is deleted with the pod)
+#   REMOVE_DELAY  seconds in which `kill` can still keep the machine (60); KEEP_ON_FAILURE=1 keeps it after a failure
+set -euo pipefail
+HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+die() { echo "error: $*" >&2; exit 1; }
+say() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*"; }
+
+case ${1:-} in -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+hash flock setsid realpath || die "on Linux install util-linux and coreutils; elsewhere use python train_gpt2.py itself"
+PY=$HERE/.venv/bin/python
+[[ -x $PY ]] || PY=$(command -v python || command -v python3) || die "no python on PATH; run: make install"
+
+if [[ ${1:-} == *.pt ]]; then # the old form: checkpoint, epochs
+    found=("$1")
+    [[ -f $1 ]] || mapfile -t found < <(find log -name "${1##*/}" -type f 2>/dev/null)
+    ((${#found[@]} == 1)) || die "$1: ${#found[@]} such files under log/; give the path, as in ./train.sh log/RUN/$1 2"
+    [[ ${2:-1} =~ ^[1-9][0-9]*$ ]] || die "epochs $2: must be a whole number from 1 on, as in ./train.sh $1 2"
+    set -- --resume "$(realpath "${found[0]}")" --epochs "${2:-1}" "${@:3}" # no preset: the checkpoint has its settings
+fi
+args=("$@")
+flag() { # value of the train_gpt2.py flag $1 among the arguments (the last one counts), or nothing
+    local i value=
+    for ((i = 0; i < ${#args[@]}; i++)); do
+        case ${args[i]} in
+            "--$1="* | "--${1//-/_}="*) value=${args[i]#*=} ;;
+            "--$1" | "--${1//-/_}") value=${args[i + 1]:-} ;;
+        esac
+    done
+    printf '%s' "$value"
+}
+preset=gpt2-124m OUT=$(flag out-dir) resume=$(flag resume)
+if [[ ${1:--} != -* ]]; then preset=$1; elif [[ $resume == *.pt ]]; then OUT=${OUT:-$(dirname "$resume")}; fi
+OUT=$(realpath -m "${OUT:-log/$preset}")
+if [[ -n ${NPROC:-} ]]; then gpus=$NPROC
+elif [[ $(flag device) == cpu ]]; then gpus=0
+elif [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cv '^-1$\|^$' || true)
+else gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU ' || true); fi
+[[ $gpus =~ ^[0-9]+$ ]] || die "NPROC=$gpus: must be a whole number, as in NPROC=2 ./train.sh"
+nproc=$((gpus > 0 ? gpus : 1))
+marked() { grep -lzsFx "TRAIN_RUN_DIR=$OUT" /proc/[0-9]*/environ | cut -d/ -f3; } # torchrun and ranks of this folder
+
+# ---- in the foreground: refuse what would hurt hours later, start the rest detached, show its first seconds ----
+if [[ -z ${TRAIN_SH_LOG:-} ]]; then
+    for name in MAX_RESTARTS RESTART_DELAY REMOVE_DELAY START_WAIT BUDGET_USD GPU_HOUR_USD; do
+        [[ ${!name:-0} =~ ^[0-9]+$ || ($name == *_USD && ${!name} =~ ^[0-9]*\.[0-9]+$) ]] ||
+            die "$name=${!name}: must be a number, as in $name=3 ./train.sh"
+    done
+    [[ ${PUSH_TO:-a/b} =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]] ||
+        die "PUSH_TO=$PUSH_TO: must be owner/name, as in PUSH_TO=me/gpt2-124m ./train.sh"
+    [[ -z ${BUDGET_USD:-} || (${GPU_HOUR_USD:-0} =~ [1-9] && -z $(flag time-limit)) ]] ||
+        die "BUDGET_USD=$BUDGET_USD sets --time-limit: give GPU_HOUR_USD, one GPU's price an hour, and no --time-limit"
+    if [[ ${REMOVE_POD:-0} == 1 ]]; then
+        [[ -n ${PUSH_TO:-} || ${PERSISTENT:-0} == 1 ]] || die "REMOVE_POD=1 would remove the only copy of the" \
+            "weights: set PUSH_TO=owner/name, or PERSISTENT=1 if $OUT outlives this machine (a network volume)"
+        [[ -n ${SHUTDOWN_CMD:-} ]] || { command -v runpodctl >/dev/null && [[ -n ${RUNPOD_POD_ID:-} ]]; } ||
+            die "REMOVE_POD=1 needs runpodctl and RUNPOD_POD_ID, as on a RunPod pod; elsewhere set SHUTDOWN_CMD='...'"
+    fi
+    mkdir -p "$OUT" && exec 9>>"$OUT/train.lock" # all that follows inherits it: taken while any part of the run lives
+    flock -n 9 || die "a run is in $OUT already (processes: $(marked | tr '\n' ' ')): one run a folder. Stop it with:" \
+        "kill \$(cat $OUT/train.pid), or give another --out-dir"
+    log=$OUT/train-$(date +%Y%m%d-%H%M%S).log; touch "$log"
+    TRAIN_SH_LOG=$log setsid nohup bash "${BASH_SOURCE[0]}" "$@" </dev/null >>"$log" 2>&1 &
+    echo $! >"$OUT/train.pid"; exec 9>&-
+    echo "started: $nproc process(es)$( ((gpus)) || echo ' on the CPU'), run folder $OUT, pid $!"
+    echo "follow:  tail -f $log"
+    echo "stop:    kill \$(cat $OUT/train.pid)    # it saves first; the same command goes on from there"
+    ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n +1 -f --pid=$! "$log" || true
+    kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; its log: $log"
+    exit 0
+fi
+
+# ---- detached: run, restart, publish, leave ----
+child='' stopping=0 failures=0 outcome='' limit='' saved=''
+ranks() { awk -v p="$child" '/^PPid:/ && $2 == p {split(FILENAME, f, "/"); print f[3]}' /proc/[0-9]*/status; }
+stop() { # the ranks themselves save and exit 0; torchrun would give them 30 seconds and call that a failure
+    say "asked to stop: the trainer saves and ends"
+    local pids; stopping=1 pids=$(ranks 2>/dev/null || true)
+    [[ -z $child ]] || xargs kill -TERM <<<"${pids:-$child}" || true
+}
+trap stop TERM INT; trap '' HUP
+attend() { # run a command and give its exit status; a signal reaches us, and through stop() the command, meanwhile
+    local status=0
+    "$@" &
+    child=$!
+    ((!stopping)) || kill -TERM "$child" || true
+    wait "$child" || status=$?
+    while kill -0 "$child" 2>/dev/null; do status=0; wait "$child" || status=$?; done # a signal ends wait early
+    child=''
+    return $status
+}
+reap() { # a torchrun that was killed leaves its ranks on the GPUs: let them save, then make sure
+    local i
+    for i in TERM {1..60} KILL; do
+        [[ -n $(marked) ]] || return 0
+        [[ $i == [0-9]* ]] || { say "SIG$i to what it left"; marked | xargs -r kill "-$i" || true; }
+        sleep 1
+    done
+}
+cmd=("$PY" -m torch.distributed.run)
+if [[ $PY == "$HERE/.venv/"* ]]; then [[ ! -x $HERE/.venv/bin/torchrun ]] || cmd=("$HERE/.venv/bin/torchrun")
+elif command -v torchrun >/dev/null; then cmd=(torchrun); fi
+cmd+=(--standalone "--nproc_per_node=$nproc" "$HERE/train_gpt2.py" "$@")
+[[ -n $resume ]] || cmd+=(--resume auto)
+[[ -z ${GPU_HOUR_USD:-} || -n $(flag gpu-hour-usd) ]] || cmd+=(--gpu-hour-usd "$GPU_HOUR_USD")
+if [[ -n ${BUDGET_USD:-} ]]; then
+    limit=$(awk -v b="$BUDGET_USD" -v p="$GPU_HOUR_USD" -v n="$nproc" 'BEGIN {printf "%d", b / (p * n) * 3600}')
+    say "budget: $BUDGET_USD USD at $GPU_HOUR_USD a GPU-hour, $nproc of them: $limit seconds, restarts included"
+fi
+while [[ -z $outcome ]]; do
+    start=("${cmd[@]}") from=$(stat -c %s "$TRAIN_SH_LOG") status=0
+    # a checkpoint of our own is where a restart goes on; until there is one, whatever --resume was asked for stands
+    [[ -z $(find "$OUT" -name 'model_*.pt' -newer "$OUT/train.pid") ]] || start+=(--resume auto)
+    [[ -z $limit ]] || start+=(--time-limit "$((limit > SECONDS ? limit - SECONDS : 1))")
+    say "start $((failures + 1)): ${start[*]}"
+    attend env TRAIN_RUN_DIR="$OUT" "${start[@]}" || status=$?
+    reap
+    if ((stopping)); then outcome=stopped
+    elif ((status == 0)); then outcome=finished
+    elif tail -c "+$((from + 1))" "$TRAIN_SH_LOG" | grep -q '^error: '; then outcome="failed: see the error above"
+    elif ((failures++ >= ${MAX_RESTARTS:-3})); then outcome="failed: exit code $status, no restart left"
+    else
+        say "exit code $status: restart $failures of ${MAX_RESTARTS:-3} in ${RESTART_DELAY:-10} seconds"
+        attend sleep "${RESTART_DELAY:-10}" || ((!stopping)) || outcome=stopped
+    fi
+done
+say "training $outcome"
+
+leave() { # publish, then give the machine back if nothing would be lost by that
+    if ((stopping)); then say "stopped by request: nothing is pushed, this machine stays"; return; fi
+    if ! compgen -G "$OUT/model_*.pt" >/dev/null; then saved="there is no checkpoint to lose"
+    elif [[ -z ${PUSH_TO:-} ]]; then [[ ${PERSISTENT:-0} != 1 ]] || saved="the weights are on persistent storage"
+    else
+        for try in 1 2 3; do
+            say "push to $PUSH_TO, try $try of 3"
+            attend "$PY" "$HERE/hub.py" push-model "$OUT" "$PUSH_TO" && saved="the weights are at $PUSH_TO" && break
+            ((stopping || try == 3)) || attend sleep "${RESTART_DELAY:-10}" || true
+            ((!stopping)) || break
+        done
+        say "${saved:-the push failed; by hand: $PY $HERE/hub.py push-model $OUT $PUSH_TO}"
+    fi
+    if [[ ${REMOVE_POD:-0} != 1 ]]; then say "this machine stays: REMOVE_POD is not 1"
+    elif [[ -z $saved ]]; then say "this machine stays: it holds the only copy of the weights"
+    elif [[ $outcome == failed* && ${KEEP_ON_FAILURE:-0} == 1 ]]; then say "this machine stays: KEEP_ON_FAILURE=1"
+    else
+        say "$saved: this machine goes in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
+        ((stopping)) || attend sleep "${REMOVE_DELAY:-60}" || true
+        ((!stopping)) || { say "this machine stays: asked to stop"; return; }
+        say "running: ${SHUTDOWN_CMD:-runpodctl remove pod $RUNPOD_POD_ID}"
+        if [[ -n ${SHUTDOWN_CMD:-} ]]; then bash -c "$SHUTDOWN_CMD"; else runpodctl remove pod "$RUNPOD_POD_ID"; fi ||
+            say "THAT FAILED (exit code $?): this machine still runs and costs money; remove it by hand"
+    fi
+}
+leave
+rm -f "$OUT/train.pid"
+[[ $outcome != failed* ]]
