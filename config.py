@@ -102,6 +102,8 @@ class TrainConfig:
 
     device: str = setting("auto", **HARMLESS)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting("auto", **HARMLESS)
+    deterministic: bool = setting(False, **HARMLESS)
+    """Same bits from run to run on a GPU, too, at some speed; a CPU always gives them."""
     compile: bool = setting(True, **HARMLESS)
     recompute: bool = setting(False, **HARMLESS)
     """Recompute activations in the backward pass: less memory, about a third more time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     if saved is None:
         return None
     old = TrainConfig.from_dict(saved["config"])
+    if cfg.init_from != "scratch":  # which brought its own vocabulary
+        cfg = replace(cfg, model=replace(cfg.model, vocab_size=old.model.vocab_size))
     harmless, refused = drift(old, cfg)
     for change in harmless:
         if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):

@@ -8,16 +8,22 @@ python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # go 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import runtime
+
+os.environ.setdefault("OMP_WAIT_POLICY", runtime.WAIT_POLICY)  # before torch, which reads it once
 import torch
 
 import checkpoint
@@ -26,7 +32,6 @@ import optim
 import plan
 import reference
 import resume
-import runtime
 import shards
 import tokenizer
 from config import TrainConfig, parse, parse_duration
@@ -50,6 +55,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
 
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)
+    cfg = replace(cfg, model=model.config)  # --init-from brings its own vocabulary: GPT-2's is not padded
     optimizers = optim.build(model, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
     if saved:
@@ -161,6 +167,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     fixed = cfg.max_steps or cfg.steps_per_epoch
     data = None if fixed and not Path(cfg.data_dir).is_dir() else train_loader(cfg, cfg.data_dir)
     model = make_model(cfg, rt, None)
+    cfg = replace(cfg, model=model.config)
     forward = compiled(model, cfg, rt)
     B, max_steps = plan.micro_batch_size(cfg, rt, model, forward), cfg.horizon(data.order.per_epoch if data else 0)
     plan.describe(cfg, rt, model, data, max_steps, 0, B)
@@ -249,12 +256,11 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
     else:
         import convert
 
-        path = Path(cfg.init_from)
-        ours = path.suffix == ".pt" or any(path.glob("model_*.pt"))
-        model = checkpoint.load_model(path) if ours else convert.load_hf(cfg.init_from)
-    if model.config != cfg.model:
+        model = convert.open_model(cfg.init_from)
+    if replace(model.config, vocab_size=cfg.model.vocab_size) != cfg.model:
         raise UserError(
-            f"--init-from {cfg.init_from} has {model.config}, this run {cfg.model}; choose the preset of that size"
+            f"--init-from {cfg.init_from} is {model.config}, this run is {cfg.model}; choose the preset of that size, "
+            "or set what differs with --model.* flags"
         )
     model.recompute = cfg.recompute
     return model.to(rt.device).train()
@@ -339,7 +345,7 @@ def signals() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
-    with signals() as stop, runtime.session(cfg.device, cfg.dtype) as rt:
+    with signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
         if cfg.dry_run:
             return dry_run(cfg, rt)
         with runtime.locked(cfg.run_dir) if rt.is_main else nullcontext():

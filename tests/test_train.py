@@ -191,6 +191,20 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
         fit(tiny_args, run, "--resume", "auto", "--max-steps", "14")
 
 
+def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tmp_path):
+    import convert
+    from model import GPTConfig
+
+    convert.save_hf(GPT(GPTConfig(block_size=32, vocab_size=50257, n_layer=2, n_head=2, n_embd=32)), tmp_path / "hf")
+    flags = ["--init-from", str(tmp_path / "hf"), "--model.vocab-size", "50304"]  # as the presets have it
+    run = fit(tiny_args, tmp_path / "run", *flags, "--max-steps", "3")
+    assert checkpoint.load_model(run).config.vocab_size == 50257
+    fit(tiny_args, run, *flags, "--max-steps", "5", "--resume", "auto")
+    assert list(curve(run)) == list(range(6))
+    with pytest.raises(UserError, match="choose the preset of that size"):
+        fit(tiny_args, tmp_path / "other", *flags, "--model.n-layer", "3")
+
+
 def poisoned(tmp_path):
     cfg = parse(["quickstart", *TINY], None)
     torch.manual_seed(cfg.seed)
@@ -213,19 +227,27 @@ def test_non_finite_updates_are_refused(tiny_args, tmp_path, torchrun, capsys):
 
 
 def test_overfit_preset_collapses(tiny_args, tmp_path):
-    tiny = [a for a in tiny_args]
-    at = tiny.index("--max-steps")
-    del tiny[at : at + 2]
+    at = tiny_args.index("--max-steps")
+    tiny = tiny_args[:at] + tiny_args[at + 2 :]
     cfg = parse(["overfit", *tiny, "--val-every", "0", "--save-every", "0", "--out-dir", str(tmp_path / "run")], None)
     assert cfg.max_steps == 200 and cfg.overfit_single_batch
     train_gpt2.train(cfg, CPU, {"signal": None})
     assert curve(tmp_path / "run")[199][0] < 0.1
 
 
-def test_compiled_training_equals_eager(tiny_args, tmp_path):
-    eager = fit(tiny_args, tmp_path / "eager", "--max-steps", "4")
-    compiled = fit([a for a in tiny_args if a != "--no-compile"], tmp_path / "compiled", "--max-steps", "4")
-    assert_close(curve(compiled), curve(eager), rel=1e-3)
+def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, tmp_path, run_script):
+    """As users run it: compiled, autocast to bfloat16, all threads, in processes of their own."""
+    eager = fit(tiny_args, tmp_path / "eager", "--max-steps", "6")
+    flags = [a for a in tiny_args if a not in ("--no-compile", "--dtype", "float32")]
+    flags += ["--dtype", "bfloat16", "--max-steps", "6", "--total-batch-size", "2048", "--micro-batch-size", "32"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", whole)
+    run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", parts)
+    keep_steps(parts, 3)
+    run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", parts, "--resume", "auto")
+    assert curve(parts) == curve(whole)
+    assert same_bits(weights(parts, 6), weights(whole, 6))
+    assert curve(whole)[0][1] == pytest.approx(curve(eager)[0][1], rel=1e-3)
 
 
 @pytest.mark.parametrize("there", [True, False])
