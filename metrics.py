@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -21,6 +22,29 @@ def duration(seconds: float) -> str:
     return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
 
 
+class Outliers:
+    """Running z-scores (exponential mean and variance over about 100 steps) that notice a spike of loss or norm."""
+
+    def __init__(self, keys: tuple[str, ...] = ("train_loss", "grad_norm"), threshold: float = 6.0):
+        self.threshold = threshold
+        self._state = {key: (0, 0.0, 0.0) for key in keys}  # count, mean, variance
+
+    def check(self, record: dict[str, Any]) -> list[str]:
+        """What is out of the ordinary in this step's record, in words; then learn from it."""
+        said = []
+        for key, (n, mean, variance) in self._state.items():
+            value = record[key]
+            if not math.isfinite(value):
+                continue
+            z = (value - mean) / math.sqrt(variance) if variance > 0 else 0.0
+            if n >= 50 and z > self.threshold:
+                said.append(f"step {record['step']}: {key} {value:.4f} is {z:.1f} standard deviations above {mean:.4f}")
+            share = max(0.01, 1 / (n + 1))
+            variance = (1 - share) * (variance + share * (value - mean) ** 2)
+            self._state[key] = (n + 1, mean + share * (value - mean), variance)
+        return said
+
+
 class RunLog:
     """Writes OUT/metrics.jsonl and feeds the tracker; does nothing on ranks other than 0.
 
@@ -29,7 +53,7 @@ class RunLog:
 
     def __init__(self, out_dir: Path, start_step: int, tracker: str, config: dict[str, Any], main: bool = True):
         self._file = self._tensorboard = self._wandb = None
-        self._began, self._printed = time.monotonic(), 0.0
+        self._began, self._printed, self._outliers = time.monotonic(), 0.0, Outliers()
         if not main:
             return
         path = out_dir / "metrics.jsonl"
@@ -69,6 +93,8 @@ class RunLog:
 
     def console(self, record: dict[str, Any], max_steps: int, eta_s: float, usd_per_hour: float) -> None:
         """build-nanogpt's line with ETA, MFU where known and the cost so far; about once a second at most."""
+        for line in self._outliers.check(record):
+            print0(f"outlier: {line}")
         now = time.monotonic()
         if self._file is None or (self._printed and now - self._printed < 1):
             return

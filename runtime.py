@@ -239,9 +239,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     rt = Runtime(dev, pick_dtype(dtype, dev), env_rank(), local_rank, world_size)
     if deterministic or dev.type == "cpu":
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # a debugging aid that writes every new tensor twice
-        )
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes new tensors twice
     if dev.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if world_size == 1:
@@ -254,17 +252,22 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         raise UserError(f"WORLD_SIZE={world_size} but {', '.join(missing)} not set; start with torchrun")
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
-    dist.init_process_group(
-        "nccl" if dev.type == "cuda" else "gloo",
-        device_id=dev if dev.type == "cuda" else None,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
+    gloo, patience = dev.type != "cuda", timedelta(minutes=timeout_minutes)
+    try:
+        dist.init_process_group(
+            "gloo" if gloo else "nccl",
+            device_id=None if gloo else dev,
+            timeout=timedelta(seconds=60) if gloo else patience,  # gloo can miss a connection and would wait for ever
+        )
+    except RuntimeError as e:  # torchrun's restart may cure it, so this is not a UserError
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise SystemExit(f"rank {rt.rank} could not join the {world_size} ranks at {where}: {e}") from None
+    if gloo:
+        dist.distributed_c10d._set_pg_timeout(patience)
     try:
         total = rt.all_reduce(torch.ones(1, device=dev)).item()
         if total != world_size:
-            raise UserError(
-                f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered; restart torchrun"
-            )
+            raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered")
         yield rt
     finally:
         dist.destroy_process_group()

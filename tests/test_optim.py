@@ -36,7 +36,7 @@ def test_weight_decay_touches_matrices_only():
 
 
 def test_cosine_is_build_nanogpts():
-    lr = lambda step: BASE.max_lr * optim.lr_factor(step, 19073, BASE)  # noqa: E731
+    lr = lambda step: BASE.max_lr * optim.lr_factor(step, 19073, BASE)
     assert lr(0) == pytest.approx(6e-4 / 715)
     assert lr(714) == pytest.approx(6e-4) and lr(715) == pytest.approx(6e-4)
     middle = 715 + (19073 - 715) / 2

@@ -1,0 +1,104 @@
+"""Ranks that die and machines that meet: torchrun restarts, two agents on loopback, resume on the other side."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+from test_train import assert_close, curve, fit, same_bits, weights
+
+import checkpoint
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Process ids of the ranks that a torchrun agent started."""
+    with open(f"/proc/{agent}/task/{agent}/children") as f:
+        return [int(p) for p in f.read().split()]
+
+
+def wait_for(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("timed out")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def agent(*args, **kwargs):
+    command = [sys.executable, "-m", "torch.distributed.run", *args]
+    return subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
+def test_a_killed_rank_costs_no_human_and_no_bits(tiny_args, tmp_path, torchrun):
+    run = [
+        "quickstart",
+        *tiny_args,
+        "--max-steps",
+        "120",
+        "--save-every",
+        "10",
+        "--val-every",
+        "40",
+        "--resume",
+        "auto",
+    ]
+    torchrun(2, "train_gpt2.py", *run, "--out-dir", tmp_path / "whole")
+    out = tmp_path / "killed"
+    script = str(ROOT / "train_gpt2.py")
+    process = agent("--standalone", "--nproc_per_node=2", "--max-restarts=3", script, *run, "--out-dir", str(out))
+    wait_for(lambda: (checkpoint.latest_step(out) or 0) >= 20)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said[-3000:]
+    assert said.count("torch ") >= 2, "it was not restarted"
+    assert curve(out) == curve(tmp_path / "whole")
+    assert same_bits(weights(out, 120), weights(tmp_path / "whole", 120))
+
+
+def two_machines(tmp_path, run, port, restarts=0):
+    meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    meet += [f"--max-restarts={restarts}", "--rdzv-conf=join_timeout=60", "--local-addr=127.0.0.1"]
+    return lambda: agent(*meet, str(ROOT / "train_gpt2.py"), *run)
+
+
+def test_two_machines_equal_one(tiny_args, tmp_path):
+    one = fit(tiny_args, tmp_path / "one")
+    run = ["quickstart", *tiny_args, "--out-dir", str(tmp_path / "two"), "--resume", "auto"]
+    start = two_machines(tmp_path, run, free_port())
+    machines = [start(), start()]
+    said = [m.communicate(timeout=120)[0] for m in machines]
+    assert [m.returncode for m in machines] == [0, 0], said
+    assert_close(curve(tmp_path / "two"), curve(one))
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_and_comes_back(tiny_args, tmp_path):
+    """Its agent and its rank are killed; the other agent meets its replacement and both go on from the checkpoint."""
+    steps = ["--max-steps", "400", "--save-every", "10", "--val-every", "0"]
+    run = ["quickstart", *tiny_args, *steps, "--out-dir", str(tmp_path / "run"), "--resume", "auto"]
+    start = two_machines(tmp_path, run, free_port(), restarts=3)
+    stays = start()
+    time.sleep(3)  # the first agent hosts the rendezvous, so it is the one that must stay
+    dies = start()
+    wait_for(lambda: (checkpoint.latest_step(tmp_path / "run") or 0) >= 20, 120)
+    for pid in [dies.pid, *ranks_of(dies.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    dies.communicate()
+    back = start()
+    said = [m.communicate(timeout=300)[0] for m in (stays, back)]
+    assert [stays.returncode, back.returncode] == [0, 0], said
+    assert list(curve(tmp_path / "run")) == list(range(401))
