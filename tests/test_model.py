@@ -1,0 +1,176 @@
+"""The network is GPT-2, and its key-value cache, recompute and options change nothing they should not."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from model import END_OF_TEXT, GPT, GPTConfig, NoInit, sample
+
+TINY = GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
+OPTIONS = {
+    "gpt2": {},
+    "no-bias": {"bias": False},
+    "rope": {"positions": "rope"},
+    "modern": {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "tied_head": False},
+    "softcap": {"logit_softcap": 15.0, "tied_head": False},
+}
+
+
+def make(seed: int = 0, **options) -> GPT:
+    """A tiny model whose weights are wide enough that every part of it matters."""
+    torch.manual_seed(seed)
+    model = GPT(dataclasses.replace(TINY, **options))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
+    return torch.randint(50257, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_loss_and_gradients_are_those_of_transformers(tied):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ours = make(vocab_size=50257, tied_head=tied)
+    config = GPT2Config(
+        n_positions=32, n_layer=2, n_head=2, n_embd=32, tie_word_embeddings=tied,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    theirs = GPT2LMHeadModel(config)
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    state = {k: v.t() if k.endswith(transposed) else v for k, v in ours.state_dict().items()}
+    theirs.load_state_dict(state)
+    idx = make_idx()
+    out = theirs(idx, labels=idx)  # shifts the labels itself
+    torch.testing.assert_close(ours(idx)[0], out.logits, atol=1e-4, rtol=0)
+    _, loss = ours(idx[:, :-1], idx[:, 1:])
+    torch.testing.assert_close(loss, out.loss, atol=1e-5, rtol=0)
+    loss.backward()
+    out.loss.backward()
+    for name, p in theirs.named_parameters():
+        grad = ours.get_parameter(name).grad
+        torch.testing.assert_close(grad.t() if name.endswith(transposed) else grad, p.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "n_layer, n_head, n_embd, expected",
+    [
+        (12, 12, 768, 124_439_808),
+        (24, 16, 1024, 354_823_168),
+        (36, 20, 1280, 774_030_080),
+        (48, 25, 1600, 1_557_611_200),
+    ],
+)
+def test_every_size_has_its_published_parameters(n_layer, n_head, n_embd, expected):
+    with torch.device("meta"), NoInit():
+        assert GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)).num_params() == expected
+
+
+def test_flops_a_token():
+    with torch.device("meta"), NoInit():
+        model = GPT(GPTConfig(vocab_size=50304))
+    weights = 12 * 12 * 768**2 + 50304 * 768  # in matmuls: 12 C^2 a layer, and the head
+    assert model.flops_per_token(1024) == pytest.approx(6 * weights + 12 * 12 * 768 * 1024, rel=1e-3)
+    assert model.flops_per_token(1024) == pytest.approx(855.4e6, rel=1e-4)
+
+
+def test_initial_weights_are_those_of_the_paper():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256))
+    assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.transformer.h[3].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)  # sqrt(2 * 8) = 4
+    assert not model.transformer.h[3].attn.c_attn.bias.any()
+    assert (
+        GPT(dataclasses.replace(TINY, zero_init_projections=True)).transformer.h[0].attn.c_proj.weight.abs().max() == 0
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_no_position_sees_a_later_one(options):
+    model, idx = make(**options), make_idx()
+    before = model(idx)[0]
+    idx[:, 15] = (idx[:, 15] + 1) % 50257
+    after = model(idx)[0]
+    assert torch.equal(before[:, :15], after[:, :15])
+    assert (before[:, 15:] != after[:, 15:]).any(-1).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_cache_equals_full_forward(options):
+    model, idx = make(**options), make_idx()
+    full = model(idx)[0]
+    cache = model.new_cache(2, 24)
+    parts, start = [], 0
+    for n in (7, 1, 1, 10, 5):  # a prompt, single tokens, pieces that continue
+        parts.append(model.logits(model.hidden(idx[:, start : start + n], cache)))
+        start += n
+    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-4, rtol=1e-4)
+    greedy = idx[:, :5]
+    for _ in range(20):
+        greedy = torch.cat((greedy, model(greedy)[0][:, -1:, :50257].argmax(-1)), 1)
+    assert torch.equal(model.generate(idx[:, :5], 20, temperature=0), greedy)
+
+
+def test_samples_share_one_reading_of_the_prompt():
+    model, idx = make(), make_idx(B=2, T=6)
+    apart = model.generate(idx.repeat_interleave(3, 0), 10, generator=torch.Generator().manual_seed(3))
+    steps = model.stream(idx, 10, generator=torch.Generator().manual_seed(3), num_samples=3)
+    assert torch.equal(torch.stack(list(steps), 1), apart[:, 6:])
+
+
+def test_padded_ids_are_never_drawn():
+    model = make()
+    with torch.no_grad():
+        model.transformer.wte.weight[END_OF_TEXT + 1 :] *= 1000  # what only pads is by far the likeliest
+    for temperature, top_k in ((0, 50), (1.0, 50), (5.0, None)):
+        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() <= END_OF_TEXT
+
+
+def test_sampling_follows_temperature_top_k_and_top_p():
+    probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    logits = probs.log().repeat(20_000, 1)
+
+    def freq(*how):
+        g = torch.Generator().manual_seed(0)
+        return torch.bincount(sample(logits, *how, g), minlength=4) / 20_000
+
+    torch.testing.assert_close(freq(1.0, None, None), probs, atol=0.015, rtol=0)
+    torch.testing.assert_close(freq(0.5, 0, None), probs**2 / (probs**2).sum(), atol=0.015, rtol=0)
+    torch.testing.assert_close(freq(1.0, 2, None), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.015, rtol=0)
+    torch.testing.assert_close(freq(1.0, None, 0.7), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.015, rtol=0)
+    assert freq(1.0, None, 1e-9)[0] == 1 and freq(0, 50, None)[0] == 1
+
+
+def test_text_may_outgrow_the_context():
+    model, idx = make(), make_idx(2, 30)
+    out = model.generate(idx, 40, temperature=0)
+    assert out.shape == (2, 70)
+    window = out[:, 32 - 15 : 33]  # when position 32 was full its newer half was read again: 16 ids, then the 34th
+    assert torch.equal(model(window)[0][:, -1, :50257].argmax(-1), out[:, 33])
+    with pytest.raises(AssertionError, match="block_size 32"):
+        model(make_idx(1, 33))
+
+
+def test_recompute_gives_the_same_bits():
+    idx = make_idx()
+    grads = []
+    for recompute in (False, True):
+        model = make()
+        model.recompute = recompute
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        grads.append({k: p.grad for k, p in model.named_parameters()})
+    assert all(torch.equal(grads[0][k], grads[1][k]) for k in grads[0])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_from_state_dict_is_the_same_model(options):
+    model, idx = make(**options), make_idx()
+    again = GPT.from_state_dict(model.config, model.state_dict())
+    assert torch.equal(model(idx)[0], again(idx)[0])
+    assert again.num_params() == model.num_params()
