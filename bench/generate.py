@@ -1,0 +1,102 @@
+"""Generation speed: ours beside build-nanogpt's loop, which recomputes the context for every token, and transformers.
+
+    python bench/generate.py                                   # GPT-2 124M, random weights, 4 samples of 128 tokens
+    python bench/generate.py --samples 64 --device cuda --rounds 5
+
+The ways take turns; the figure is the median of the rounds. The loop runs as it does there, under autocast; ours (as
+infer.py prepares it) and transformers have their weights in the dtype itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import tyro  # noqa: E402
+
+import runtime  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Args:
+    samples: int = 4
+    new_tokens: int = 128
+    prompt_tokens: int = 8
+    rounds: int = 3
+    device: str = "auto"
+    dtype: str = "auto"
+    loop: bool = True
+    """Also run the recompute loop, by far the slowest."""
+
+
+def recompute_loop(model, idx, new_tokens, rt):
+    """As build-nanogpt samples: the whole context through the model for each token, top-k 50."""
+    import torch
+    import torch.nn.functional as F
+
+    for _ in range(new_tokens):
+        with torch.no_grad():
+            with rt.autocast():
+                logits = model(idx)[0]
+            probs = F.softmax(logits[:, -1, :], dim=-1)
+            top, ids = torch.topk(probs, 50, dim=-1)
+            idx = torch.cat((idx, torch.gather(ids, -1, torch.multinomial(top, 1))), dim=1)
+    return idx
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    from convert import save_hf
+    from infer import prepare
+    from model import GPT, GPTConfig
+
+    args = tyro.cli(Args, description=__doc__)
+    with runtime.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        plain = GPT(GPTConfig()).to(rt.device)
+        save_hf(plain, Path(folder, "hf"))
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(folder, "hf"), dtype=rt.dtype).to(rt.device)
+        ours = prepare(copy.deepcopy(plain), rt.device, rt.dtype)
+        idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)
+        how = {"do_sample": True, "top_k": 50, "eos_token_id": None, "pad_token_id": 0}
+        how["attention_mask"] = torch.ones_like(idx)
+        ways = {
+            "recompute loop": lambda n: recompute_loop(plain, idx, n, rt),
+            "transformers": lambda n: theirs.generate(idx, max_new_tokens=n, **how),
+            "model.generate": lambda n: ours.generate(idx, n),
+        }
+        if not args.loop:
+            del ways["recompute loop"]
+        seconds = {name: [] for name in ways}
+        for r in range(args.rounds + 1):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                out = way(args.new_tokens if r else 4)
+                rt.synchronize()
+                if r:  # the first round only warms up
+                    seconds[name].append(time.perf_counter() - start)
+                    assert out.shape == (args.samples, args.prompt_tokens + args.new_tokens), out.shape
+        dtype = str(rt.dtype).removeprefix("torch.")
+        print(f"GPT-2 124M, {dtype} on {rt.device}, {torch.get_num_threads()} threads, {args.samples} samples of "
+              f"{args.new_tokens} tokens after {args.prompt_tokens}")  # fmt: skip
+        middle = {name: statistics.median(s) for name, s in seconds.items()}
+        for name, s in seconds.items():
+            speed, ratio = args.samples * args.new_tokens / middle[name], middle[name] / middle["model.generate"]
+            rounds = ", ".join(f"{x:.2f} s" for x in s)
+            print(f"{name:14} {speed:8.1f} tokens/s   {ratio:6.2f} times ours' time   rounds: {rounds}")
+
+
+if __name__ == "__main__":
+    runtime.run_cli(main)

@@ -1,0 +1,279 @@
+"""HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+
+    python hellaswag.py                                        # download the 10,042 validation rows
+    python hellaswag.py --model log/gpt2-124m                  # score a run, a .pt file, a Hugging Face folder, gpt2
+    python hellaswag.py --model gpt2 --limit 1000 --per-example rows.jsonl
+
+acc takes the ending with the lowest summed loss, acc_norm the one with the lowest loss a token: the completion style
+of build-nanogpt and llm.c. `--style lm-eval` renders and normalises as the LM Evaluation Harness does (cleaned text,
+activity as title, loss a character); its figures are higher and comparable only among themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tokenizer
+from runtime import Runtime, UserError, run_cli
+
+if TYPE_CHECKING:
+    import torch
+
+    from model import GPT
+
+DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+VAL_ROWS = 10_042
+Style = Literal["completion", "lm-eval"]
+
+
+@dataclass(frozen=True)
+class Example:
+    ctx: list[int]  # tokens of the context
+    endings: list[list[int]]  # tokens of the four endings
+    units: list[int]  # what acc_norm divides each ending's loss by
+    label: int  # the right ending, 0 to 3
+
+
+def clean(text: str) -> str:
+    """Text without the marks of the WikiHow rows, as the LM Evaluation Harness takes them out."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def render(row: dict, style: Style = "completion") -> Example:
+    """Tokens of one row: every ending follows its context after a space."""
+    encode, endings = tokenizer.encoding().encode_ordinary, row["endings"]
+    if style == "completion":
+        ctx, tails = encode(row["ctx"]), [encode(" " + e) for e in endings]
+        return Example(ctx, tails, [len(t) for t in tails], int(row["label"]))
+    text = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    endings = [clean(e) for e in endings]
+    start = encode(text.rstrip())
+    tails = [encode(f"{text} {e}")[len(start) :] for e in endings]
+    return Example(start, tails, [len(e) for e in endings], int(row["label"]))
+
+
+def check(row: object, style: Style) -> str:
+    """What is wrong with a row of the file, or an empty string."""
+    if not isinstance(row, dict):
+        return "the row is not a JSON object"
+    for field in ("ctx",) if style == "completion" else ("activity_label", "ctx_a", "ctx_b"):
+        text = row.get(field)
+        if not isinstance(text, str) or not (text.strip() or field == "ctx_b"):  # WikiHow rows have an empty ctx_b
+            return f"field {field!r} is missing or no text"
+    endings = row.get("endings")
+    if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e.strip() for e in endings)):
+        return "field 'endings' is missing or not four texts"
+    return "" if str(row.get("label")) in ("0", "1", "2", "3") else "field 'label' is missing or not 0, 1, 2 or 3"
+
+
+def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style = "completion") -> list[Example]:
+    """The first `limit` (0: all) rows of a .jsonl file. Raises UserError naming the line and the field at fault."""
+    path, examples = Path(path), []
+    if not path.is_file():
+        raise UserError(f"no HellaSwag rows at {path}; download them with: python hellaswag.py")
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            if limit and len(examples) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as e:  # not JSON, or not UTF-8
+                raise UserError(f"{path} line {number} is not JSON ({e}); download it again or mend the line") from None
+            if wrong := check(row, style):
+                raise UserError(f"{path} line {number}: {wrong}; a row has ctx, endings (four) and label")
+            examples.append(render(row, style))
+    if not examples:
+        raise UserError(f"{path} has no rows; download them with: python hellaswag.py")
+    return examples
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N examples of about one length. A row is a tree: the context, then four branches that do not see each other.
+
+    tokens (3, N, T): ids, their positions in the text, their part (0 context, 1 to 4 endings, 5 padding).
+    scored (3, M), for every token of an ending: row and column of what predicts it, which of the 4N endings it is in.
+    """
+
+    rows: list[int]  # which examples
+    tokens: torch.Tensor
+    scored: torch.Tensor
+    targets: torch.Tensor  # (M,) the tokens of the endings
+
+
+GRAIN = 8  # row lengths are multiples of this: few shapes, little padding
+
+
+def make_batches(examples: list[Example], block_size: int, token_budget: int) -> list[Batch]:
+    """All examples, sorted by length into batches of at most token_budget positions (or one example). A context too
+    long for the model loses its beginning. Raises UserError for an ending that is too long."""
+    import torch
+
+    work = []  # (row length, index, context)
+    for i, e in enumerate(examples):
+        longest = max(map(len, e.endings))
+        if longest > block_size:
+            raise UserError(f"HellaSwag row {i} has an ending of {longest} tokens, the model reads {block_size}")
+        ctx = e.ctx[-(block_size + 1 - longest) :]  # the last token of an ending is predicted, not read
+        work.append((-(-(len(ctx) + sum(map(len, e.endings)) - 4) // GRAIN) * GRAIN, i, ctx))
+    work.sort(reverse=True)  # longest first: memory that suffices at the start suffices to the end
+    batches = []
+    while work:
+        T = work[0][0]
+        part, work = work[: max(1, token_budget // T)], work[max(1, token_budget // T) :]
+        tokens, scored, targets = [], [], []
+        for r, (_, i, ctx) in enumerate(part):
+            row = [(token, at, 0) for at, token in enumerate(ctx)]
+            for c, ending in enumerate(examples[i].endings):
+                before = [len(ctx) - 1, *range(len(row), len(row) + len(ending) - 1)]
+                scored += [(r, at, 4 * r + c) for at in before]
+                targets += ending
+                row += [(token, len(ctx) + at, c + 1) for at, token in enumerate(ending[:-1])]
+            tokens.append(row + [(0, 0, 5)] * (T - len(row)))
+        made = torch.tensor(tokens).permute(2, 0, 1), torch.tensor(scored).T, torch.tensor(targets)
+        batches.append(Batch([i for _, i, _ in part], *made))
+    return batches
+
+
+def score(
+    model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None, progress: bool = False
+) -> torch.Tensor:
+    """Summed negative log-likelihood in nats of every ending, (n, 4) float32 on the CPU, the same on all ranks.
+
+    The context is read once for its four endings; the head is applied only where an ending is predicted. Ranks share
+    the batches, and every rank must call this; with `rt` the forward runs under its autocast.
+    """
+    import torch
+    import torch.nn.functional as F
+    from tqdm import tqdm
+
+    rt = rt or Runtime(device, torch.float32)
+    # positions a batch, logits at once; a CPU is fastest where they fit its cache
+    budget, head_rows = (65_536, 8_192) if device.type == "cuda" else (512, 128)
+    batches = make_batches(examples, model.config.block_size, budget)
+    losses = torch.zeros(len(examples), 4)
+    with torch.no_grad(), rt.autocast():
+        for b in tqdm(batches[rt.rank :: rt.world_size], "hellaswag", disable=not progress, leave=False):
+            idx, positions, part = b.tokens.to(device)
+            (row, column, slot), targets = b.scored, b.targets.to(device)
+            seen, sees = part[:, None, None, :], part[:, None, :, None]  # of (N, 1, T, T)
+            mask = ((seen == 0) | (seen == sees)).tril()
+            x = model.hidden(idx, positions=positions, mask=mask)[row.to(device), column.to(device)]  # (M, C)
+            nll = torch.cat([
+                F.cross_entropy(model.logits(some).float(), t, reduction="none").cpu()
+                for some, t in zip(x.split(head_rows), targets.split(head_rows), strict=True)
+            ])  # fmt: skip
+            losses[b.rows] = (
+                torch.zeros(4 * len(b.rows)).index_add_(0, slot, nll).view(-1, 4)
+            )  # on the CPU: exact order
+    return rt.all_reduce(losses.to(device)).cpu()  # an example's losses are zero on all ranks but one
+
+
+def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float | int]:
+    """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} of the losses (n, 4) that `score` gives."""
+    import torch
+
+    n, label = len(examples), torch.tensor([e.label for e in examples])
+    acc = (losses.argmin(1) == label).sum().item() / n
+    acc_norm = ((losses / torch.tensor([e.units for e in examples])).argmin(1) == label).sum().item() / n
+    return {"acc": acc, "acc_norm": acc_norm, "stderr": math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1)), "n": n}
+
+
+def evaluate(model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None) -> dict[str, float]:
+    """Score `examples` (from load_examples): {"acc", "acc_norm", "stderr", "n"}. With `rt`, every rank must call it."""
+    return summarize(score(model, examples, device, rt), examples)
+
+
+def download(path: Path, url: str) -> None:
+    """Fetch the validation rows to `path`; what a broken connection left is continued. Raises UserError."""
+    import urllib.request
+
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    have = part.stat().st_size if part.exists() else 0
+    try:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        with urllib.request.urlopen(request, timeout=20) as answer, open(part, "ab") as f:
+            if answer.status != 206:  # the whole file comes
+                f.truncate(0)
+            while chunk := answer.read(1 << 20):
+                f.write(chunk)
+            os.fsync(f.fileno())
+            if answer.length:  # what the answer announced and did not bring
+                raise OSError(f"the connection broke, {answer.length:,} bytes are missing")
+    except (OSError, ValueError) as e:
+        if getattr(e, "code", 0) != 416:  # 416: all of it was there already
+            raise UserError(f"cannot download {url} ({e}); check the network, run the same command again") from None
+    rows = part.read_bytes().count(b"\n")
+    if rows != VAL_ROWS:
+        part.unlink()
+        raise UserError(f"{url} gave {rows} rows, not HellaSwag's {VAL_ROWS}; run the same command again")
+    os.replace(part, path)
+
+
+@dataclass(frozen=True)
+class Args:
+    model: str = ""
+    """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it the rows are downloaded."""
+    data: Path = DEFAULT_PATH
+    limit: int = 0
+    """Score only the first rows; 0 is all of them."""
+    per_example: Path | None = None
+    """Write index, label, predictions and losses of every row to this .jsonl file."""
+    style: Style = "completion"
+    device: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    url: str = URL
+
+
+def main() -> None:
+    import tyro
+
+    args = tyro.cli(Args, description=__doc__)
+    if args.limit < 0:
+        raise UserError(f"--limit {args.limit} is negative; 0 scores all rows")
+    if not args.model:
+        if not args.data.exists():
+            download(args.data, args.url)
+        n = len(load_examples(args.data))
+        return print(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
+    import runtime
+    from convert import open_model
+
+    examples = load_examples(args.data, args.limit, args.style)
+    with runtime.session(args.device, args.dtype) as rt:
+        model = open_model(args.model).to(rt.device)
+        start = time.perf_counter()
+        losses = score(model, examples, rt.device, rt, progress=rt.is_main and sys.stderr.isatty())
+        seconds = time.perf_counter() - start
+    if args.per_example and rt.is_main:
+        write_rows(args.per_example, losses, examples)
+    result = summarize(losses, examples)
+    speed = f"{result['n'] / seconds:.1f} examples/s in {rt.dtype} on {rt.device}"
+    runtime.print0(f"{args.style} style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
+    runtime.print0("hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**result))
+
+
+def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> None:
+    part = path.with_name(path.name + ".part")
+    with open(part, "w") as f:
+        for i, (e, row) in enumerate(zip(examples, losses.tolist(), strict=True)):
+            norm = [x / u for x, u in zip(row, e.units, strict=True)]
+            picks = {"pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}
+            f.write(json.dumps({"index": i, "label": e.label, **picks, "losses": row, "losses_norm": norm}) + "\n")
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,241 @@
+"""Scores equal a plain scorer that takes one ending at a time; ranks, crops and broken files are handled."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import hellaswag
+import tokenizer
+from model import GPT, GPTConfig
+from runtime import Runtime, UserError
+
+CPU = torch.device("cpu")
+WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly guitar ball river jumps".split()
+
+
+def make_rows(n: int, seed: int = 0) -> list[dict]:
+    g = torch.Generator().manual_seed(seed)
+
+    def words(low: int, high: int) -> str:
+        count = int(torch.randint(low, high, (1,), generator=g))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=g))
+
+    def row(i: int) -> dict:
+        a, b = words(1, 30), words(1, 4)
+        endings = [words(1, 25) + "." for _ in range(4)]
+        return {
+            "ctx": f"{a}. {b}",
+            "ctx_a": f"{a}.",
+            "ctx_b": b,
+            "activity_label": "x",
+            "endings": endings,
+            "label": i % 4,
+        }
+
+    return [row(i) for i in range(n)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=256, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+@torch.no_grad()
+def oracle(model, rows) -> torch.Tensor:
+    """Loss of every token of every ending, one row at a time, float32, from the raw text: (n, 4) sums and means."""
+    enc, out = tokenizer.encoding(), []
+    for row in rows:
+        ctx = enc.encode_ordinary(row["ctx"])
+        for ending in row["endings"]:
+            tail = enc.encode_ordinary(" " + ending)
+            idx = torch.tensor([ctx + tail])
+            loss = F.cross_entropy(model(idx[:, :-1])[0][0], idx[0, 1:], reduction="none")[-len(tail) :]
+            out.append([loss.sum(), loss.mean()])
+    return torch.tensor(out).view(-1, 4, 2)
+
+
+def compare(model, path, limit=0):
+    rows = [json.loads(line) for line in path.read_text().splitlines()][: limit or None]
+    examples = hellaswag.load_examples(path, limit)
+    losses, truth = hellaswag.score(model, examples, CPU), oracle(model, rows)
+    torch.testing.assert_close(losses, truth[..., 0], atol=1e-3, rtol=1e-5)
+    units = torch.tensor([e.units for e in examples])
+    assert torch.equal(losses.argmin(1), truth[..., 0].argmin(1))  # row for row
+    assert torch.equal((losses / units).argmin(1), truth[..., 1].argmin(1))
+    label = torch.tensor([int(r["label"]) for r in rows])
+    result = hellaswag.evaluate(model, examples, CPU)
+    assert result["n"] == len(rows)
+    assert result["acc"] == pytest.approx((truth[..., 0].argmin(1) == label).float().mean().item())
+    p = (truth[..., 1].argmin(1) == label).double().mean().item()
+    assert result["acc_norm"] == pytest.approx(p)
+    assert result["stderr"] == pytest.approx((p * (1 - p) / (len(rows) - 1)) ** 0.5)
+
+
+def test_predictions_equal_the_plain_scorer(model, tmp_path):
+    compare(model, write(tmp_path / "rows.jsonl", make_rows(40)))
+
+
+def test_predictions_equal_the_plain_scorer_on_real_rows(model, shared_data):
+    compare(model, shared_data / "hellaswag_val_1k.jsonl", limit=40)
+
+
+def test_modern_options_and_bfloat16(model, tmp_path):
+    path = write(tmp_path / "rows.jsonl", make_rows(24))
+    examples = hellaswag.load_examples(path)
+    rope = GPT(GPTConfig(256, 50304, 2, 2, 32, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
+    truth = oracle(rope, make_rows(24))[..., 0]
+    torch.testing.assert_close(hellaswag.score(rope, examples, CPU), truth, atol=1e-3, rtol=1e-5)
+    half = hellaswag.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
+    torch.testing.assert_close(half, hellaswag.score(model, examples, CPU), atol=0.3, rtol=0.02)
+
+
+def test_ranks_share_the_work_exactly(model, tmp_path):
+    examples = hellaswag.load_examples(write(tmp_path / "rows.jsonl", make_rows(37)))
+
+    class Rank(Runtime):
+        def all_reduce(self, tensor, op="sum"):
+            parts.append(tensor.clone())
+            return tensor
+
+    whole = hellaswag.score(model, examples, CPU)
+    for world_size in (2, 3, 50):  # 50: some ranks have nothing to do, and still reduce
+        parts: list[torch.Tensor] = []
+        for rank in range(world_size):
+            hellaswag.score(model, examples, CPU, Rank(CPU, torch.float32, rank, rank, world_size))
+        assert len(parts) == world_size
+        assert torch.equal(sum(parts), whole)
+
+
+def test_shapes_are_few_and_batches_keep_to_their_budget():
+    g, rows = torch.Generator().manual_seed(0), []
+    for _ in range(2000):
+        n = torch.randint(1, 60, (5,), generator=g).tolist()
+        rows.append(hellaswag.Example([1] * n[0], [[2] * k for k in n[1:]], n[1:], 0))
+    batches = hellaswag.make_batches(rows, 256, 4096)
+    assert sorted(i for b in batches for i in b.rows) == list(range(2000))
+    assert all(b.tokens[0].numel() <= 4096 for b in batches)
+    assert len({b.tokens.shape for b in batches}) < 50
+    assert sum(b.targets.numel() for b in batches) == sum(len(e) for r in rows for e in r.endings)
+
+
+def test_a_long_context_loses_its_beginning(tmp_path):
+    torch.manual_seed(0)
+    small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
+    row = make_rows(1)[0] | {"ctx": " dog" * 60}
+    row["endings"] = [" ".join(["cat"] * n) for n in (3, 5, 7, 9)]
+    examples = hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]))
+    longest = max(len(e) for e in examples[0].endings)
+    kept = row | {"ctx": " dog" * (33 - longest)}
+    torch.testing.assert_close(hellaswag.score(small, examples, CPU), oracle(small, [kept])[..., 0], atol=1e-3, rtol=0)
+    long = hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row | {"endings": ["cat " * 50] * 4}]))
+    with pytest.raises(UserError, match="the model reads 32"):
+        hellaswag.score(small, long, CPU)
+
+
+def test_lm_eval_style(tmp_path):
+    row = {"activity_label": "Cooking", "ctx_a": "Heat the pan. [title] Add [step] oil.", "ctx_b": "a man"}
+    row |= {"endings": ["stirs [substeps] it.", "naïve runs.", "sits.", "goes  home."], "label": "2"}
+    (e,) = hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+    decode = tokenizer.encoding().decode
+    assert decode(e.ctx) == "Cooking: Heat the pan.. Add oil. A man"
+    assert [decode(t) for t in e.endings] == [" stirs it.", " naïve runs.", " sits.", " goes home."]
+    assert e.units == [9, 11, 5, 10] and e.label == 2
+    del row["ctx_a"]
+    with pytest.raises(UserError, match="ctx_a"):
+        hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"ctx": None}, "'ctx'"),
+        ({"ctx": " "}, "'ctx'"),
+        ({"endings": ["a", "b", "c"]}, "'endings'"),
+        ({"endings": ["a", "b", "c", ""]}, "'endings'"),
+        ({"label": 4}, "'label'"),
+        ({"label": None}, "'label'"),
+    ],
+)
+def test_rows_with_missing_fields_name_line_and_field(tmp_path, change, says):
+    rows = make_rows(3)
+    rows[1] |= change
+    with pytest.raises(UserError, match=f"line 2: field {says}"):
+        hellaswag.load_examples(write(tmp_path / "rows.jsonl", rows))
+    rows[1] = {k: v for k, v in make_rows(2)[1].items() if k not in change}
+    with pytest.raises(UserError, match=f"line 2: field {says}"):
+        hellaswag.load_examples(write(tmp_path / "rows.jsonl", rows))
+
+
+def test_command_line(run_script, fails, model, tmp_path):
+    data = write(tmp_path / "rows.jsonl", make_rows(20))
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.write(run / "model_00001.pt", checkpoint.model_file(model, 1))
+    how = ("--model", run, "--data", data, "--limit", 16, "--dtype", "float32", "--per-example", tmp_path / "out.jsonl")
+    last = run_script("hellaswag.py", *how).stdout.splitlines()[-1]
+    r = hellaswag.evaluate(model, hellaswag.load_examples(data, 16), CPU)
+    assert last == f"hellaswag acc {r['acc']:.4f} acc_norm {r['acc_norm']:.4f} n 16"
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and sum(r["pred"] == r["label"] for r in rows) == round(r["acc"] * 16)
+    assert all(r["losses"].index(min(r["losses"])) == r["pred"] for r in rows)
+    fails("hellaswag.py", "--model", run, "--data", tmp_path / "none", says=["none", "python hellaswag.py"])
+    data.write_text(data.read_text() + "{")
+    fails("hellaswag.py", "--model", run, "--data", data, says=["line 21", "JSON"])
+
+
+@pytest.fixture
+def server():
+    """A web server on loopback: server.body is what it gives, server.breaks how many answers stop half-way."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            start = int(self.headers.get("Range", "bytes=0-")[6:-1])
+            web.ranges.append(start)
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(len(web.body) - start))
+            self.end_headers()
+            if web.breaks:
+                web.breaks -= 1
+                self.wfile.write(web.body[start : start + len(web.body) // 2])
+            else:
+                self.wfile.write(web.body[start:])
+
+        def log_message(self, *_):
+            pass
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    web.body, web.breaks, web.ranges = b"", 0, []
+    web.url = f"http://127.0.0.1:{web.server_port}/hellaswag_val.jsonl"
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    yield web
+    web.shutdown()
+    web.server_close()
+
+
+def test_download_continues_and_counts_the_rows(server, run_script, fails, tmp_path):
+    row = json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 0}) + "\n"
+    server.body, server.breaks, path = row.encode() * hellaswag.VAL_ROWS, 1, tmp_path / "data" / "val.jsonl"
+    fails("hellaswag.py", "--data", path, "--url", server.url, says=["cannot download", "same command"])
+    assert not path.exists()
+    assert "10042 rows" in run_script("hellaswag.py", "--data", path, "--url", server.url).stdout
+    assert path.read_bytes() == server.body and server.ranges == [0, len(server.body) // 2]
+    run_script("hellaswag.py", "--data", path, "--url", server.url)
+    assert len(server.ranges) == 2  # what is there is not fetched again
+    server.body = row.encode() * 5
+    fails("hellaswag.py", "--data", tmp_path / "few", "--url", server.url, says=["5 rows", "10042"])
+    fails("hellaswag.py", "--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", says=["download", "network"])

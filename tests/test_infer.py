@@ -1,0 +1,140 @@
+"""infer.py as people call it: samples, streams, prompts from anywhere, and messages for what cannot be."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+import checkpoint
+import infer
+import tokenizer
+from model import GPT, GPTConfig
+from runtime import UserError
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run folder with one tiny checkpoint."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    out = tmp_path_factory.mktemp("infer") / "run"
+    out.mkdir()
+    checkpoint.write(out / "model_00007.pt", checkpoint.model_file(model, 7))
+    return out
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call(model, "Hi", ...) -> what infer.py prints, without the seconds that a new process takes to import torch."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, args)])
+        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+        infer.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_help_is_quick(run_script):
+    best = 9.0
+    for _ in range(3):
+        start = time.monotonic()
+        assert "--max-new-tokens" in run_script("infer.py", "--help").stdout
+        best = min(best, time.monotonic() - start)
+    assert best < 1
+
+
+def test_greedy_tokens_are_those_of_transformers(run_script, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_positions=64, n_layer=2, n_head=2, n_embd=32, initializer_range=0.2)
+    theirs = GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    idx = torch.tensor([tokenizer.encoding().encode("Hello, I'm a language model,")])
+    expected = theirs.generate(idx, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    how = ("--temperature", 0, "--max-new-tokens", 30, "--dtype", "float32", "--json")
+    out = json.loads(run_script("infer.py", tmp_path / "hf", "Hello, I'm a language model,", *how).stdout)
+    assert out["tokens"] == expected[0, idx.size(1) :].tolist()
+    assert out["text"] == tokenizer.encoding().decode(out["tokens"])
+
+
+def test_samples_seeds_and_sources_of_the_prompt(run_script, call, run_dir, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Hello there")
+    how = ("--num-samples", 3, "--max-new-tokens", 40, "--json")  # outgrows the context of 32
+    first = call(run_dir, "Hello there", *how)
+    rows = [json.loads(line) for line in first.splitlines()]
+    assert [len(r["tokens"]) for r in rows] == [40] * 3
+    assert len({r["text"] for r in rows}) == 3
+    assert run_script("infer.py", run_dir / "model_00007.pt", "-", *how, input="Hello there\n").stdout == first
+    assert call(run_dir, "--file", tmp_path / "prompt.txt", *how) == first
+    assert call(run_dir, "Hello there", *how, "--seed", 43) != first
+
+
+def test_plain_output(call, run_dir):
+    out = call(run_dir, "Hi", "--num-samples", 2, "--max-new-tokens", 4)
+    assert out.startswith("--- sample 1\nHi") and "\n--- sample 2\nHi" in out
+    one = call(run_dir, "\x1b[2JHi", "--max-new-tokens", 4)
+    assert one.startswith("\ufffd[2JHi") and "\x1b" not in one
+    assert call(run_dir, "--max-new-tokens", 4, "--top-p", 0.9).strip()  # an empty prompt
+
+
+def test_a_character_that_spans_tokens_is_written_whole(capsys):
+    text = "naïve 🙂 你好"
+    ids = tokenizer.encoding().encode(text)
+    assert any("\ufffd" in tokenizer.encoding().decode([i]) for i in ids)
+    infer.write_stream("> ", iter(ids))
+    assert capsys.readouterr().out == f"> {text}\n"
+    infer.write_stream("", iter(ids[:-1]))  # ends inside a character, if its last token is half of one
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_streams_as_it_goes(capsys):
+    def ids():
+        for i in tokenizer.encoding().encode("one two three"):
+            yield i
+            seen.append(capsys.readouterr().out)
+
+    seen: list[str] = []
+    infer.write_stream("zero ", ids())
+    assert seen == ["zero one", " two", " three"]
+
+
+def test_stops_where_the_document_ends():
+    steps = [torch.tensor(s) for s in ([1, 2], [tokenizer.EOT, 3], [4, tokenizer.EOT], [5, 6])]
+    assert list(infer.until_eot(iter(steps), True)) == [[1, 2], [None, 3]]
+    assert len(list(infer.until_eot(iter(steps), False))) == 4
+
+
+def test_special_tokens_in_a_prompt_are_text_unless_allowed():
+    assert infer.encode("<|endoftext|>", True) == [tokenizer.EOT]
+    assert tokenizer.EOT not in infer.encode("<|endoftext|>", False)
+    assert infer.encode("", False) == [tokenizer.EOT]
+
+
+def test_bfloat16_runs(call, run_dir):
+    assert len(json.loads(call(run_dir, "Hi", "--dtype", "bfloat16", "--max-new-tokens", 8, "--json"))["tokens"]) == 8
+
+
+def test_bad_input(fails, call, run_dir, tmp_path):
+    fails("infer.py", run_dir, "word " * 40, says=["41 tokens", "32"])
+    fails("infer.py", run_dir, "Hi", "--top-p", 0, says=["--top-p 0", "at most 1"])
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for args, says in [
+        ((run_dir, "Hi", "--temperature", -1), "--temperature -1"),
+        ((run_dir, "Hi", "--max-new-tokens", 0), "--max-new-tokens 0"),
+        ((run_dir, "Hi", "--top-k", -1), "--top-k -1"),
+        ((tmp_path / "none.pt", "Hi"), "none.pt"),
+        ((tmp_path, "Hi"), "checkpoint"),
+        ((run_dir, "Hi", "--file", tmp_path / "x"), "--file"),
+        ((run_dir, "--file", tmp_path / "x"), "cannot read"),
+        ((run_dir, "--file", tmp_path / "latin"), "UTF-8"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            call(*args)
