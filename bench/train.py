@@ -1,0 +1,173 @@
+"""How fast a training step is, beside build-nanogpt and nanoGPT, interleaved in the same run.
+
+    python bench/train.py quickstart --data-dir data/stdlib --peers ~/peers
+    python bench/train.py gpt2-124m --data-dir data/fineweb-edu --peers ~/peers --steps 20     # on a GPU
+
+--peers names a folder that holds checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the
+same tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a process of its own;
+the rounds are interleaved, and what is printed are medians over all timed steps. build-nanogpt runs as it is (eager);
+its classes are taken out of the file, because importing it starts its training. MFU is by model.GPT.flops_per_token.
+"""
+
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import runtime  # noqa: E402
+
+CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt")
+
+
+@dataclass(frozen=True)
+class Args:
+    preset: tyro.conf.Positional[str] = "quickstart"
+    flags: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Further flags of train_gpt2.py, after --."""
+    data_dir: str = "data/stdlib"
+    peers: Path | None = None
+    steps: int = 6
+    """Timed steps a round."""
+    rounds: int = 2
+    only: tuple[str, ...] = ()
+    """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt."""
+    child: str = ""
+    """Set for the process that runs one contender."""
+
+
+def peer_model(name: str, folder: Path, shape):
+    """(model, optimizer) of a peer at our shape, from its own code and with its own optimizer settings."""
+    import torch
+
+    sizes = {k: getattr(shape, k) for k in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
+    if name == "build-nanogpt":
+        path = folder / "build-nanogpt" / "train_gpt2.py"
+        keep = (ast.ClassDef, ast.Import, ast.ImportFrom)
+        body = [n for n in ast.parse(path.read_text()).body if isinstance(n, keep)]
+        body = [
+            n for n in body if getattr(n, "module", None) != "hellaswag" and getattr(n, "name", "") != "DataLoaderLite"
+        ]
+        space = {"__name__": "peer", "master_process": False}
+        sys.modules["peer"] = type(sys)("peer")
+        exec(compile(ast.Module(body, []), str(path), "exec"), space)
+        model = space["GPT"](space["GPTConfig"](**sizes))
+        return model, lambda device: model.configure_optimizers(0.1, 6e-4, device.type)
+    sys.path.insert(0, str(folder / "nanoGPT"))
+    ours = sys.modules.pop("model", None)
+    import model as nanogpt
+
+    sys.modules["nanogpt_model"] = sys.modules.pop("model")
+    if ours is not None:
+        sys.modules["model"] = ours
+    model = nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))
+    return torch.compile(model) if name.endswith("compiled") else model, lambda device: model.configure_optimizers(
+        0.1, 6e-4, (0.9, 0.95), device.type
+    )
+
+
+def child(args: Args) -> None:
+    """One contender, one round: prints a JSON line."""
+    os.environ.setdefault("OMP_WAIT_POLICY", runtime.WAIT_POLICY)
+    import torch
+
+    import optim
+    import train_gpt2
+    from config import parse
+    from loader import to_device
+
+    flags = [args.preset, *args.flags, "--data-dir", args.data_dir, *(["--no-compile"] * (args.child == "ours-eager"))]
+    cfg = parse(flags, lambda path: {})
+    with runtime.session(cfg.device, cfg.dtype) as rt:
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        data = train_gpt2.train_loader(cfg, cfg.data_dir)
+        model = train_gpt2.make_model(cfg, rt, None)
+        if args.child.startswith("ours"):
+            forward, optimizers = train_gpt2.compiled(model, cfg, rt), optim.build(model, cfg, rt)
+        else:
+            forward, make = peer_model(args.child, args.peers, cfg.model)
+            forward = forward.to(rt.device)
+            optimizers = [make(rt.device)]
+        B = train_gpt2.plan.micro_batch_size(cfg, rt, model, forward)
+        scaler = torch.amp.GradScaler(rt.device.type, enabled=False)
+        batches = data.batches(0, cfg.sequences_per_step, B, rt)
+        parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        times = []
+        for step in range(args.steps + 3):
+            t0 = time.perf_counter()
+            batch = next(batches)
+            t1 = time.perf_counter()
+            if args.child.startswith("ours"):
+                loss = train_gpt2.accumulate(forward, batch, rt, scaler)
+            else:
+                loss = torch.zeros((), device=rt.device)
+                for tokens in batch:
+                    x, y = to_device(tokens, rt.device)
+                    with rt.autocast():
+                        _, micro = forward(x, y)
+                    (micro / len(batch)).backward()
+                    loss += micro.detach() / len(batch)
+            rt.synchronize()
+            t2 = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            for o in optimizers:
+                o.step()
+                o.zero_grad(set_to_none=True)
+            rt.synchronize()
+            t3 = time.perf_counter()
+            if step == 0:
+                start_s = t3 - began
+            if step >= 3:
+                times.append((t3 - t0, t1 - t0, t2 - t1, t3 - t2))
+        peak = runtime.peak_flops(rt.device)
+        per_token = model.flops_per_token(cfg.sequence_length)
+        print(json.dumps({"times": times, "loss": loss.item(), "peak_gb": rt.peak_memory() / 1e9, "start_s": start_s,
+                          "tokens": cfg.total_batch_size, "peak_flops": peak, "flops_per_token": per_token,
+                          "device": runtime.device_name(rt.device), "torch": torch.__version__}))  # fmt: skip
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    if args.child:
+        return child(args)
+    names = args.only or (CONTENDERS if args.peers else CONTENDERS[:2])
+    results: dict[str, list[dict]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+        for name in names:
+            command = [sys.executable, __file__, args.preset, *args.flags, "--child", name, "--data-dir", args.data_dir]
+            command += ["--steps", str(args.steps)] + (["--peers", str(args.peers)] if args.peers else [])
+            done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
+            if done.returncode:
+                raise runtime.UserError(f"{name} failed: {done.stderr[-1500:]}")
+            results[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(".", end="", file=sys.stderr, flush=True)
+    one = results[names[0]][0]
+    title = f"{args.preset} {' '.join(args.flags)} on {one['device']}, torch {one['torch']}"
+    print(f"\n{title}, {one['tokens']:,} tokens a step")
+    print("| contender | tokens/s | ours is | step ms | data | fwd+bwd | optimizer | MFU | peak GB | start s | loss |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    ours = None
+    for name, runs in results.items():
+        times = [t for r in runs for t in r["times"]]
+        step, data, model, optimizer = (1e3 * statistics.median(t[i] for t in times) for i in range(4))
+        rate = one["tokens"] / step * 1e3
+        ours = ours or rate
+        mfu = f"{rate * one['flops_per_token'] / one['peak_flops']:.1%}" if one["peak_flops"] else "unknown"
+        peak, start, loss = max(r["peak_gb"] for r in runs), runs[0]["start_s"], runs[0]["loss"]
+        print(
+            f"| {name} | {rate:,.0f} | {ours / rate:.2f}x | {step:,.1f} | {data:.1f} | {model:,.1f} | {optimizer:.1f} "
+            f"| {mfu} | {peak:.2f} | {start:.1f} | {loss:.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    runtime.run_cli(main)
