@@ -101,7 +101,8 @@ def load_hf(name_or_dir: str | Path) -> GPT:
 def open_model(name: str | Path) -> GPT:
     """The GPT (CPU, eval mode) in a .pt file, a run folder or a Hugging Face folder, or under a name on the Hub."""
     path = Path(name)
-    if path.suffix == ".pt" or (path.is_dir() and not (path / "config.json").is_file()):
+    weights = any(path.glob("*.safetensors*")) or any(path.glob("pytorch_model*.bin*"))  # a run folder has none of them
+    if path.suffix == ".pt" or (path.is_dir() and not weights):
         import checkpoint
 
         return checkpoint.load_model(path)

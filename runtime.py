@@ -253,11 +253,20 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
     gloo, patience = dev.type != "cuda", timedelta(minutes=timeout_minutes)
+    soon = timedelta(seconds=60) if gloo else patience  # to meet takes gloo seconds, or for ever
     try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=soon))
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
+            # torchrun keeps one store over its restarts, where ranks would find the addresses of those that died. With
+            # several machines their counts may differ; there TORCH_SHARE_RDZV_TCP_STORE=0 gives each restart its own.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
             "gloo" if gloo else "nccl",
+            store=store,
+            rank=rt.rank,
+            world_size=world_size,
             device_id=None if gloo else dev,
-            timeout=timedelta(seconds=60) if gloo else patience,  # gloo can miss a connection and would wait for ever
+            timeout=soon,
         )
     except RuntimeError as e:  # torchrun's restart may cure it, so this is not a UserError
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
