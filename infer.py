@@ -82,8 +82,7 @@ def read_prompt(args: Args) -> str:
     except OSError as e:
         raise UserError(f"cannot read the prompt from {args.file} ({e.strerror}); check the path") from None
     except UnicodeDecodeError as e:
-        where = args.file or "standard input"
-        raise UserError(f"the prompt in {where} is not UTF-8 (byte {e.start}); convert it with iconv") from None
+        raise UserError(f"the text of {args.file or 'stdin'} is not UTF-8 (byte {e.start}); use iconv") from None
 
 
 def encode(text: str, allow_special: bool) -> list[int]:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ def run_cli(main: Callable[[], object]) -> None:
     try:
         main()
     except UserError as e:
+        if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
+            time.sleep(3)
         print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from conftest import ROOT, TINY
 
 import checkpoint
 import train_gpt2
-from config import parse
+from config import PRESETS, parse
 from model import GPT
 from runtime import Runtime, UserError
 
@@ -248,6 +248,23 @@ def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, t
     assert curve(parts) == curve(whole)
     assert same_bits(weights(parts, 6), weights(whole, 6))
     assert curve(whole)[0][1] == pytest.approx(curve(eager)[0][1], rel=1e-3)
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_path, capsys):
+    """At a tiny size, with all else as the preset has it; a vocabulary that sampling's prompt fits."""
+    size = "--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 64 --model.vocab-size 50304 "
+    size += (
+        "--sequence-length 32 --total-batch-size 128 --micro-batch-size 2 --val-tokens 64 --no-compile --dtype float32"
+    )
+    args = [preset, *size.split(), "--data-dir", str(tiny_data), "--out-dir", str(tmp_path / "run")]
+    short = [*args, "--save-every", "3", "--sample-every", "5", "--val-every", "5", "--hellaswag-every", "0"]
+    for steps in ("3", "5"):
+        train_gpt2.train(parse([*short, "--max-steps", steps, "--resume", "auto"], None), CPU, {"signal": None})
+    assert "sample 3:" in capsys.readouterr().out
+    found = curve(tmp_path / "run")
+    assert list(found) == list(range(6)) and found[5][1] < 11
+    assert checkpoint.load_model(tmp_path / "run").generate(torch.tensor([[1]]), 4).shape == (1, 5)
 
 
 @pytest.mark.parametrize("there", [True, False])
