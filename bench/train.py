@@ -44,8 +44,8 @@ class Args:
     """Set for the process that runs one contender."""
 
 
-def peer_model(name: str, folder: Path, shape):
-    """(model, optimizer) of a peer at our shape, from its own code and with its own optimizer settings."""
+def peer_model(name: str, folder: Path, shape, lr: float):
+    """(model, maker of its optimizer) of a peer at our shape and learning rate, from its own code."""
     import torch
 
     sizes = {k: getattr(shape, k) for k in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
@@ -60,7 +60,7 @@ def peer_model(name: str, folder: Path, shape):
         sys.modules["peer"] = type(sys)("peer")
         exec(compile(ast.Module(body, []), str(path), "exec"), space)
         model = space["GPT"](space["GPTConfig"](**sizes))
-        return model, lambda device: model.configure_optimizers(0.1, 6e-4, device.type)
+        return model, lambda device: model.configure_optimizers(0.1, lr, device.type)
     sys.path.insert(0, str(folder / "nanoGPT"))
     ours = sys.modules.pop("model", None)
     import model as nanogpt
@@ -70,7 +70,7 @@ def peer_model(name: str, folder: Path, shape):
         sys.modules["model"] = ours
     model = nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))
     return torch.compile(model) if name.endswith("compiled") else model, lambda device: model.configure_optimizers(
-        0.1, 6e-4, (0.9, 0.95), device.type
+        0.1, lr, (0.9, 0.95), device.type
     )
 
 
@@ -94,7 +94,7 @@ def child(args: Args) -> None:
         if args.child.startswith("ours"):
             forward, optimizers = train_gpt2.compiled(model, cfg, rt), optim.build(model, cfg, rt)
         else:
-            forward, make = peer_model(args.child, args.peers, cfg.model)
+            forward, make = peer_model(args.child, args.peers, cfg.model, cfg.max_lr)
             forward = forward.to(rt.device)
             optimizers = [make(rt.device)]
         B = train_gpt2.plan.micro_batch_size(cfg, rt, model, forward)
@@ -143,8 +143,9 @@ def main() -> None:
     results: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
-            command = [sys.executable, __file__, args.preset, *args.flags, "--child", name, "--data-dir", args.data_dir]
+            command = [sys.executable, __file__, args.preset, "--child", name, "--data-dir", args.data_dir]
             command += ["--steps", str(args.steps)] + (["--peers", str(args.peers)] if args.peers else [])
+            command += ["--", *args.flags] if args.flags else []
             done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
             if done.returncode:
                 raise runtime.UserError(f"{name} failed: {done.stderr[-1500:]}")
