@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 import runtime
+import shards
 from config import TrainConfig
 from loader import Loader
 from metrics import duration
@@ -76,6 +77,8 @@ def describe(
         f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} x {T}); {tokens / 1e6:,.0f}M tokens"
         + (f", {epochs:.2f} epochs of this data" if data else "")
     )
+    if data and not (data.paths[0].parent / shards.MANIFEST).exists():
+        print0(f"warning: no {shards.MANIFEST} beside these shards: headers, sizes and ids are checked, hashes are not")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
     if epochs > 4.5 and not cfg.overfit_single_batch:
         print0(f"warning: {epochs:.0f} passes over the same data; past 4 they teach little; --max-steps sets the end")
