@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,14 +184,14 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
 def load(path: Path) -> tuple:
     """The .pt file that a file or run folder stands for, its model, and a card with the run's figures at its step."""
     import checkpoint
+    import metrics
 
     model, facts = checkpoint.load_model(path), checkpoint.load_weights(path)[1]
     c, step = model.config, facts["step"]
     weights = path if path.is_file() else checkpoint.model_path(path, step)
     log, run = weights.with_name("metrics.jsonl"), weights.with_name("config.json")
-    for line in log.read_text().splitlines() if log.is_file() else ():
-        with suppress(ValueError, TypeError, KeyError):  # a line torn by a crash
-            facts |= row if (row := json.loads(line))["step"] <= step else {}
+    for row in metrics.read_lines(log):
+        facts |= row if row["step"] <= step else {}
     if run.is_file():
         facts["tokens"] = step * json.loads(run.read_text())["total_batch_size"]
     card = f"---\npipeline_tag: text-generation\ntags: [gpt2]\n---\n# GPT-2\n\n{model.num_params():,} parameters: "

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import tyro
 
+import metrics
 from reference import expected, read_reference
 from runtime import UserError, run_cli
 
@@ -42,15 +43,10 @@ def read_metrics(run_dir: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]
     if not path.is_file():
         raise UserError(f"no {path}; give the --out-dir of a run, or make one: python train_gpt2.py quickstart")
     curves: dict[str, dict[int, float]] = {}
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            step = int(row.pop("step"))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
+    for row in metrics.read_lines(path):
         for key, value in row.items():
-            if isinstance(value, int | float):
-                curves.setdefault(key, {})[step] = float(value)
+            if key != "step" and isinstance(value, int | float):
+                curves.setdefault(key, {})[row["step"]] = float(value)
     if not curves:
         raise UserError(f"{path} holds no measured step yet; wait for the first one, or read the end of the run's log")
     return {k: (np.array(sorted(c)), np.array([c[s] for s in sorted(c)])) for k, c in curves.items()}
