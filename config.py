@@ -102,6 +102,8 @@ class TrainConfig:
 
     device: str = setting("auto", **HARMLESS)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting("auto", **HARMLESS)
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: the model's own weights and gradients; the optimizer keeps float32 twins, which checkpoints hold."""
     deterministic: bool = setting(False, **HARMLESS)
     """Same bits from run to run on a GPU, too, at some speed; a CPU always gives them."""
     compile: bool = setting(True, **HARMLESS)

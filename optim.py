@@ -11,13 +11,45 @@ from config import TrainConfig
 from runtime import Runtime
 
 
-def parameter_groups(model: nn.Module, cfg: TrainConfig) -> dict[str, list[dict]]:
+class Weights:
+    """What the optimizers step on: the parameters of the model or, where those are to be bfloat16, their float32 twins
+    (master weights, Micikevicius et al. 2018), so that no small update is rounded away. The model and its gradients
+    then take half the room and half the all-reduce; checkpoints hold the twins."""
+
+    def __init__(self, model: nn.Module, cfg: TrainConfig):
+        self.model, self.named = model, dict(model.named_parameters())  # a tied head appears once
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        if cfg.weights == "bfloat16":
+            self.named = {name: nn.Parameter(p.detach().clone()) for name, p in self.named.items()}
+            self.pairs = list(zip(model.parameters(), self.named.values(), strict=True))
+            for p in model.parameters():
+                p.data = p.data.bfloat16()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the twins into the model, after a step."""
+        for p, twin in self.pairs:
+            p.copy_(twin)
+
+    def gradients(self) -> list[nn.Parameter]:
+        """The float32 parameters with their gradients, which leave the model."""
+        for p, twin in self.pairs:
+            twin.grad, p.grad = p.grad.float(), None
+        return list(self.named.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state dict, in float32."""
+        twins = {id(p): twin.detach() for p, twin in self.pairs}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return {k: twins.get(id(parameters.get(k)), v) for k, v in self.model.state_dict().items()}
+
+
+def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict]]:
     """Every parameter in exactly one group, by optimizer: {"adamw": [...], "muon": [...]} (only those in use).
 
     AdamW decays matrices and leaves vectors (biases, gains) alone, as GPT-2's reproductions do. Under muon the matrices
     of the blocks go to Muon (Jordan 2024) and the rest stay with Adam. `peak_lr` is what the schedule multiplies.
     """
-    named = dict(model.named_parameters())  # a tied head appears once
     muon = [n for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
     embeddings = [n for n in named if n not in muon and n.startswith(("transformer.wte", "transformer.wpe"))]
     decay = [n for n, p in named.items() if n not in muon and n not in embeddings and p.dim() >= 2]
@@ -38,7 +70,7 @@ def parameter_groups(model: nn.Module, cfg: TrainConfig) -> dict[str, list[dict]
     return {k: v for k, v in groups.items() if v}
 
 
-def build(model: nn.Module, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
+def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The optimizers of the run. With zero_stage 1 each rank keeps the state of its own share of the parameters
     (ZeRO, Rajbhandari et al. 2020) through torch's ZeroRedundancyOptimizer."""
     kinds = {
@@ -46,7 +78,7 @@ def build(model: nn.Module, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.O
         "muon": (torch.optim.Muon, {"momentum": cfg.muon_momentum}),
     }
     optimizers = []
-    for name, groups in parameter_groups(model, cfg).items():
+    for name, groups in parameter_groups(weights.named, cfg).items():
         cls, settings = kinds[name]
         if cfg.zero_stage == 1 and rt.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer

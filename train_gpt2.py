@@ -56,7 +56,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)
     cfg = replace(cfg, model=model.config)  # --init-from brings its own vocabulary: GPT-2's is not padded
-    optimizers = optim.build(model, cfg, rt)
+    weights = optim.Weights(model, cfg)
+    optimizers = optim.build(weights, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
     if saved:
         resume.restore(saved, optimizers, scaler, rt)
@@ -81,9 +82,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     def save(step: int, evaluated: bool) -> None:
         state = resume.train_state(cfg, rt, step, optimizers, scaler, data_id, max_steps)
         if rt.is_main:
-            weights = checkpoint.model_file(model, step, val_loss=record.get("val_loss"), preset=cfg.preset)
+            file = checkpoint.model_file(model, step, val_loss=record.get("val_loss"), preset=cfg.preset)
             state |= {"record": record, "best": best, "evaluated": evaluated}
-            writer.save(step, weights, state, best and best["step"])
+            writer.save(step, file | {"model": weights.state_dict()}, state, best and best["step"])
 
     for step in range(start, max_steps + 1):
         last = step == max_steps
@@ -116,12 +117,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         # clip, set lr, step
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+        norm = torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf).item()
         lr = optim.set_schedule(optimizers, step, max_steps, cfg)
         if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
+            weights.publish()
         else:
             skipped += 1
             refuse(cfg, rt, step, float(mine[0]), norm, skipped, data, B, writer)

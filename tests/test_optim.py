@@ -23,7 +23,7 @@ BASE = dataclasses.replace(PRESETS["gpt2-124m"], model=SMALL, sequence_length=16
 def test_every_parameter_in_exactly_one_group(kind, tied):
     cfg = dataclasses.replace(BASE, optimizer=kind, model=dataclasses.replace(SMALL, tied_head=tied))
     model = GPT(cfg.model)
-    groups = optim.parameter_groups(model, cfg)
+    groups = optim.parameter_groups(dict(model.named_parameters()), cfg)
     ids = [id(p) for gs in groups.values() for g in gs for p in g["params"]]
     assert sorted(ids) == sorted(id(p) for p in model.parameters())
     if kind == "muon":
@@ -31,7 +31,7 @@ def test_every_parameter_in_exactly_one_group(kind, tied):
 
 
 def test_weight_decay_touches_matrices_only():
-    for group in optim.parameter_groups(GPT(SMALL), BASE)["adamw"]:
+    for group in optim.parameter_groups(dict(GPT(SMALL).named_parameters()), BASE)["adamw"]:
         assert all((p.dim() >= 2) == (group["weight_decay"] == 0.1) for p in group["params"])
 
 
@@ -55,7 +55,7 @@ def test_trapezoid():
 
 def test_muon_momentum_warms_up():
     cfg = dataclasses.replace(BASE, optimizer="muon", muon_momentum_warmup_steps=100)
-    optimizers = optim.build(GPT(SMALL), cfg, CPU)
+    optimizers = optim.build(optim.Weights(GPT(SMALL), cfg), cfg, CPU)
     momenta = []
     for step in (0, 50, 100, 200):
         optim.set_schedule(optimizers, step, 1000, cfg)
@@ -64,25 +64,54 @@ def test_muon_momentum_warms_up():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_round_trip_continues_bit_for_bit(kind):
-    cfg = dataclasses.replace(BASE, optimizer=kind)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_round_trip_continues_bit_for_bit(kind, dtype):
+    cfg = dataclasses.replace(BASE, optimizer=kind, weights=dtype)
 
-    def step(model, optimizers, seed):
+    def step(weights, optimizers, seed):
         idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
-        model(idx, idx)[1].backward()
+        weights.model(idx, idx)[1].backward()
+        weights.gradients()
         optim.set_schedule(optimizers, seed, 10, cfg)
         for o in optimizers:
             o.step()
             o.zero_grad()
+        weights.publish()
 
     torch.manual_seed(0)
-    a = GPT(SMALL)
+    a = optim.Weights(GPT(SMALL), cfg)
     oa = optim.build(a, cfg, CPU)
     step(a, oa, 0)
-    b = GPT.from_state_dict(SMALL, {k: v.clone() for k, v in a.state_dict().items()})
+    saved = {k: v.clone() for k, v in a.state_dict().items()}
+    b = optim.Weights(GPT.from_state_dict(SMALL, saved), cfg)
     ob = optim.build(b, cfg, CPU)
     optim.load_state(ob, copy.deepcopy(optim.full_state(oa)))
     for s in (1, 2):
         step(a, oa, s)
         step(b, ob, s)
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    assert all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
+
+
+def test_bfloat16_weights_keep_float32_twins():
+    """Updates too small for bfloat16 add up in the twins; the model is the twins, rounded; a tied head stays tied."""
+    cfg = dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0)
+    model = GPT(SMALL)
+    weights = optim.Weights(model, cfg)
+    optimizers = optim.build(weights, cfg, CPU)
+    before = weights.state_dict()["transformer.h.0.attn.c_attn.weight"].clone()
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        weights.gradients()
+        for o in optimizers:
+            for g in o.param_groups:
+                g["lr"] = 1e-6
+            o.step()
+        weights.publish()
+    state = weights.state_dict()
+    assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
+    assert all(v.dtype == torch.float32 for v in state.values()) and state.keys() == model.state_dict().keys()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(torch.equal(v, state[k].bfloat16()) for k, v in model.state_dict().items())
+    assert model.lm_head.weight is model.transformer.wte.weight
