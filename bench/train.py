@@ -90,9 +90,10 @@ def child(args: Args) -> None:
         torch.manual_seed(0)
         began = time.perf_counter()
         data = train_gpt2.train_loader(cfg, cfg.data_dir)
-        model = train_gpt2.make_model(cfg, rt, None)
+        model, weights = train_gpt2.make_model(cfg, rt, None), None
         if args.child.startswith("ours"):
-            forward, optimizers = train_gpt2.compiled(model, cfg, rt), optim.build(model, cfg, rt)
+            weights = optim.Weights(model, cfg)
+            forward, optimizers = train_gpt2.compiled(model, cfg, rt), optim.build(weights, cfg, rt)
         else:
             forward, make = peer_model(args.child, args.peers, cfg.model, cfg.max_lr)
             forward = forward.to(rt.device)
@@ -118,10 +119,12 @@ def child(args: Args) -> None:
                     loss += micro.detach() / len(batch)
             rt.synchronize()
             t2 = time.perf_counter()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            torch.nn.utils.clip_grad_norm_(weights.gradients() if weights else parameters, 1.0)
             for o in optimizers:
                 o.step()
                 o.zero_grad(set_to_none=True)
+            if weights:
+                weights.publish()
             rt.synchronize()
             t3 = time.perf_counter()
             if step == 0:

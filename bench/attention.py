@@ -1,0 +1,74 @@
+"""Each of torch's attention kernels at the shape of GPT-2 124M: forward and backward, beside what torch takes by itself.
+
+    python bench/attention.py                      # B=16, T=1024, head sizes 64 and 128
+    python bench/attention.py --batch 64 --rounds 20
+
+torch chooses by card and shape (flash in general, cuDNN's on Hopper and Blackwell from torch 2.11 on), so the trainer
+leaves the choice to it; this table says whether it is right. The error is the largest difference from the math kernel.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import tyro  # noqa: E402
+
+import runtime  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Args:
+    batch: int = 16
+    sequence_length: int = 1024
+    width: int = 768
+    rounds: int = 5
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+def main() -> None:
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    args = tyro.cli(Args, description=__doc__)
+    kinds = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    with runtime.session(args.device, args.dtype) as rt:
+        print(f"{runtime.device_name(rt.device)}, {rt.dtype}, torch {torch.__version__}, B={args.batch}, "
+              f"T={args.sequence_length}, {args.width} channels")  # fmt: skip
+        print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
+        for hs in (64, 128):
+            shape = (args.batch, args.width // hs, args.sequence_length, hs)
+            torch.manual_seed(0)
+            q, k, v = (torch.randn(shape, device=rt.device, dtype=rt.dtype, requires_grad=True) for _ in "qkv")
+            ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in kinds]}
+            ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in kinds}
+            with sdpa_kernel(SDPBackend.MATH):
+                exact = F.scaled_dot_product_attention(q, k, v, is_causal=True).detach()
+            for name, allowed in ways.items():
+                times = []
+                try:
+                    with sdpa_kernel(allowed):
+                        for _ in range(args.rounds + 2):
+                            rt.synchronize()
+                            t0 = time.perf_counter()
+                            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                            y.backward(y.detach())
+                            rt.synchronize()
+                            times.append(time.perf_counter() - t0)
+                except RuntimeError:  # torch has no such kernel for this device
+                    print(f"| {hs} | {name} | not here | |")
+                    continue
+                error = (y - exact).abs().max().item()
+                print(f"| {hs} | {name} | {statistics.median(times[2:]) * 1e3:.2f} | {error:.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    runtime.run_cli(main)
