@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,48 @@ def test_lm_eval_style(tmp_path):
     del row["ctx_a"]
     with pytest.raises(UserError, match="ctx_a"):
         hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+
+
+def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, monkeypatch):
+    """The exported folder under lm-eval (pip install "lm-eval[hf]") and our scorer on the same real rows."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    from convert import save_hf
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    real = [json.loads(line) for line in (shared_data / "hellaswag_val_1k.jsonl").read_text().splitlines()[:100]]
+    halves = [row["ctx"].rpartition(". ") for row in real]  # these rows carry the context in one piece only
+    rows = write(
+        tmp_path / "rows.jsonl",
+        [
+            row | {"ctx_a": a + dot.strip() or b, "ctx_b": b if a else ""}
+            for row, (a, dot, b) in zip(real, halves, strict=True)
+        ],
+    )
+    task = tmp_path / "task"
+    task.mkdir()
+    shipped = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
+    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"validation": str(rows)}}}
+    local |= {"task": "hellaswag_local", "training_split": None, "include": str(shipped)}
+    (task / "hellaswag_local.yaml").write_text(json.dumps(local))  # JSON is YAML
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=32)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    save_hf(model, tmp_path / "hf")
+    found = lm_eval.simple_evaluate(
+        "hf", f"pretrained={tmp_path / 'hf'},dtype=float32", tasks=["hellaswag_local"], device="cpu", batch_size=8,
+        task_manager=TaskManager(include_path=str(task)), bootstrap_iters=0,
+    )  # fmt: skip
+    examples = hellaswag.load_examples(rows, style="lm-eval")
+    losses = hellaswag.score(model, examples, CPU)
+    for sample in found["samples"]["hellaswag_local"]:
+        theirs = torch.tensor([-float(r[0][0]) for r in sample["resps"]])
+        torch.testing.assert_close(losses[sample["doc_id"]].float(), theirs, atol=2e-3, rtol=1e-4)
+    result, theirs = hellaswag.evaluate(model, examples, CPU), found["results"]["hellaswag_local"]
+    assert (result["acc"], result["acc_norm"], result["n"]) == (theirs["acc,none"], theirs["acc_norm,none"], 100)
 
 
 @pytest.mark.parametrize(
