@@ -1,4 +1,4 @@
-"""Each of torch's attention kernels at the shape of GPT-2 124M: forward and backward, beside what torch takes by itself.
+"""Each of torch's attention kernels at the shape of GPT-2 124M, forward and backward, beside what torch takes itself.
 
     python bench/attention.py                      # B=16, T=1024, head sizes 64 and 128
     python bench/attention.py --batch 64 --rounds 20

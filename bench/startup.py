@@ -1,4 +1,4 @@
-"""From the command to the first finished step, and what takes the time: with an empty compile cache and with a full one.
+"""From the command to the first finished step, and what takes the time: compile cache empty, and full.
 
 python bench/startup.py quickstart --data-dir data/stdlib
 """
@@ -44,8 +44,11 @@ def child(flags: list[str]) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 rt.synchronize()
-    names = list(marks)
-    print(json.dumps({a: marks[b] - marks[a] for a, b in zip(names, names[1:], strict=False)}))
+    print(
+        json.dumps(
+            {name: end - start for (name, start), end in zip(marks.items(), [*marks.values()][1:], strict=False)}
+        )
+    )
 
 
 def main() -> None:
