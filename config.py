@@ -213,6 +213,35 @@ def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> T
 
 _small = GPTConfig(block_size=256, vocab_size=50304, n_layer=4, n_head=4, n_embd=128)
 
+_record8 = TrainConfig(
+    preset="record8-124m",
+    model=GPTConfig(
+        vocab_size=50304,
+        n_head=6,
+        bias=False,
+        tied_head=False,
+        positions="rope",
+        norm="rmsnorm",
+        activation="relu2",
+        qk_norm=True,
+        zero_init_projections=True,
+    ),
+    data_dir="data/fineweb",
+    max_steps=4578,
+    optimizer="muon",
+    muon_lr=0.02,
+    max_lr=0.002,  # of the head
+    embed_lr_scale=150.0,
+    min_lr=0.0,
+    warmup_steps=0,
+    schedule="trapezoid",
+    cooldown=1308 / 4578,
+    weight_decay=0.0,
+    grad_clip=0.0,
+    weights="bfloat16",
+    val_every=125,
+)
+
 PRESETS: dict[str, TrainConfig] = {
     c.preset: c
     for c in [
@@ -239,33 +268,8 @@ PRESETS: dict[str, TrainConfig] = {
             zero_stage=1,
             sample_every=20_000,
         ),
-        TrainConfig(
-            preset="speedrun-124m",
-            model=GPTConfig(
-                vocab_size=50304,
-                n_head=6,
-                bias=False,
-                tied_head=False,
-                positions="rope",
-                norm="rmsnorm",
-                activation="relu2",
-                qk_norm=True,
-                zero_init_projections=True,
-            ),
-            data_dir="data/fineweb",
-            max_steps=4578,
-            optimizer="muon",
-            muon_lr=0.02,
-            max_lr=0.002,  # of the head
-            embed_lr_scale=150.0,
-            min_lr=0.0,
-            warmup_steps=0,
-            schedule="trapezoid",
-            cooldown=1308 / 4578,
-            weight_decay=0.0,
-            grad_clip=0.0,
-            val_every=125,
-        ),
+        _record8,
+        replace(_record8, preset="speedrun-124m"),
         TrainConfig(
             preset="overfit",
             model=_small,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from config import TrainConfig
-from runtime import Runtime
+from runtime import Runtime, UserError
 
 
 class Weights:
@@ -73,6 +73,8 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
 def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The optimizers of the run. With zero_stage 1 each rank keeps the state of its own share of the parameters
     (ZeRO, Rajbhandari et al. 2020) through torch's ZeroRedundancyOptimizer."""
+    if weights.pairs and rt.dtype == torch.float16:
+        raise UserError("--weights bfloat16 needs hardware with bfloat16, and this has float16; use --weights float32")
     kinds = {
         "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": 1e-8, "fused": True}),
         "muon": (torch.optim.Muon, {"momentum": cfg.muon_momentum}),

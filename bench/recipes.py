@@ -1,11 +1,14 @@
 """Recipes against each other: the same shape, data order and tokens; val loss against tokens and against seconds.
 
-    python bench/recipes.py --data-dir data/books --seeds 1 2 3                      # CPU-sized ladder
-    python bench/recipes.py --data-dir data/books --size 124m --seeds 1 --steps 120  # GPU-sized
+    python bench/recipes.py --data-dir data/books                                        # CPU-sized ladder, 3 seeds
+    python bench/recipes.py --data-dir data/books --recipes adamw speedrun no-softcap    # what one ingredient does
+    python bench/recipes.py --data-dir data/books --size 124m --steps 120 --seeds 1      # GPU-sized
 
-Each recipe is a preset with the flags of RECIPES on top; runs go through train_gpt2.py and resume if interrupted. The
-table says what each recipe reaches, and the share of tokens and of seconds after which it passes the AdamW baseline's
-final loss (linear between evaluations). The curves go to bench/recipes-SIZE.csv and .png.
+The first recipe runs --steps, the others --share of them, each on its own whole schedule. The table says where each
+ends, and after which share of the first one's tokens and seconds it passes the loss that one ends at (linear between
+evaluations). Runs go through train_gpt2.py; finished ones are kept in --out and not run again. The curves go to
+bench/recipes-SIZE.csv and .png, or as --report says. The CPU size keeps the --vocab most frequent tokens of the data
+apart and makes one of all others: with GPT-2's 50,257 a small model would do little but learn its head.
 """
 
 import csv
@@ -16,53 +19,84 @@ import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import metrics  # noqa: E402
+import shards  # noqa: E402
 from runtime import UserError, run_cli  # noqa: E402
+from tokenizer import VOCAB_SIZE  # noqa: E402
 
 SIZES = {  # flags that every recipe shares
     "cpu": "--model.block-size 128 --model.n-layer 4 --model.n-embd 128 --sequence-length 128 --total-batch-size 4096 "
-    "--micro-batch-size 32 --val-tokens 131072",
-    "124m": "--total-batch-size 524288 --val-tokens 2097152",
+    "--micro-batch-size 32 --val-tokens 262144",
+    "124m": "--total-batch-size 131072 --val-tokens 2097152",
 }
 RECIPES = {  # preset, flags
-    "adamw": ("gpt2-124m", "--schedule cosine"),
-    "record8": ("speedrun-124m", ""),
+    "cpu": {
+        "adamw": ("gpt2-124m", "--model.n-head 2 --max-lr 3e-3 --min-lr 3e-4 --warmup-steps 30"),
+        "record8": ("record8-124m", "--model.n-head 1"),
+        "speedrun": ("speedrun-124m", "--model.n-head 1"),
+    },
+    "124m": {
+        "adamw": ("gpt2-124m", "--max-lr 1e-3 --min-lr 1e-4 --warmup-steps 48"),
+        "record8": ("record8-124m", ""),
+        "speedrun": ("speedrun-124m", ""),
+    },
 }
-CPU_FLAGS = {
-    "adamw": "--model.n-head 2 --max-lr 3e-3 --min-lr 3e-4 --warmup-steps 20",
-    "record8": "--model.n-head 1",
+WITHOUT = {  # the speedrun with one ingredient as record 8 has it
 }
 
 
 @dataclass(frozen=True)
 class Args:
-    data_dir: str
-    size: str = "cpu"
-    steps: int = 200
+    data_dir: Path
+    size: Literal["cpu", "124m"] = "cpu"
+    steps: int = 600
+    """Steps of the first recipe."""
+    share: float = 0.5
+    """The other recipes' part of them."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    recipes: tuple[str, ...] = tuple(RECIPES)
+    recipes: tuple[str, ...] = tuple(RECIPES["cpu"])
     extra: tuple[str, ...] = ()
-    """More recipes: "name=preset --flag value ..."."""
+    """More recipes: "name=recipe --flag value ..."."""
+    vocab: int = 8192
     out: Path = Path("log/recipes")
-    """Run folders; finished runs are not run again."""
+    report: str = ""
+    """Name of the .csv and .png in bench/; default recipes-SIZE."""
 
 
-def train(args: Args, name: str, recipe: tuple[str, str], seed: int) -> list[dict]:
+def fewer_words(data_dir: Path, out: Path, vocab: int) -> Path:
+    """Shards like those of data_dir with its `vocab` - 1 most frequent tokens numbered anew and one for all others."""
+    paths = [p for split in ("train", "val") for p in shards.find_shards(data_dir, split)]
+    folder = out / f"{data_dir.name}-{vocab}"
+    if not all((folder / p.name).exists() for p in paths):
+        folder.mkdir(parents=True, exist_ok=True)
+        counts = sum(np.bincount(shards.open_shard(p), minlength=VOCAB_SIZE) for p in paths)
+        table = np.full(VOCAB_SIZE, vocab - 1, np.uint16)
+        frequent = np.argsort(-counts, kind="stable")[: vocab - 1]
+        table[frequent] = np.arange(vocab - 1)
+        print(f"{counts[frequent].sum() / counts.sum():.1%} of the tokens are among the {vocab - 1}", file=sys.stderr)
+        for p in paths:
+            shards.write_shard(folder / p.name, table[shards.open_shard(p)])
+    return folder
+
+
+def train(args: Args, shared: str, name: str, recipe: tuple[str, str], steps: int, seed: int) -> list[dict]:
     """The val lines of one run: {"step", "tokens", "seconds", "val_loss"}."""
     preset, flags = recipe
-    out = args.out / f"{args.size}-{name}-{seed}"
-    every = max(1, args.steps // 20)
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), preset, *SIZES[args.size].split(), *flags.split()]
-    command += f"--data-dir {args.data_dir} --out-dir {out} --seed {seed} --max-steps {args.steps}".split()
-    command += f"--val-every {every} --hellaswag-every 0 --sample-every 0 --save-every 0 --resume auto".split()
-    done = subprocess.run(command, capture_output=True, text=True)
+    out = args.out / f"{args.size}-{name}-{steps}-{seed}"
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), preset, *SIZES[args.size].split(), *shared.split()]
+    command += [*flags.split(), "--out-dir", str(out), *f"--seed {seed} --max-steps {steps}".split()]
+    command += f"--val-every {max(1, args.steps // 20)} --hellaswag-every 0 --sample-every 0 --save-every 0".split()
+    done = subprocess.run([*command, "--resume", "auto"], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-1500:]}")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics.read_lines(out / "metrics.jsonl")
     usual = statistics.median(line["step_ms"] for line in lines if "step_ms" in line)  # so that compiling is left out
     batch = json.loads((out / "config.json").read_text())["total_batch_size"]
     return [
@@ -83,19 +117,25 @@ def when(curve: list[dict], target: float, axis: str) -> float:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    small = CPU_FLAGS if args.size == "cpu" else {}
-    recipes = {n: (RECIPES[n][0], f"{small.get(n, '')} {RECIPES[n][1]}") for n in args.recipes}
+    known = dict(RECIPES[args.size])
+    preset, flags = known["speedrun"]
+    known |= {name: (preset, f"{flags} {undo}") for name, undo in WITHOUT.items()}
     for text in args.extra:
         name, _, rest = text.partition("=")
-        preset, _, flags = rest.partition(" ")
-        base = small.get("record8" if preset.startswith("speedrun") else "adamw", "")
-        recipes[name] = (preset, f"{base} {flags}")
-    curves: dict[str, list[list[dict]]] = {name: [] for name in recipes}
+        base, _, more = rest.partition(" ")
+        known[name] = (known[base][0], f"{known[base][1]} {more}")
+    names = [*args.recipes, *(text.partition("=")[0] for text in args.extra)]
+    if unknown := set(names) - set(known):
+        raise UserError(f"no recipe {', '.join(unknown)}; there are {', '.join(known)}")
+    data = fewer_words(args.data_dir, args.out, args.vocab) if args.size == "cpu" else args.data_dir
+    shared = f"--data-dir {data} --model.vocab-size {args.vocab if args.size == 'cpu' else 50304}"
+    curves: dict[str, list[list[dict]]] = {name: [] for name in names}
     for seed in args.seeds:  # interleaved: a slow hour of the machine is everybody's
-        for name, recipe in recipes.items():
-            curves[name].append(train(args, name, recipe, seed))
+        for name in names:
+            steps = args.steps if name == names[0] else round(args.share * args.steps)
+            curves[name].append(train(args, shared, name, known[name], steps, seed))
             print(f"{name} seed {seed}: {curves[name][-1][-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
-    baseline = next(iter(recipes))
+    baseline = names[0]
     goal = statistics.mean(c[-1]["val_loss"] for c in curves[baseline])
     full = {axis: statistics.mean(c[-1][axis] for c in curves[baseline]) for axis in ("tokens", "seconds")}
     print(f"| recipe | val loss | spread | s | to {goal:.4f}: tokens | seconds |\n|---|---|---|---|---|---|")
@@ -106,7 +146,7 @@ def main() -> None:
         seconds = statistics.mean(c[-1]["seconds"] for c in runs)
         print(f"| {name} | {statistics.mean(final):.4f} | {spread} | {seconds:.0f} | {shares['tokens']:.2f}x | "
               f"{shares['seconds']:.2f}x |")  # fmt: skip
-    target = ROOT / "bench" / f"recipes-{args.size}"
+    target = ROOT / "bench" / (args.report or f"recipes-{args.size}")
     with open(target.with_suffix(".csv"), "w", newline="") as f:
         writer = csv.DictWriter(f, ["recipe", "seed", "step", "tokens", "seconds", "val_loss"])
         writer.writeheader()

@@ -1,6 +1,7 @@
 """Presets stand by the ancestors' numbers, flags parse, no field is dead, bad values get one message."""
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -15,54 +16,47 @@ def nothing_saved(path):
     raise AssertionError(path)
 
 
-def test_gpt2_124m_is_build_nanogpt():
-    c = PRESETS["gpt2-124m"]
-    m = c.model
-    assert (m.n_layer, m.n_head, m.n_embd, m.block_size, m.vocab_size, m.tied_head) == (12, 12, 768, 1024, 50304, True)
-    assert (c.total_batch_size, c.sequence_length, c.steps_per_epoch, c.horizon(0)) == (2**19, 1024, 19073, 19073)
-    assert (c.max_lr, c.min_lr, c.warmup_steps, c.weight_decay, c.grad_clip) == (
-        6e-4,
-        pytest.approx(6e-5),
-        715,
-        0.1,
-        1.0,
-    )
-    assert (c.beta1, c.beta2, c.schedule, c.optimizer) == (0.9, 0.95, "cosine", "adamw")
-    assert (c.val_every, c.hellaswag_every, c.save_every, c.val_tokens) == (250, 250, 5000, 20 * 8 * 64 * 1024)
+ANCESTORS = {  # what each preset must resolve to, and whose numbers these are
+    "gpt2-124m": ("build-nanogpt, train_gpt2.py", """
+        model.n_layer=12 model.n_head=12 model.n_embd=768 model.vocab_size=50304 model.block_size=1024
+        model.tied_head=True total_batch_size=524288 sequence_length=1024 horizon=19073 max_lr=6e-4 min_lr=6e-5
+        warmup_steps=715 schedule=cosine optimizer=adamw beta1=0.9 beta2=0.95 weight_decay=0.1 grad_clip=1.0
+        val_every=250 hellaswag_every=250 save_every=5000 val_tokens=10485760"""),
+    "gpt2-350m": ("GPT-2 medium, GPT-3 table 2.1", """
+        model.n_layer=24 model.n_head=16 model.n_embd=1024 max_lr=3e-4 min_lr=3e-5 total_batch_size=524288"""),
+    "gpt2-774m": ("GPT-2 large, GPT-3 table 2.1", """
+        model.n_layer=36 model.n_head=20 model.n_embd=1280 max_lr=2.5e-4"""),
+    "gpt2-1558m": ("GPT-2 XL, GPT-3 table 2.1", """
+        model.n_layer=48 model.n_head=25 model.n_embd=1600 max_lr=2e-4"""),
+    "llmc-124m": ("llm.c discussion 481", """
+        total_batch_size=524288 max_lr=6e-4 min_lr=0 warmup_steps=700 weight_decay=0.1 recompute=True zero_stage=1
+        val_every=250 save_every=5000 sample_every=20000 hellaswag_every=250 horizon=19645"""),
+    "untied-124m": ("DDP-BASEMODEL-TRAIN", """
+        model.tied_head=False total_batch_size=262144 horizon=38146 max_lr=6e-4 min_lr=6e-5 warmup_steps=700
+        val_every=100 sample_every=1000 save_every=2000"""),
+    "overfit": ("DDP-BASEMODEL-TRAIN, its sanity run", "overfit_single_batch=True horizon=200"),
+    "record8-124m": ("modded-nanogpt record 8", """
+        model.n_layer=12 model.n_head=6 model.n_embd=768 model.head_size=128 model.bias=False model.tied_head=False
+        model.norm=rmsnorm model.positions=rope model.activation=relu2 model.qk_norm=True
+        model.zero_init_projections=True horizon=4578 total_batch_size=524288 warmup_steps=0 schedule=trapezoid
+        cooldown_steps=1308 optimizer=muon muon_lr=0.02 muon_momentum=0.95 max_lr=0.002 embed_lr=0.3 weight_decay=0
+        muon_weight_decay=0 grad_clip=0 min_lr=0 beta1=0.9 beta2=0.95 weights=bfloat16"""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, n_layer, n_head, n_embd, max_lr",
-    [("gpt2-350m", 24, 16, 1024, 3e-4), ("gpt2-774m", 36, 20, 1280, 2.5e-4), ("gpt2-1558m", 48, 25, 1600, 2e-4)],
-)
-def test_larger_sizes(name, n_layer, n_head, n_embd, max_lr):
-    c = PRESETS[name]
-    assert (c.model.n_layer, c.model.n_head, c.model.n_embd, c.max_lr) == (n_layer, n_head, n_embd, max_lr)
-
-
-def test_untied_124m():
-    c = PRESETS["untied-124m"]
-    assert (c.model.tied_head, c.total_batch_size, c.horizon(0), c.warmup_steps) == (False, 262_144, 38_146, 700)
-    assert c.min_lr == pytest.approx(0.1 * c.max_lr)
-    assert (c.val_every, c.sample_every, c.save_every) == (100, 1000, 2000)
-
-
-def test_llmc_124m():
-    c = PRESETS["llmc-124m"]
-    assert (c.total_batch_size, c.max_lr, c.min_lr, c.warmup_steps, c.weight_decay) == (524_288, 6e-4, 0.0, 700, 0.1)
-    assert (c.recompute, c.zero_stage, c.val_every, c.save_every, c.sample_every) == (True, 1, 250, 5000, 20_000)
-    assert c.hellaswag_every and c.horizon(10_300_000_000 // 1024) == 19_645  # no fixed length: an epoch of the data
-
-
-def test_speedrun_124m_is_record_8():
-    c = PRESETS["speedrun-124m"]
-    m = c.model
-    assert (m.head_size, m.n_layer, m.n_embd, m.bias, m.tied_head) == (128, 12, 768, False, False)
-    assert (m.norm, m.positions, m.activation, m.qk_norm) == ("rmsnorm", "rope", "relu2", True)
-    assert (c.max_steps, c.total_batch_size, c.warmup_steps) == (4578, 524_288, 0)
-    assert (c.optimizer, c.muon_lr, c.muon_momentum, c.max_lr) == ("muon", 0.02, 0.95, 0.002)
-    assert c.max_lr * c.embed_lr_scale == pytest.approx(0.3)
-    assert c.cooldown * c.max_steps == pytest.approx(1308) and c.min_lr == 0
+def test_presets_resolve_to_their_ancestors_numbers():
+    """Printed, too: pytest -s -k ancestors shows every preset's resolved values."""
+    for name, (ancestor, wanted) in ANCESTORS.items():
+        c = PRESETS[name]
+        derived = {"horizon": c.horizon(10_300_000_000 // 1024), "embed_lr": round(c.max_lr * c.embed_lr_scale, 9)}
+        derived["cooldown_steps"] = round(c.cooldown * c.max_steps)
+        print(f"\n{name}, after {ancestor}:")
+        for key, want in (pair.split("=") for pair in wanted.split()):
+            value = derived[key] if key in derived else functools.reduce(getattr, key.split("."), c)
+            print(f"  {key} {value}")
+            same = value == pytest.approx(float(want)) if isinstance(value, float) else str(value) == want
+            assert same, f"{name}: {key} is {value}, {ancestor} has {want}"
+    assert set(PRESETS) - set(ANCESTORS) == {"speedrun-124m", "quickstart"}  # these are our own
 
 
 def test_every_preset_names_itself_and_survives_a_round_trip():

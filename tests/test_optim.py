@@ -11,7 +11,7 @@ import torch
 import optim
 from config import PRESETS
 from model import GPT, GPTConfig
-from runtime import Runtime
+from runtime import Runtime, UserError
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
@@ -115,3 +115,9 @@ def test_bfloat16_weights_keep_float32_twins():
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert all(torch.equal(v, state[k].bfloat16()) for k, v in model.state_dict().items())
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_bfloat16_weights_are_refused_where_only_float16_runs():
+    cfg = dataclasses.replace(BASE, weights="bfloat16")
+    with pytest.raises(UserError, match="--weights float32"):
+        optim.build(optim.Weights(GPT(SMALL), cfg), cfg, Runtime(torch.device("cpu"), torch.float16))

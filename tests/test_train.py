@@ -75,9 +75,9 @@ def test_it_learns_and_records(tiny_args, tmp_path, capsys):
     assert checkpoint.latest_step(run) == 150 and len(checkpoint.complete_steps(run)) <= 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(tiny_args, tmp_path, optimizer):
-    flags = ["--optimizer", optimizer, "--max-steps", "20", "--shuffle"]
+@pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon", "--optimizer muon --weights bfloat16"])
+def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(tiny_args, tmp_path, flags):
+    flags = [*flags.split(), "--max-steps", "20", "--shuffle"]
     whole = fit(tiny_args, tmp_path / "whole", *flags)
     parts = tmp_path / "parts"
     stop = {"signal": None}
@@ -131,7 +131,9 @@ def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, torchrun)
     assert_close(curve(tmp_path / "two"), one)
 
 
-def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, torchrun):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, torchrun, dtype):
+    tiny_args = [*tiny_args, "--weights", dtype]
     one, moved = fit(tiny_args, tmp_path / "one"), tmp_path / "moved"
     shutil.copytree(one, moved)
     flags = ["quickstart", *tiny_args, "--micro-batch-size", "2", "--out-dir", moved, "--resume", "auto"]
@@ -141,7 +143,7 @@ def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, to
     torchrun(4, "train_gpt2.py", *flags)
     keep_steps(moved, 9)
     fit(tiny_args, moved, "--resume", "auto")
-    assert_close(curve(moved), curve(one))
+    assert_close(curve(moved), curve(one), *([3e-2] if dtype == "bfloat16" else []))  # gradients are rounded, too
 
 
 def test_sigterm_saves_and_exits_cleanly(tiny_args, tmp_path):
