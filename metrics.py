@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -57,16 +59,25 @@ class RunLog:
         if not main:
             return
         path = out_dir / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if line["step"] < start_step]
+        before = read_lines(path)
+        kept = [line for line in before if line["step"] < start_step]
         part = path.with_name(".metrics.jsonl.part")
         part.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(part, path)
         self._file = open(path, "a", buffering=1)
+        # TensorBoard can take back points but no texts, wandb neither: what they have of steps that come again stays
+        told = (out_dir / {"tensorboard": "tensorboard", "wandb": "wandb_id"}.get(tracker, "")).exists() and start_step
+        self._untold = max([start_step, *(line["step"] + 1 for line in before if told)])
         if tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
 
             self._tensorboard = SummaryWriter(str(out_dir / "tensorboard"), purge_step=start_step)
-            self._tensorboard.add_text("config", "```\n" + json.dumps(config, indent=2) + "\n```", start_step)
+            atexit.register(self._tensorboard.close)  # the points before an error are those one wants to see
+            flat = config | {f"model.{k}": v for k, v in config.get("model", {}).items()}
+            flat = {k: v for k, v in flat.items() if isinstance(v, bool | int | float | str)}
+            for summary in hparams(flat, {"train_loss": 0.0, "val_loss": 0.0}):  # add_hparams would start a run beside
+                self._tensorboard.file_writer.add_summary(summary)
         elif tracker == "wandb":
             try:
                 import wandb
@@ -74,9 +85,16 @@ class RunLog:
                 raise UserError(
                     "--tracker wandb needs the wandb package; install it: .venv/bin/pip install wandb"
                 ) from None
-            name = f"{out_dir.resolve().parent.name}-{out_dir.name}"
+            run_id = out_dir / "wandb_id"
+            if not (start_step and run_id.exists()):
+                run_id.write_text(secrets.token_hex(4))
             self._wandb = wandb.init(
-                project="gpt2", name=name, id=name, resume="allow", dir=str(out_dir), config=config
+                project="gpt2",
+                name=out_dir.name,
+                id=run_id.read_text(),
+                resume="allow",
+                dir=str(out_dir),
+                config=config,
             )
 
     def write(self, record: dict[str, Any]) -> None:
@@ -88,11 +106,11 @@ class RunLog:
         if self._tensorboard is not None:
             for key, value in values.items():
                 self._tensorboard.add_scalar(key, value, record["step"])
-        if self._wandb is not None:
+        if self._wandb is not None and record["step"] >= self._untold:
             self._wandb.log(values, step=record["step"])
 
     def console(self, record: dict[str, Any], max_steps: int, eta_s: float, usd_per_hour: float) -> None:
-        """build-nanogpt's line with ETA, MFU where known and the cost so far; about once a second at most."""
+        """build-nanogpt's line with MFU, ETA and the cost since this start; about once a second at most."""
         for line in self._outliers.check(record):
             print0(f"outlier: {line}")
         now = time.monotonic()
@@ -103,7 +121,7 @@ class RunLog:
             f"step {record['step']:5d}/{max_steps} | loss: {record['train_loss']:.6f} | lr {record['lr']:.4e} | norm: "
             f"{record['grad_norm']:.4f} | dt: {record['step_ms']:.2f}ms | tok/sec: {record['tokens_per_second']:,.0f}"
         )
-        line += f" | mfu: {record['mfu']:.1%}" if record["mfu"] else ""
+        line += f" | mfu: {record['mfu']:.1%}" if record["mfu"] else " | mfu: unknown"
         line += f" | eta: {duration(eta_s)}"
         line += f" | cost: ${(now - self._began) / 3600 * usd_per_hour:.2f}" if usd_per_hour else ""
         print(line, flush=True)
@@ -111,8 +129,19 @@ class RunLog:
     def text(self, step: int, text: str) -> None:
         """Samples, on the console and in the tracker."""
         print0(text)
-        if self._tensorboard is not None:
+        if self._tensorboard is not None and step >= self._untold:
             self._tensorboard.add_text("samples", "```\n" + text + "\n```", step)
+            self._tensorboard.flush()
+        if self._wandb is not None and step >= self._untold:
+            self._wandb.log({"samples": text}, step=step)
+
+    def flush(self) -> None:
+        """Bring everything to storage. Called before a checkpoint is written: a run that resumes from it writes the
+        steps after it again, but not those before, and TensorBoard holds points back for minutes."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
 
     def close(self) -> None:
         if self._file is not None:

@@ -114,11 +114,11 @@ def estimate(
     hours, rate = steps * step_s / 3600, cfg.total_batch_size / step_s
     moments = 2 / rt.world_size if cfg.zero_stage else 2
     state_gib = model.num_params() * 4 * (2 + moments) / 2**30
-    mfu = f", MFU {rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size):.1%}" if peak else ""
+    mfu = f"{rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size):.1%}" if peak else "unknown"
     usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
     print0(
         f"dry run: peak memory so far {rt.peak_memory() / 2**30:.1f} GiB; weights, gradients and optimizer state are "
         f"{state_gib:.1f} GiB of a rank\n"
-        f"step {step_s * 1e3:,.0f} ms, measured over micro-steps: {rate:,.0f} tokens/s{mfu}; without evaluation\n"
+        f"step {step_s * 1e3:,.0f} ms, measured over micro-steps: {rate:,.0f} tokens/s, MFU {mfu}; without evaluation\n"
         f"{steps} steps take {duration(hours * 3600)}; {usd}"
     )

@@ -287,19 +287,22 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
 
 # Dense bfloat16 (float16 before Ampere) peak in FLOP/s, vendor data sheets, no sparsity. Longest match wins.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12,
-    "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "T4": 65e12, "V100": 125e12, "A6000": 154.8e12,
-    "RTX 6000 Ada": 364e12, "RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12, "RTX 2080 Ti": 56.9e12,
+    "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "GH200": 989e12, "H200 NVL": 835e12, "H100": 989e12,
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
+    "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "T4": 65e12,
+    "V100": 125e12, "V100-PCIE": 112e12, "A6000": 154.8e12, "RTX 6000 Ada": 364e12, "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12, "RTX 5090": 209.5e12, "RTX 2080 Ti": 56.9e12,
 }  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak dense FLOP/s of the card at training precision (see PEAK_FLOPS), or None where it is not known."""
+    """Peak dense FLOP/s of the card at training precision (see PEAK_FLOPS), or None where it is not known: then MFU is
+    "unknown". A 3090 Ti, a laptop's 4090 and a slice of an A100 are not the card in the table."""
     import torch
 
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    hits = [k for k in PEAK_FLOPS if re.search(rf"\b{re.escape(k)}\b", name)]
+    other = r"(?! (Ti|D|SUPER|Laptop|Max-Q)\b)(?!.*\bMIG\b)"
+    hits = [k for k in PEAK_FLOPS if re.search(rf"\b{re.escape(k)}\b{other}", name)]
     return PEAK_FLOPS[max(hits, key=len)] if hits else None

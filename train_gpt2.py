@@ -84,6 +84,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         if rt.is_main:
             file = checkpoint.model_file(model, step, val_loss=record.get("val_loss"), preset=cfg.preset)
             state |= {"record": record, "best": best, "evaluated": evaluated}
+            log.flush()
             writer.save(step, file | {"model": weights.state_dict()}, state, best and best["step"])
 
     for step in range(start, max_steps + 1):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import test_hellaswag
 import torch
 from conftest import ROOT, TINY
 
@@ -285,15 +286,28 @@ def test_recompute_gives_the_same_bits(tiny_args, tmp_path):
     assert same_bits(weights(plain, 3), weights(again, 3))
 
 
-def test_tensorboard_resumes_without_doubled_points(tiny_args, tmp_path):
+def test_tensorboard_has_every_curve_and_resumes_without_doubled_points(tiny_args, tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = ["--tracker", "tensorboard", "--sample-every", "6", "--model.vocab-size", "50304"]
-    run = fit(tiny_args, tmp_path / "run", *flags, "--max-steps", "6")
+    monkeypatch.setattr(train_gpt2.runtime, "peak_flops", lambda device: 1e12)  # as on a card in the table
+    rows = test_hellaswag.write(tmp_path / "rows.jsonl", test_hellaswag.make_rows(2))
+    flags = ["--tracker", "tensorboard", "--sample-every", "4", "--model.vocab-size", "50304", "--hellaswag-every", "6"]
+    flags += ["--hellaswag-data", str(rows), "--total-batch-size", "64", "--micro-batch-size", "2"]
+    run = fit(tiny_args, tmp_path / "run", *flags, "--max-steps", "8")
+    keep_steps(run, 3)  # as if killed at step 8: 3 to 7 come again
     fit(tiny_args, run, *flags, "--resume", "auto")
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("train_loss")] == list(range(12))
-    assert events.Tags()["tensors"] == ["config/text_summary", "samples/text_summary"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for (
+        key
+    ) in "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss hellaswag_acc hellaswag_acc_norm".split():
+        drawn = [(e.step, pytest.approx(e.value)) for e in events.Scalars(key)]
+        assert drawn == [(line["step"], line[key]) for line in lines if key in line] and drawn, key
+    samples = events.Tensors("samples/text_summary")
+    assert [e.step for e in samples] == [4, 8, 12] and b"sample 3: def " in samples[0].tensor_proto.string_val[0]
+    parameters = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"max_lr" in parameters and b"model.n_layer" in parameters
+    assert [p.is_dir() for p in (run / "tensorboard").iterdir()] == [False, False]  # one run to TensorBoard, not four
 
 
 @pytest.mark.parametrize(
