@@ -137,9 +137,12 @@ class RunLog:
 
     def flush(self) -> None:
         """Bring everything to storage. Called before a checkpoint is written: a run that resumes from it writes the
-        steps after it again, but not those before, and TensorBoard holds points back for minutes."""
+        steps after it again, but not those before. TensorBoard holds points back for minutes, a bucket that is mounted
+        as a folder a file until it is closed."""
         if self._file is not None:
             os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = open(self._file.name, "a", buffering=1)
         if self._tensorboard is not None:
             self._tensorboard.flush()
 

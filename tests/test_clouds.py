@@ -1,0 +1,94 @@
+"""The recipes for machines that are not here: their own parsers take them where there is one, and what they would run
+is run with stand-ins for torchrun and the cloud."""
+
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from config import parse
+
+SKY = yaml.safe_load((ROOT / "sky.yaml").read_text())
+
+
+def run_recipe(script, folder, **env):
+    """Run a shell script in `folder` with a .venv of stand-ins; returns the commands they were called with."""
+    bin_ = folder / ".venv" / "bin"
+    bin_.mkdir(parents=True, exist_ok=True)
+    (folder / "calls").write_text("")
+    for name in ("torchrun", "python", "make", "srun", "scontrol", "conda", "sudo"):
+        then = {"srun": 'exec "$@"', "scontrol": "echo node-a; echo node-b"}.get(name, "")
+        (bin_ / name).write_text(f'#!/bin/sh\necho "{name} $@" >> {folder}/calls\n{then}\n')
+        (bin_ / name).chmod(0o755)
+    env = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": str(folder), **env}
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+def train_config(call):
+    """The TrainConfig that a torchrun call of a recipe comes to."""
+    at = call.index("train_gpt2.py")
+    return parse(call[at + 1 :], None)
+
+
+def test_skypilot_reads_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sky = pytest.importorskip("sky", reason="skypilot is not installed")
+    task = sky.Task.from_yaml_config(SKY, env_overrides=[("BUCKET", "mine")], secrets_overrides=[("HF_TOKEN", "hf_x")])
+    assert all(r.use_spot and r.autostop_config.down and r.job_recovery for r in task.resources)
+    assert task.storage_mounts["/runs"].name == "mine" and task.storage_mounts["/runs"].mode.value == "MOUNT_CACHED"
+    assert "hf_x" not in repr(task.secrets) + repr(task)
+
+
+def test_sky_yaml_installs_trains_and_publishes(tmp_path):
+    plain = {k: str(v) for k, v in SKY["envs"].items()}
+    calls = run_recipe(SKY["setup"], tmp_path, **plain)
+    assert ["python", "hellaswag.py"] in calls and ["python", "fineweb.py"] in calls
+    assert ["make", "install", f"PYTHON={tmp_path}/py311/bin/python"] in calls
+    (trained,) = run_recipe(SKY["run"], tmp_path, **plain, SKYPILOT_NUM_GPUS_PER_NODE="8")
+    cfg = train_config(trained)
+    assert "--nproc_per_node=8" in trained and cfg.preset == "gpt2-124m" and cfg.resume == "auto"
+    assert cfg.out_dir == "/runs/gpt2-124m"  # the bucket: what a machine that is preempted leaves to the next
+    mine = {**plain, "TRAIN": "speedrun-124m --seed 7", "DATA": "me/tokens", "PUSH_TO": "me/x"}
+    trained, pushed = run_recipe(SKY["run"], tmp_path, **mine, SKYPILOT_NUM_GPUS_PER_NODE="1")
+    cfg = train_config(trained)
+    assert (cfg.preset, cfg.seed, cfg.data_dir) == ("speedrun-124m", 7, "hf://me/tokens")
+    assert pushed == ["python", "hub.py", "push-model", "/runs/speedrun-124m", "me/x"]
+    assert ["python", "fineweb.py"] not in run_recipe(SKY["setup"], tmp_path, **mine)
+
+
+def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+    script = shlex.join(["bash", str(ROOT / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"])
+    calls = run_recipe(script, tmp_path, **env)
+    torchrun = next(c for c in calls if c[0] == "torchrun")
+    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:29500", "--rdzv-id=7"} <= set(torchrun)
+    cfg = train_config(torchrun)
+    assert (cfg.preset, cfg.out_dir, cfg.resume, cfg.time_limit) == ("gpt2-350m", "/shared/log/x", "auto", "7h50m")
+
+
+def test_dockerfile_has_the_pins_and_every_file_a_command_needs():
+    """Nothing builds it here: no container runtime. What can be known without one is."""
+    lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and line[0] != "#"]
+    image = next(text for word, text in steps if word == "FROM")
+    major, minor = map(int, re.fullmatch(r"python:(\d+)\.(\d+)-slim-\w+", image).groups())
+    assert (3, 11) <= (major, minor) and f'target-version = "py{major}{minor}"' in (ROOT / "pyproject.toml").read_text()
+    copied = set()
+    for source in [s for word, text in steps if word == "COPY" for s in text.split()[:-1]]:
+        found = {str(p.relative_to(ROOT)) for p in ROOT.glob(source)}
+        assert found, f"COPY {source} copies nothing"
+        copied |= found
+    assert {p.name for p in ROOT.glob("*.py")} | {"requirements.txt", "train.sh", "plots.ipynb"} <= copied
+    assert any("make install" in text for word, text in steps if word == "RUN")  # which installs requirements.txt
+    needed = re.findall(r"\.parent / \"bench\" / \"([\w.]+)\"", (ROOT / "reference.py").read_text())
+    assert needed and {f"bench/{n}" for n in needed} <= copied
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"data", "log", ".venv"} <= set(ignored) and not {c.split("/")[0] for c in copied} & set(ignored)
+    assert os.access(ROOT / "train.sh", os.X_OK)
