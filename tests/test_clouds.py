@@ -1,6 +1,7 @@
 """The recipes for machines that are not here: their own parsers take them where there is one, and what they would run
 is run with stand-ins for torchrun and the cloud."""
 
+import copy
 import os
 import re
 import shlex
@@ -39,7 +40,9 @@ def train_config(call):
 def test_skypilot_reads_its_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     sky = pytest.importorskip("sky", reason="skypilot is not installed")
-    task = sky.Task.from_yaml_config(SKY, env_overrides=[("BUCKET", "mine")], secrets_overrides=[("HF_TOKEN", "hf_x")])
+    task = sky.Task.from_yaml_config(
+        copy.deepcopy(SKY), env_overrides=[("BUCKET", "mine")], secrets_overrides=[("HF_TOKEN", "hf_x")]
+    )
     assert all(r.use_spot and r.autostop_config.down and r.job_recovery for r in task.resources)
     assert task.storage_mounts["/runs"].name == "mine" and task.storage_mounts["/runs"].mode.value == "MOUNT_CACHED"
     assert "hf_x" not in repr(task.secrets) + repr(task)
