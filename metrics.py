@@ -122,7 +122,7 @@ class RunLog:
             f"{record['grad_norm']:.4f} | dt: {record['step_ms']:.2f}ms | tok/sec: {record['tokens_per_second']:,.0f}"
         )
         line += f" | mfu: {record['mfu']:.1%}" if record["mfu"] else " | mfu: unknown"
-        line += f" | eta: {duration(eta_s)}"
+        line += f" | eta: {duration(eta_s) if math.isfinite(eta_s) else 'unknown'}"
         line += f" | cost: ${(now - self._began) / 3600 * usd_per_hour:.2f}" if usd_per_hour else ""
         print(line, flush=True)
 

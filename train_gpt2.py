@@ -145,7 +145,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         }
         log.write(record)
         step_s = step_ms / 1e3 if step - start < 3 else 0.9 * step_s + 0.1 * step_ms / 1e3  # the first ones compile
-        log.console(record, max_steps, step_s * (max_steps - step - 1), cfg.gpu_hour_usd * rt.world_size)
+        eta_s = step_s * (max_steps - step - 1) if step > start else math.nan
+        log.console(record, max_steps, eta_s, cfg.gpu_hour_usd * rt.world_size)
         record = {"step": step + 1}
         if asked:
             save(step + 1, evaluated=False)
