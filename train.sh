@@ -9,8 +9,9 @@
 # A folder that holds a run is resumed, never started over. Every decision is in OUT/train-<time>.log. Environment:
 #   NPROC         processes (default: one a GPU; one without GPUs); START_WAIT: seconds of log to show at once (15)
 #   MAX_RESTARTS  restarts after failures (3), RESTART_DELAY seconds apart (10); an "error:" you must mend ends it
-#   BUDGET_USD    with GPU_HOUR_USD, one GPU's price for an hour: stop training and save when it is spent
-#   PUSH_TO       owner/name: at the end push the newest checkpoint there (hub.py push-model) and wait for it
+#   BUDGET_USD    with GPU_HOUR_USD, one GPU's price for an hour: stop training and save when this start has spent it
+#   PUSH_TO       owner/name: at the end push the newest checkpoint there (hub.py push-model) and wait for it; with its
+#                 optimizer if the run is not over (budget, time limit, failure), so that it can go on elsewhere
 #   REMOVE_POD    1: then remove this machine, by SHUTDOWN_CMD, or else runpodctl remove pod $RUNPOD_POD_ID; but only
 #                 once the weights are pushed or, without PUSH_TO, where PERSISTENT=1 says that OUT outlives the machine
 #                 (a RunPod network volume does; a pod's own /workspace disk is deleted with the pod)
@@ -130,7 +131,9 @@ while [[ -z $outcome ]]; do
     attend env TRAIN_RUN_DIR="$OUT" "${start[@]}" || status=$?
     reap
     if ((stopping)); then outcome=stopped
-    elif ((status == 0)); then outcome=finished
+    elif ((status == 0)); then
+        outcome=finished
+        ! tail -c "+$((from + 1))" "$TRAIN_SH_LOG" | grep -q '^stopped by ' || outcome="ended early: see the line above"
     elif tail -c "+$((from + 1))" "$TRAIN_SH_LOG" | grep -q '^error: '; then outcome="failed: see the error above"
     elif ((failures++ >= ${MAX_RESTARTS:-3})); then outcome="failed: exit code $status, no restart left"
     else
@@ -142,12 +145,14 @@ say "training $outcome"
 
 leave() { # publish, then give the machine back if nothing would be lost by that
     if ((stopping)); then say "stopped by request: nothing is pushed, this machine stays"; return; fi
+    local with=() # a run that is not over must be able to go on elsewhere
+    [[ $outcome == finished ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || with=(--with-optimizer)
     if ! compgen -G "$OUT/model_*.pt" >/dev/null; then saved="there is no checkpoint to lose"
     elif [[ -z ${PUSH_TO:-} ]]; then [[ ${PERSISTENT:-0} != 1 ]] || saved="the weights are on persistent storage"
     else
         for try in 1 2 3; do
             say "push to $PUSH_TO, try $try of 3"
-            attend "$PY" "$HERE/hub.py" push-model "$OUT" "$PUSH_TO" && saved="the weights are at $PUSH_TO" && break
+            attend "$PY" "$HERE/hub.py" push-model "$OUT" "$PUSH_TO" "${with[@]}" && saved="the weights are at $PUSH_TO" && break
             ((stopping || try == 3)) || attend sleep "${RESTART_DELAY:-10}" || true
             ((!stopping)) || break
         done

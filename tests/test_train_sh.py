@@ -51,8 +51,10 @@ deed = plan[min(int(os.environ["START"]), len(plan)) - 1]
 if deed == "usererror":
     print("error: --max-lr -1 must be positive", file=sys.stderr)
     sys.exit(1)
-if deed in ("savefail", "ok") and rank0:
+if deed in ("savefail", "ok", "limit") and rank0:
     save("00010")
+if deed == "limit" and rank0:
+    print("stopped by the time limit at step 10, all saved; go on with: ...", flush=True)
 if deed.endswith("fail"):
     sys.exit(3)
 while deed == "hang":
@@ -301,6 +303,14 @@ def test_push_then_remove(pod):
     assert pod.read("pushed").splitlines() == [f"push-model {pod.root}/log/gpt2-124m me/gpt2"] * 2
     assert pod.read("removed") == "remove pod pod7\n"
     assert log.index("push to") < log.index("the weights are at me/gpt2") < log.index("running: runpodctl")
+
+
+@pytest.mark.parametrize("plan", ["limit", "savefail"])
+def test_a_run_that_is_not_over_is_pushed_with_what_resuming_needs(pod, plan):
+    pod.start(plan=plan, PUSH_TO="me/gpt2", REMOVE_POD="1", MAX_RESTARTS="0")
+    log = pod.ended()
+    assert pod.read("pushed") == f"push-model {pod.root}/log/gpt2-124m me/gpt2 --with-optimizer\n"
+    assert pod.read("removed") and "training finished" not in log
 
 
 def test_the_only_copy_is_never_removed(pod):
