@@ -278,6 +278,7 @@ def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
     if not runtime.has_compiler(rt.device):
         print0("no C++ compiler found (g++ or clang++): training without torch.compile, several times slower")
         return model
+    print0("the first step compiles, which takes a while; --no-compile starts at once and is slower from then on")
     return torch.compile(model, dynamic=False)
 
 
@@ -349,7 +350,10 @@ def signals() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
-    with signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
+    with (
+        nullcontext() if cfg.dry_run else signals() as stop,
+        runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt,
+    ):
         if cfg.dry_run:
             return dry_run(cfg, rt)
         with runtime.locked(cfg.run_dir) if rt.is_main else nullcontext():
