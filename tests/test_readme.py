@@ -197,8 +197,3 @@ def test_every_file_is_in_the_table():
         assert f"`{path.name}`" in TEXT, path.name
     for name in re.findall(r"`([\w/-]+\.(?:py|sh|md|ipynb|yaml|sbatch))`", TEXT):
         assert (ROOT / name).is_file() or name in ("sample.py", "train.py"), name
-
-
-def test_links_within_the_page_lead_somewhere():
-    titles = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in re.findall(r"^#+ (.*)", TEXT, re.M)}
-    assert set(re.findall(r"\]\(#([^)]*)\)", TEXT)) <= titles
