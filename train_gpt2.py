@@ -51,7 +51,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     saved = resume.find(cfg, data_id, max_steps)
     start = saved["step"] if saved else 0
     if saved and start >= max_steps:
-        return print0(f"{cfg.run_dir} is complete at step {start}; go on with --epochs or --max-steps")
+        further = f"--max-steps {2 * max_steps}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
+        return print0(f"{cfg.run_dir} is complete at step {start}; go on with {further}, for example")
 
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)
