@@ -188,6 +188,8 @@ class Writer:
         """Start to copy both contents to host memory and to write the copy. Neither may change before `copied`."""
         self._join()
         self._copied.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what was gathered for it a moment ago is there
         train = {"format": FORMAT, **train}
         self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name="checkpoint")
         self._thread.start()
@@ -214,8 +216,9 @@ class Writer:
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
         memo: dict = {}
         try:
+            device = next(iter(model["model"].values())).device
             # a stream of its own: on a GPU the copy then goes on beside the next forward and backward
-            with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else nullcontext():
+            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
                 model, train = to_host(model, memo), to_host(train, memo)
             self._copied.set()
             memo.clear()

