@@ -9,17 +9,17 @@ A step is complete when both files are whole. Each is written under a temporary 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import threading
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from model import GPT, GPTConfig
-from runtime import UserError
+from runtime import UserError, print0, whole_file
 
 NAME = re.compile(r"(model|optim)_(\d{5,})\.pt")
 FORMAT = 1
@@ -163,62 +163,77 @@ def model_file(model: GPT, step: int, **extra: Any) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """torch.save, whole or not at all: temporary name, fsync, rename, fsync of the folder."""
-    part = path.with_name(f".{path.name}.part")
+    """torch.save, whole or not at all. Raises OSError if the disk is full."""
     try:
-        with open(part, "wb") as f:
+        with whole_file(path) as f:
             torch.save(content, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)  # a half file is nobody's work, and it may be what filled the disk
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    except RuntimeError as e:  # torch's zip writer hides what the file said behind a position that it did not expect
+        raise e.__context__ if isinstance(e.__context__, OSError) else e from None
 
 
 class Writer:
     """Writes checkpoints in a thread while training goes on; keeps `keep` newest ones (0: all) and the best.
 
-    A failed write is reported by `wait` (and by the next `save`), which raise UserError; earlier checkpoints stay.
+    A failed write is said at once, and training goes on: the next save tries again. If the last one failed, `wait`
+    raises UserError. Earlier checkpoints stay.
     """
 
     def __init__(self, out_dir: str | Path, keep: int = 0):
         self.out_dir, self.keep = Path(out_dir), keep
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
         self._error: Exception | None = None
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
-        """Copy both contents to host memory, then write them behind training's back. Returns after the copy."""
-        self.wait()
-        memo: dict = {}
-        model, train = to_host(model, memo), to_host({"format": FORMAT, **train}, memo)
-        memo.clear()
+        """Start to copy both contents to host memory and to write the copy. Neither may change before `copied`."""
+        self._join()
+        self._copied.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what was gathered for it a moment ago is there
+        train = {"format": FORMAT, **train}
         self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name="checkpoint")
         self._thread.start()
 
+    def copied(self) -> None:
+        """Wait until what `save` was given may change again."""
+        if self._thread is not None:
+            self._copied.wait()
+
     def wait(self) -> None:
         """Wait for the write under way, if any; raise UserError if it failed."""
+        self._join()
+        if self._error is not None:
+            raise UserError(
+                f"could not write the checkpoint in {self.out_dir}: {self._error}; free space or choose another "
+                f"--out-dir. Newest complete step there: {latest_step(self.out_dir)}"
+            )
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise UserError(
-                f"could not write the checkpoint in {self.out_dir}: {error}; free space or choose another --out-dir. "
-                f"Newest complete step there: {latest_step(self.out_dir)}"
-            )
 
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
+        memo: dict = {}
         try:
+            device = next(iter(model["model"].values())).device
+            # a stream of its own: on a GPU the copy then goes on beside the next forward and backward
+            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+                model, train = to_host(model, memo), to_host(train, memo)
+            self._copied.set()
+            memo.clear()
+            for left in self.out_dir.glob(".*.pt.part"):  # by a run that was killed while it wrote
+                left.unlink()
             path = model_path(self.out_dir, step)
             write(path.with_name(f"optim_{step:05d}.pt"), train)
             write(path, model)  # last: infer.py and --resume auto look for it
             self._retain(step, best_step)
+            self._error = None
         except Exception as e:
             self._error = e
+            print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
+        finally:
+            self._copied.set()
 
     def _retain(self, step: int, best_step: int | None) -> None:
         """Delete this run's older checkpoints beyond `keep`; never the best, never one that is not complete."""

@@ -269,7 +269,15 @@ PRESETS: dict[str, TrainConfig] = {
             sample_every=20_000,
         ),
         _record8,
-        replace(_record8, preset="speedrun-124m"),
+        replace(  # what of later records an ablation here has shown to help: bench/RESULTS.md, "Recipes"
+            _record8,
+            preset="speedrun-124m",
+            max_steps=3600,
+            max_lr=0.004,
+            embed_lr_scale=175.0,
+            beta1=0.8,
+            muon_momentum_warmup_steps=300,
+        ),
         TrainConfig(
             preset="overfit",
             model=_small,

@@ -17,12 +17,13 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tokenizer
-from runtime import Runtime, UserError, run_cli
+from runtime import Runtime, UserError, print0, run_cli
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,15 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
     return examples
 
 
+def examples_at_hand(data: str) -> list[Example]:
+    """The rows in `data`, or those that were downloaded, or none with a line that says how to get them: training needs
+    no network."""
+    if not data and not DEFAULT_PATH.exists():
+        print0(f"HellaSwag is off: no {DEFAULT_PATH}; download it with: python hellaswag.py")
+        return []
+    return load_examples(data or DEFAULT_PATH)
+
+
 @dataclass(frozen=True)
 class Batch:
     """N examples of about one length. A row is a tree: the context, then four branches that do not see each other.
@@ -147,12 +157,18 @@ def make_batches(examples: list[Example], block_size: int, token_budget: int) ->
 
 
 def score(
-    model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None, progress: bool = False
+    model: GPT,
+    examples: list[Example],
+    device: torch.device,
+    rt: Runtime | None = None,
+    progress: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Summed negative log-likelihood in nats of every ending, (n, 4) float32 on the CPU, the same on all ranks.
 
     The context is read once for its four endings; the head is applied only where an ending is predicted. Ranks share
-    the batches, and every rank must call this; with `rt` the forward runs under its autocast.
+    the batches, and every rank must call this; with `rt` the forward runs under its autocast. `check` is called equally
+    often on every rank, and may raise.
     """
     import torch
     import torch.nn.functional as F
@@ -164,7 +180,11 @@ def score(
     batches = make_batches(examples, model.config.block_size, budget)
     losses = torch.zeros(len(examples), 4)
     with torch.no_grad(), rt.autocast():
-        for b in tqdm(batches[rt.rank :: rt.world_size], "hellaswag", disable=not progress, leave=False):
+        for i in tqdm(range(0, len(batches), rt.world_size), "hellaswag", disable=not progress, leave=False):
+            check()
+            if i + rt.rank >= len(batches):
+                continue
+            b = batches[i + rt.rank]
             idx, positions, part = b.tokens.to(device)
             (row, column, slot), targets = b.scored, b.targets.to(device)
             seen, sees = part[:, None, None, :], part[:, None, :, None]  # of (N, 1, T, T)
@@ -190,9 +210,15 @@ def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float 
     return {"acc": acc, "acc_norm": acc_norm, "stderr": math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1)), "n": n}
 
 
-def evaluate(model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None) -> dict[str, float]:
+def evaluate(
+    model: GPT,
+    examples: list[Example],
+    device: torch.device,
+    rt: Runtime | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """Score `examples` (from load_examples): {"acc", "acc_norm", "stderr", "n"}. With `rt`, every rank must call it."""
-    return summarize(score(model, examples, device, rt), examples)
+    return summarize(score(model, examples, device, rt, check=check), examples)
 
 
 def download(path: Path, url: str) -> None:
@@ -261,8 +287,8 @@ def main() -> None:
         write_rows(args.per_example, losses, examples)
     result = summarize(losses, examples)
     speed = f"{result['n'] / seconds:.1f} examples/s in {rt.dtype} on {rt.device}"
-    runtime.print0(f"{args.style} style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
-    runtime.print0("hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**result))
+    print0(f"{args.style} style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
+    print0("hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**result))
 
 
 def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 
@@ -39,27 +40,42 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
     choices = [b for b in range(min(64, share), 0, -1) if share % b == 0]
     if rt.device.type != "cuda":  # main memory has no useful out-of-memory error: keep the logits near half a GB
         return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= 2**28), 1)
-    for B in choices:
-        if fits_in_memory(model, forward, cfg, rt, B):
-            break
-    return int(rt.all_reduce(torch.tensor(float(B), device=rt.device), "min").item())
+    return probe(model, forward, cfg, rt, choices)
+
+
+def probe(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, choices: list[int]) -> int:
+    """The largest micro-batch that fits on every rank, of the falling `choices`; at least halved from try to try,
+    because each try compiles. Raises UserError if none fits."""
+    B, tried = 0, math.inf
+    for b in choices:
+        if not B and 2 * b <= tried:
+            tried, B = b, b * fits_in_memory(model, forward, cfg, rt, b)
+    B = int(rt.all_reduce(torch.tensor(float(B), device=rt.device), "min").item())
+    if not B:
+        raise UserError(
+            f"out of memory with {choices[-1]} sequence(s) of {cfg.sequence_length} tokens on a rank; use --recompute, "
+            "--zero-stage 1 (on several GPUs), a smaller --sequence-length or model"
+        )
+    return B
 
 
 def fits_in_memory(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, B: int) -> bool:
-    """One forward and backward of B sequences with room for AdamW's two moments; leaves no gradient behind."""
+    """Whether a forward and backward of B sequences fits, with room for AdamW's two moments, which the first step will
+    allocate; leaves nothing behind."""
     idx = torch.zeros(B, cfg.sequence_length, dtype=torch.int64, device=rt.device)
+    moments = loss = None
     try:
         moments = torch.empty(2 * model.num_params(), device=rt.device)
         with rt.autocast():
             _, loss = forward(idx, idx)
         loss.backward()
-        del moments
-        return True
+        fits = True
     except torch.OutOfMemoryError:
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
+        fits = False
+    del idx, moments, loss  # and, with the exception, what its frames held: now the cache can go back
+    model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    return fits
 
 
 def describe(

@@ -1,10 +1,15 @@
-"""Exact resume: what a run saves besides its weights, how it is found again, and what may differ when it goes on."""
+"""Stopping, and exact resume: the signals that end a run, what it saves besides its weights, how it is found again, and
+what may differ when it goes on."""
 
 from __future__ import annotations
 
 import platform
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +20,33 @@ import optim
 import runtime
 from config import TrainConfig, drift
 from runtime import Runtime, UserError, print0
+
+
+class Stopped(Exception):
+    """All ranks have agreed to stop."""
+
+
+@contextmanager
+def signals() -> Iterator[dict[str, Any]]:
+    """SIGTERM and SIGINT set the flag that a collective carries to all ranks; a second one kills as usual. A thread
+    takes them, so that this one can block them: a compiler that it starts inherits that, and outlives a Ctrl-C."""
+    stop: dict[str, Any] = {"signal": None}
+
+    def handler(number: int, frame: Any) -> None:
+        stop["signal"] = signal.Signals(number).name
+        for s in before:
+            signal.signal(s, signal.SIG_DFL)
+        print0(f"{stop['signal']}: stopping; the run is saved first, unless a second signal comes")
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, before)
+    try:
+        yield stop
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+        for s, h in before.items():
+            signal.signal(s, h)
 
 
 def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ Every other file asks this one instead of asking the machine. Importing it is fr
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -30,14 +31,18 @@ class UserError(Exception):
     """Something the user can mend. The message gives the value, the rule and the command that mends it."""
 
 
+class LostRank(UserError):
+    """Another rank is gone, in the middle of a collective; what that one says is the reason."""
+
+
 def run_cli(main: Callable[[], object]) -> None:
     """Run a script's main: a UserError ends it with one message and exit code 1, never with a traceback."""
     os.environ.setdefault("OMP_WAIT_POLICY", WAIT_POLICY)
     try:
         main()
     except UserError as e:
-        if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
-            time.sleep(3)
+        # Most errors are everybody's: rank 0 says it, then torchrun ends the others. Who lost another rank speaks last.
+        time.sleep(6 if isinstance(e, LostRank) else 3 * (env_rank() > 0))
         print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -45,6 +50,11 @@ def run_cli(main: Callable[[], object]) -> None:
     except BrokenPipeError:  # `infer.py ... | head`: the reader left, which is not our failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"error: {e}; free space, or choose another folder, and run the same command again", file=sys.stderr)
+        sys.exit(1)
 
 
 def printable(text: str) -> str:
@@ -111,6 +121,12 @@ class Runtime:
         dist.all_gather(parts, tensor)
         return parts
 
+    def any(self, flag: object) -> bool:
+        """Whether `flag` is set on any rank: all of them get the same answer. Every rank must call it."""
+        import torch
+
+        return bool(self.all_reduce(torch.tensor(float(bool(flag)), device=self.device), "max").item())
+
     def barrier(self) -> None:
         if self.world_size > 1:
             import torch.distributed as dist
@@ -166,8 +182,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     import torch
 
     if name != "auto":
-        if name == "float16" and device.type == "cpu":
-            raise UserError("--dtype float16 needs a GPU (its loss scaling has no CPU path); use --dtype auto")
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
@@ -178,6 +192,24 @@ def has_compiler(device: torch.device) -> bool:
     """Whether torch.compile can build what it writes: C++ on the CPU, Triton's launchers in C for a GPU."""
     names = ("CXX", "g++", "clang++") if device.type == "cpu" else ("CC", "gcc", "cc", "clang")
     return any(shutil.which(os.environ.get(n, n)) for n in names)
+
+
+@contextmanager
+def whole_file(path: Path):
+    """Yield a binary file that takes the name `path` once all of it is on the disk; an error leaves nothing behind."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)  # a half file is nobody's work, and it may be what filled the disk
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # for the new name, too, to survive a power cut
+    os.close(folder)
 
 
 @contextmanager
@@ -281,6 +313,10 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         if total != world_size:
             raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered")
         yield rt
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        raise LostRank(f"rank {rt.rank} lost another rank, whose message says why ({str(e).splitlines()[0]})") from None
     finally:
         dist.destroy_process_group()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import UserError, print0
+from runtime import UserError, print0, whole_file
 from tokenizer import EOT, VOCAB_SIZE
 
 SHARD_TOKENS = 100_000_000  # build-nanogpt's and llm.c's size for a shard of FineWeb
@@ -85,24 +84,12 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
         head = head.getvalue()
     else:
         head = np.array([BIN_MAGIC, BIN_VERSION, len(tokens)] + [0] * (BIN_HEADER - 3), dtype="<i4").tobytes()
-    write_atomic(path, head, tokens.data)
+    with whole_file(path) as f:
+        f.write(head)
+        f.write(tokens.data)
     digest = hashlib.sha256(head)
     digest.update(tokens.data)
     return digest.hexdigest()
-
-
-def write_atomic(path: Path, *parts) -> None:
-    """Write the bytes-like parts under a temporary name beside `path`, make them durable, then take the name."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as f:
-        for data in parts:
-            f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # for the new name, too, to survive a power cut
-    os.close(folder)
 
 
 def _make(data_dir: Path) -> str:
@@ -200,7 +187,8 @@ class Manifest:
 
 
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
-    write_atomic(Path(data_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1).encode() + b"\n")
+    with whole_file(Path(data_dir) / MANIFEST) as f:
+        f.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
 
 
 def read_manifest(data_dir: str | Path) -> Manifest | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     data_id = shards.fingerprint(data_dir)
     saved = resume.find(cfg, data_id, max_steps)
     start = saved["step"] if saved else 0
-    if saved and start >= max_steps:
+    if saved and (start > max_steps or (start == max_steps and saved["evaluated"])):
         further = f"--max-steps {2 * max_steps}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
         return print0(f"{cfg.run_dir} is complete at step {start}; go on with {further}, for example")
 
@@ -60,25 +60,20 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     weights = optim.Weights(model, cfg)
     optimizers = optim.build(weights, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
-    if saved:
-        resume.restore(saved, optimizers, scaler, rt)
     forward = compiled(model, cfg, rt)
     B = plan.micro_batch_size(cfg, rt, model, forward)
+    if saved:
+        resume.restore(saved, optimizers, scaler, rt)
     plan.describe(cfg, rt, model, data, max_steps, start, B)
     plan.record(cfg, rt, max_steps)
-    examples = hellaswag_examples(cfg)
+    examples = hellaswag.examples_at_hand(cfg.hellaswag_data) if cfg.hellaswag_every else []
     trained = distributed(forward, rt)
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
     writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
     batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
     record, best, done = (saved["record"], saved["best"], saved["evaluated"]) if saved else ({"step": 0}, None, False)
-    peak, limit, began, step_s, skipped = (
-        runtime.peak_flops(rt.device),
-        parse_duration(cfg.time_limit),
-        time.monotonic(),
-        0,
-        0,
-    )
+    step_s, skipped, peak = 0.0, 0, runtime.peak_flops(rt.device)
+    began, limit = time.monotonic(), parse_duration(cfg.time_limit)
 
     def save(step: int, evaluated: bool) -> None:
         state = resume.train_state(cfg, rt, step, optimizers, scaler, data_id, max_steps)
@@ -88,83 +83,90 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             log.flush()
             writer.save(step, file | {"model": weights.state_dict()}, state, best and best["step"])
 
-    for step in range(start, max_steps + 1):
-        last = step == max_steps
-        # evaluate, checkpoint, sample: what a checkpoint carries as done is not done again
-        if not done and due(cfg.val_every, step, last):
-            record["val_loss"] = validate(forward, val_data, cfg, rt, B)
-            if best is None or record["val_loss"] < best["val_loss"]:
-                best = {"step": step, "val_loss": record["val_loss"]}
-            print0(f"step {step:5d}/{max_steps} | val loss: {record['val_loss']:.4f}")
-            if cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name:
-                print0(reference.on_track(step, record["val_loss"]) or "")
-        if not done and examples and due(cfg.hellaswag_every, step, last):
-            score = hellaswag.evaluate(model, examples, rt.device, rt=rt)
-            record |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
-            print0(f"step {step:5d}/{max_steps} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f}")
-        if not done and step and (last or due(cfg.save_every, step, last)):
-            save(step, evaluated=True)
-        if not done and step and due(cfg.sample_every, step, last) and rt.is_main:
-            log.text(step, samples(model, cfg, rt))
-        if last:
-            break
-        done = False
-        # accumulate
-        batch = next(batches)
-        t0 = time.perf_counter()
-        loss = accumulate(trained, batch, rt, scaler)
-        asked = bool(stop["signal"]) or time.monotonic() - began > limit
-        mine = torch.stack([loss / rt.world_size, torch.full_like(loss, float(asked))])
-        loss, asked = rt.all_reduce(mine).tolist()  # all ranks learn the mean loss, and that one of them has to stop
-        # clip, set lr, step
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf).item()
-        lr = optim.set_schedule(optimizers, step, max_steps, cfg)
-        if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            weights.publish()
-        else:
-            skipped += 1
-            refuse(cfg, rt, step, float(mine[0]), norm, skipped, data, B, writer)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        rt.synchronize()
-        # log
-        step_ms = (time.perf_counter() - t0) * 1e3
-        rate = cfg.total_batch_size / step_ms * 1e3
-        mfu = rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size) if peak else None
-        record |= {
-            "train_loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "step_ms": step_ms,
-            "tokens_per_second": rate,
-            "mfu": mfu,
-        }
-        log.write(record)
-        step_s = step_ms / 1e3 if step - start < 3 else 0.9 * step_s + 0.1 * step_ms / 1e3  # the first ones compile
-        eta_s = step_s * (max_steps - step - 1) if step > start else math.nan
-        log.console(record, max_steps, eta_s, cfg.gpu_hour_usd * rt.world_size)
-        record = {"step": step + 1}
-        if asked:
-            save(step + 1, evaluated=False)
-            break
+    def asked() -> bool:
+        return bool(stop["signal"]) or time.monotonic() - began > limit
 
-    if last:
+    def check() -> None:
+        """Stop if a rank was asked to. Time spares the first evaluation, or a short limit would let no step happen."""
+        if rt.any(asked() if step > start else stop["signal"]):
+            raise resume.Stopped
+
+    try:
+        halt = rt.any(stop["signal"])
+        for step in range(start, max_steps + 1):
+            if halt:
+                raise resume.Stopped
+            last = step == max_steps
+            # evaluate, checkpoint, sample: what a checkpoint carries as done is not done again
+            if not done and due(cfg.val_every, step, last):
+                record["val_loss"] = validate(forward, val_data, cfg, rt, B, check)
+                if best is None or record["val_loss"] < best["val_loss"]:
+                    best = {"step": step, "val_loss": record["val_loss"]}
+                print0(f"step {step:5d}/{max_steps} | val loss: {record['val_loss']:.4f}")
+                if cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name:
+                    print0(reference.on_track(step, record["val_loss"]) or "")
+            if not done and examples and due(cfg.hellaswag_every, step, last):
+                score = hellaswag.evaluate(model, examples, rt.device, rt, check)
+                record |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
+                print0(
+                    f"step {step:5d}/{max_steps} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f}"
+                )
+            if not done and step and (last or due(cfg.save_every, step, last)):
+                save(step, evaluated=True)
+            if not done and step and due(cfg.sample_every, step, last) and rt.is_main:
+                log.text(step, samples(model, cfg, rt, asked))
+            if last:
+                break
+            done = False
+            # accumulate
+            batch = next(batches)
+            t0 = time.perf_counter()
+            loss = accumulate(trained, batch, rt, scaler)
+            mine = torch.stack([loss / rt.world_size, torch.full_like(loss, float(asked()))])
+            loss, halt = rt.all_reduce(mine).tolist()  # all ranks learn the mean loss, and that one of them has to stop
+            # clip, set lr, step
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf).item()
+            lr = optim.set_schedule(optimizers, step, max_steps, cfg)
+            writer.copied()  # what is being saved changes now
+            if math.isfinite(loss) and math.isfinite(norm):
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                weights.publish()
+            elif math.isfinite(loss) and scaler.get_scale() > 1:
+                print0(
+                    f"step {step}: float16 gradients overflow at loss scale {scaler.get_scale():g}; skipped, it halves"
+                )
+            else:
+                skipped += 1
+                refuse(cfg, rt, step, float(mine[0]), norm, skipped, data, B, writer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            rt.synchronize()
+            # log
+            step_ms = (time.perf_counter() - t0) * 1e3
+            rate = cfg.total_batch_size / step_ms * 1e3
+            mfu = rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size) if peak else None
+            record |= {"train_loss": loss, "lr": lr, "grad_norm": norm, "step_ms": step_ms}
+            record |= {"tokens_per_second": rate, "mfu": mfu}
+            log.write(record)
+            step_s = step_ms / 1e3 if step - start < 3 else 0.9 * step_s + 0.1 * step_ms / 1e3  # the first ones compile
+            eta_s = step_s * (max_steps - step - 1) if step > start else math.nan
+            log.console(record, max_steps, eta_s, cfg.gpu_hour_usd * rt.world_size)
+            record = {"step": step + 1}
         log.write(record)
+        took = duration(time.monotonic() - began)
+        said = f"done: {max_steps} steps in {took}; {checkpoint.model_path(cfg.run_dir, max_steps)}"
+    except resume.Stopped:
+        record = record if done else {"step": step}  # half an evaluation is none
+        save(step, evaluated=done)
+        why = f"signal {stop['signal']}" if stop["signal"] else "the time limit or another rank's signal"
+        said = f"stopped by {why} at step {step}, all saved; go on with: {resume.command(cfg, step)}"
     log.close()
     writer.wait()
-    if last:
-        print0(
-            f"done: {max_steps} steps in {duration(time.monotonic() - began)}; "
-            f"{checkpoint.model_path(cfg.run_dir, max_steps)}"
-        )
-    else:
-        why = f"signal {stop['signal']}" if stop["signal"] else "the time limit or another rank's signal"
-        print0(f"stopped by {why} at step {step + 1}, all saved; go on with: {resume.command(cfg, step + 1)}")
+    print0(said)
 
 
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
@@ -206,14 +208,20 @@ def accumulate(
 
 
 @torch.no_grad()
-def validate(forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> float:
+def validate(
+    forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None]
+) -> float:
     """Mean cross-entropy (nats a token) over the first val_tokens of the val split, whatever the ranks and B. Batches
-    keep one shape, so that nothing is compiled twice: rows beyond the end are padding that the loss ignores."""
-    count = min(cfg.val_tokens // data.T, data.order.per_epoch)
-    windows = data.order.span(0, count)[rt.rank :: rt.world_size]
+    keep one shape, so that nothing is compiled twice: rows beyond the end are padding that the loss ignores. `check` is
+    called before each of them, equally often on all ranks."""
+    count, stride = min(cfg.val_tokens // data.T, data.order.per_epoch), B * rt.world_size
+    windows = data.order.span(0, count)
     total = torch.zeros(2, device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
-    for i in range(0, len(windows), B):
-        rows = data.read(windows[i : i + B])
+    for i in range(0, count, stride):
+        check()
+        rows = data.read(windows[i : i + stride][rt.rank :: rt.world_size])
+        if not len(rows):
+            continue
         tokens = np.zeros((B, data.T + 1), np.uint16)
         tokens[: len(rows)] = rows
         x, y = to_device(torch.from_numpy(tokens), rt.device)
@@ -225,14 +233,20 @@ def validate(forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runti
     return loss_sum / n
 
 
-def samples(model: GPT, cfg: TrainConfig, rt: Runtime, count: int = 4, tokens: int = 48) -> str:
-    """Continuations of the sample prompt, one a line group; their own generator leaves training's randomness alone."""
+@torch.no_grad()
+def samples(
+    model: GPT, cfg: TrainConfig, rt: Runtime, asked: Callable[[], bool], count: int = 4, tokens: int = 48
+) -> str:
+    """Continuations of the sample prompt, one a line group, as far as they have come when this rank is asked to stop;
+    their own generator leaves training's randomness alone."""
     enc = tokenizer.encoding()
     prompt = enc.encode_ordinary(cfg.sample_prompt) or [tokenizer.EOT]
     idx = torch.tensor([prompt] * count, device=rt.device)
-    tokens = min(tokens, cfg.model.block_size - len(prompt))
-    with torch.no_grad(), rt.autocast():
-        out = model.generate(idx, tokens, generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+    new = model.stream(
+        idx, min(tokens, cfg.model.block_size - len(prompt)), generator=torch.Generator(rt.device).manual_seed(cfg.seed)
+    )
+    with rt.autocast():
+        out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
     return "\n".join(f"sample {i}: {runtime.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
 
 
@@ -291,19 +305,6 @@ def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(forward, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def hellaswag_examples(cfg: TrainConfig) -> list[dict]:
-    """HellaSwag's rows, or none with a line that says how to get them: training needs no network."""
-    if not cfg.hellaswag_every:
-        return []
-    path = Path(cfg.hellaswag_data or hellaswag.DEFAULT_PATH)
-    if not path.exists():
-        if cfg.hellaswag_data:
-            raise UserError(f"--hellaswag-data {path} does not exist; download the rows with: python hellaswag.py")
-        print0(f"HellaSwag is off: no {path}; download it with: python hellaswag.py")
-        return []
-    return hellaswag.load_examples(path)
-
-
 def refuse(
     cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, writer
 ) -> None:
@@ -331,30 +332,9 @@ def refuse(
     raise UserError(f"{message}; {keep}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")
 
 
-@contextmanager
-def signals() -> Iterator[dict[str, Any]]:
-    """SIGTERM and SIGINT set the flag that the loop's collective carries to all ranks; a second one kills as usual."""
-    stop: dict[str, Any] = {"signal": None}
-
-    def handler(number: int, frame: Any) -> None:
-        stop["signal"] = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
-        print0(f"{stop['signal']}: saving after this step")
-
-    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for s, h in before.items():
-            signal.signal(s, h)
-
-
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
-    with (
-        nullcontext() if cfg.dry_run else signals() as stop,
-        runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt,
-    ):
+    with resume.signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
         if cfg.dry_run:
             return dry_run(cfg, rt)
         with runtime.locked(cfg.run_dir) if rt.is_main else nullcontext():

@@ -1,7 +1,7 @@
 """Recipes against each other: the same shape, data order and tokens; val loss against tokens and against seconds.
 
     python bench/recipes.py --data-dir data/books                                        # CPU-sized ladder, 3 seeds
-    python bench/recipes.py --data-dir data/books --recipes adamw speedrun no-softcap    # what one ingredient does
+    python bench/recipes.py --data-dir data/books --recipes adamw speedrun no-beta1      # what one ingredient does
     python bench/recipes.py --data-dir data/books --size 124m --steps 120 --seeds 1      # GPU-sized
 
 The first recipe runs --steps, the others --share of them, each on its own whole schedule. The table says where each
@@ -40,7 +40,7 @@ RECIPES = {  # preset, flags
     "cpu": {
         "adamw": ("gpt2-124m", "--model.n-head 2 --max-lr 3e-3 --min-lr 3e-4 --warmup-steps 30"),
         "record8": ("record8-124m", "--model.n-head 1"),
-        "speedrun": ("speedrun-124m", "--model.n-head 1"),
+        "speedrun": ("speedrun-124m", "--model.n-head 1 --muon-momentum-warmup-steps 40"),
     },
     "124m": {
         "adamw": ("gpt2-124m", "--max-lr 1e-3 --min-lr 1e-4 --warmup-steps 48"),
@@ -49,6 +49,10 @@ RECIPES = {  # preset, flags
     },
 }
 WITHOUT = {  # the speedrun with one ingredient as record 8 has it
+    "no-fast-embedding": "--max-lr 0.002 --embed-lr-scale 150",
+    "no-beta1": "--beta1 0.9",
+    "no-momentum-warmup": "--muon-momentum-warmup-steps 0",
+    "no-bfloat16-weights": "--weights float32",
 }
 
 

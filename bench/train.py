@@ -2,6 +2,7 @@
 
     python bench/train.py quickstart --data-dir data/stdlib --peers ~/peers
     python bench/train.py gpt2-124m --data-dir data/fineweb-edu --peers ~/peers --steps 20     # on a GPU
+    python bench/train.py gpt2-124m --data-dir data/fineweb-edu --only ours ours-recompute     # memory against time
 
 --peers names a folder that holds checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the
 same tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a process of its own;
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime  # noqa: E402
 
-CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt")
+CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Args:
     """Timed steps a round."""
     rounds: int = 2
     only: tuple[str, ...] = ()
-    """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt."""
+    """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt, ours-recompute."""
     child: str = ""
     """Set for the process that runs one contender."""
 
@@ -84,7 +85,8 @@ def child(args: Args) -> None:
     from config import parse
     from loader import to_device
 
-    flags = [args.preset, *args.flags, "--data-dir", args.data_dir, *(["--no-compile"] * (args.child == "ours-eager"))]
+    more = {"ours-eager": ["--no-compile"], "ours-recompute": ["--recompute"]}.get(args.child, [])
+    flags = [args.preset, *args.flags, "--data-dir", args.data_dir, *more]
     cfg = parse(flags, lambda path: {})
     with runtime.session(cfg.device, cfg.dtype) as rt:
         torch.manual_seed(0)
@@ -142,7 +144,7 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return child(args)
-    names = args.only or (CONTENDERS if args.peers else CONTENDERS[:2])
+    names = args.only or CONTENDERS[: -1 if args.peers else 2]
     results: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:

@@ -77,6 +77,14 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monk
     with pytest.raises(UserError, match=r"No space left.*Newest complete step there: 1"):
         save(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model_00001.pt", "optim_00001.pt"]
+    writer = checkpoint.Writer(tmp_path)
+    writer.save(3, checkpoint.model_file(GPT(SMALL), 3), {"step": 3})
+    with pytest.raises(UserError, match="No space left"):
+        writer.wait()
+    monkeypatch.setattr(torch, "save", real)  # somebody has freed space
+    writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
+    writer.wait()
+    assert checkpoint.complete_steps(tmp_path) == [1, 4]
 
 
 def test_training_may_change_what_is_being_written(tmp_path):
@@ -84,6 +92,7 @@ def test_training_may_change_what_is_being_written(tmp_path):
     before = model.lm_head.weight.detach().clone()
     writer = checkpoint.Writer(tmp_path)
     writer.save(1, checkpoint.model_file(model, 1), {"step": 1})
+    writer.copied()
     with torch.no_grad():
         model.lm_head.weight.zero_()
     writer.wait()

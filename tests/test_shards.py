@@ -159,7 +159,7 @@ def test_write_is_all_or_nothing(tmp_path, monkeypatch):
     def crash(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards.os, "fsync", crash)
+    monkeypatch.setattr("os.fsync", crash)
     with pytest.raises(OSError):
         shards.write_shard(path, np.arange(2000))
     assert path.read_bytes() == before
