@@ -141,7 +141,8 @@ class Loader:
                     return
                 step += 0 if fixed else 1
 
-        threading.Thread(target=work, daemon=True, name="loader").start()
+        thread = threading.Thread(target=work, daemon=True, name="loader")
+        thread.start()
         try:
             while True:
                 batch = ready.get()
@@ -152,6 +153,7 @@ class Loader:
             stop.set()
             while not ready.empty():
                 ready.get_nowait()
+            thread.join()  # a thread that still reads when the process ends may abort it
 
 
 def to_device(tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
