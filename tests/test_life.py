@@ -103,7 +103,7 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
             # the same command goes on; a rank that is killed costs no human
             time.sleep(1)  # logs are named by the second
             again = subprocess.run(
-                command, cwd=pod, env={**env, "START_WAIT": "0"}, capture_output=True, text=True, timeout=30
+                command, cwd=pod, env={**env, "START_WAIT": "0"}, capture_output=True, text=True, timeout=120
             )
             assert again.returncode == 0, again.stderr
             wait_for(lambda: newest() >= stopped + 10, 240)
@@ -123,7 +123,7 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
 
         def at_home(*args):
             command = [sys.executable, ROOT / args[0], *args[1:]]
-            done = subprocess.run(command, cwd=home, env=empty, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, cwd=home, env=empty, capture_output=True, text=True, timeout=180)
             assert done.returncode == 0, done.stderr
             return done.stdout
 
