@@ -89,27 +89,27 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
             os.killpg(shell.pid, signal.SIGKILL)
             shell.wait()
             # follow it, by the printed command, from another log-in
-            follow = ["timeout", "90", *shlex.split(told["follow"])]
+            follow = ["timeout", "240", *shlex.split(told["follow"])]
             tail = subprocess.Popen(follow, stdout=subprocess.PIPE, text=True)
             assert any("| loss:" in line and "eta" in line and "cost: $" in line for line in tail.stdout)
             tail.kill()
             tail.wait()
             # preempted: SIGTERM, by the printed command; it saves and ends, and the machine stays
-            wait_for(lambda: newest() >= 10)
+            wait_for(lambda: newest() >= 10, 240)
             subprocess.run(told["stop"].split("#")[0], shell=True, check=True)
-            wait_for(lambda: not (run / "train.pid").exists())
+            wait_for(lambda: not (run / "train.pid").exists(), 240)
             stopped = newest()
             assert 10 <= stopped < steps and "training stopped" in log() and not (tmp_path / "removed").exists()
             # the same command goes on; a rank that is killed costs no human
             time.sleep(1)  # logs are named by the second
             again = subprocess.run(
-                command, cwd=pod, env={**env, "START_WAIT": "0"}, capture_output=True, text=True, timeout=30
+                command, cwd=pod, env={**env, "START_WAIT": "0"}, capture_output=True, text=True, timeout=120
             )
             assert again.returncode == 0, again.stderr
-            wait_for(lambda: newest() >= stopped + 10)
+            wait_for(lambda: newest() >= stopped + 10, 240)
             torchrun = ranks_of(int((run / "train.pid").read_text()))[0]
             os.kill(ranks_of(torchrun)[-1], signal.SIGKILL)
-            wait_for(lambda: not (run / "train.pid").exists())
+            wait_for(lambda: not (run / "train.pid").exists(), 240)
         finally:
             if (run / "train.pid").exists():
                 subprocess.run(["kill", (run / "train.pid").read_text().strip()])
@@ -123,7 +123,7 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
 
         def at_home(*args):
             command = [sys.executable, ROOT / args[0], *args[1:]]
-            done = subprocess.run(command, cwd=home, env=empty, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, cwd=home, env=empty, capture_output=True, text=True, timeout=180)
             assert done.returncode == 0, done.stderr
             return done.stdout
 
