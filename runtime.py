@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -42,9 +43,13 @@ def run_cli(main: Callable[[], object]) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `infer.py ... | head`: the reader left, which is not our failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds may have nowhere to go
+        if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
+            sys.exit(141)
+        # a disk that is full, a folder that is read-only or gone: the machine's, not ours
+        print(f"error: {printable(str(e))}; mend that, and go on as after a kill", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def printable(text: str) -> str:
@@ -181,9 +186,9 @@ def has_compiler(device: torch.device) -> bool:
 
 
 @contextmanager
-def locked(folder: Path):
-    """Hold `folder` (made if missing) for this process; raises UserError if another process holds it. The lock ends
-    with the process, however that ends."""
+def locked(folder: Path, wait: bool = False):
+    """Hold `folder` (made if missing) for this process; where another process holds it, wait or raise UserError. The
+    lock ends with the process, however that ends."""
     import fcntl
 
     try:
@@ -197,7 +202,12 @@ def locked(folder: Path):
         except OSError:
             lock.seek(0)
             holder = lock.read().strip()
-            raise UserError(f"{folder} is in use by process {holder}; wait for it or choose another folder") from None
+            if not wait:
+                raise UserError(
+                    f"{folder} is in use by process {holder}; wait for it or choose another folder"
+                ) from None
+            print(f"{folder} is in use by process {holder}: waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -281,6 +291,16 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         if total != world_size:
             raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered")
         yield rt
+    except RuntimeError as e:  # gloo's own are plain ones
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        why = f"rank {rt.rank} lost another rank, or waited {timeout_minutes:g} minutes for it"
+        mend = f"go on from the newest checkpoint with --resume auto ({printable(str(e).strip())[:200]})"
+        print(f"{why}; {mend}", file=sys.stderr, flush=True)
+        for thread in threading.enumerate():  # a checkpoint being written
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        os._exit(1)  # because gloo's destructor can wait for the lost rank for ever
     finally:
         dist.destroy_process_group()
 
