@@ -64,10 +64,15 @@ def _load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """torch.load of plain tensors and containers. Raises UserError for what is missing, damaged or not ours."""
     if not path.is_file():
         raise missing(path)
-    if not is_whole(path):
-        raise UserError(
-            f"checkpoint {path} is damaged or truncated ({path.stat().st_size:,} bytes); use an earlier one"
-        )
+    try:
+        with zipfile.ZipFile(path) as z:
+            bad = z.testzip()  # the CRC-32 of every record, which torch.load does not look at
+    except Exception as e:  # zipfile, too, raises many kinds
+        bad = f"its directory ({type(e).__name__})"
+    if bad:
+        step = NAME.fullmatch(path.name)
+        earlier = f"; move *_{step[2]}.pt elsewhere and --resume auto takes the one before" if step else ""
+        raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
     try:
         found = torch.load(path, map_location=device, weights_only=True, mmap=True)
     except Exception as e:  # torch raises many kinds for a file that is not what it seems
@@ -188,7 +193,7 @@ class Writer:
     def __init__(self, out_dir: str | Path, keep: int = 0):
         self.out_dir, self.keep = Path(out_dir), keep
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # set by the thread
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
         """Copy both contents to host memory, then write them behind training's back. Returns after the copy."""
@@ -204,15 +209,26 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError if a write has failed: said at the next step, not when the next checkpoint is due."""
         if self._error is not None:
             error, self._error = self._error, None
+            if isinstance(error, UserError):
+                raise error
             raise UserError(
-                f"could not write the checkpoint in {self.out_dir}: {error}; free space or choose another --out-dir. "
-                f"Newest complete step there: {latest_step(self.out_dir)}"
+                f"could not write the checkpoint in {self.out_dir}: {error}. Mend that (is the disk full?), then "
+                f"go on with --resume auto. Newest complete step there: {latest_step(self.out_dir)}"
             )
 
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
         try:
+            if bad := [name for name, weight in model["model"].items() if not weight.isfinite().all()]:
+                raise UserError(
+                    f"the weights of step {step} are not finite ({bad[0]}) and are not saved; lower --max-lr and go on "
+                    "from the newest checkpoint with --resume auto"
+                )
             path = model_path(self.out_dir, step)
             write(path.with_name(f"optim_{step:05d}.pt"), train)
             write(path, model)  # last: infer.py and --resume auto look for it

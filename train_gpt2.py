@@ -140,6 +140,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             "tokens_per_second": rate,
             "mfu": mfu,
         }
+        writer.check()
         log.write(record)
         step_s = step_ms / 1e3 if step - start < 3 else 0.9 * step_s + 0.1 * step_ms / 1e3  # the first ones compile
         log.console(record, max_steps, step_s * (max_steps - step - 1), cfg.gpu_hour_usd * rt.world_size)
