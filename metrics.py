@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import UserError, print0
+from shards import write_atomic
 
 
 def duration(seconds: float) -> str:
@@ -58,10 +60,8 @@ class RunLog:
             return
         path = out_dir / "metrics.jsonl"
         kept = [line for line in read_lines(path) if line["step"] < start_step]
-        part = path.with_name(".metrics.jsonl.part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(part, path)
-        self._file = open(path, "a", buffering=1)
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._file = open(path, "ab", buffering=0)  # a line a write, and nothing left over to fail when it is closed
         if tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
@@ -83,7 +83,14 @@ class RunLog:
         """One line: `step` and whatever was measured there."""
         if self._file is None:
             return
-        self._file.write(json.dumps(record) + "\n")
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):  # the last bytes of a disk; a torn line is left out when read
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            raise UserError(
+                f"cannot write to {self._file.name}: {e.strerror}; mend that, then go on with --resume auto"
+            ) from None
         values = {k: v for k, v in record.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
             for key, value in values.items():
