@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime import UserError, run_cli
+from runtime import UserError, locked, run_cli
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
@@ -121,26 +121,29 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
     with open_hub(repo) as (api, repo):
         sha = api.repo_info(repo, repo_type=kind, revision=revision, timeout=10).sha
         remote = listing(api, repo, kind, sha)
-        stage.mkdir(parents=True, exist_ok=True)
+        with locked(stage, wait=True):  # machines that share a folder take turns
+            stage.mkdir(exist_ok=True)  # the one before has removed it
 
-        def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
-            wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]
-            if taken := [n for n in wrong if n not in mine and (out / n).exists() and to == out]:
-                raise UserError(f"{out} holds another {taken[0]} than {repo}; pull into an empty folder")
-            options = {"repo_type": kind, "revision": sha, "local_dir": stage}
-            for again in (False, True):
+            def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
+                wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]
+                if taken := [n for n in wrong if n not in mine and (out / n).exists() and to == out]:
+                    raise UserError(f"{out} holds another {taken[0]} than {repo}; pull into an empty folder")
+                options = {"repo_type": kind, "revision": sha, "local_dir": stage}
+                for again in (False, True):
+                    if wrong:
+                        api.snapshot_download(repo, **options, allow_patterns=wrong, force_download=again)
+                    for name in [n for n in wrong if is_same(stage / n, remote[n], wanted[n])]:
+                        with open(stage / name, "rb") as f:
+                            os.fsync(f.fileno())
+                        os.replace(stage / name, to / name)
+                        wrong.remove(name)
                 if wrong:
-                    api.snapshot_download(repo, **options, allow_patterns=wrong, force_download=again)
-                for name in [n for n in wrong if is_same(stage / n, remote[n], wanted[n])]:
-                    with open(stage / name, "rb") as f:
-                        os.fsync(f.fileno())
-                    os.replace(stage / name, to / name)
-                    wrong.remove(name)
-            if wrong:
-                raise UserError(f"{', '.join(wrong)} of {repo} came twice with a wrong hash; its owner must push again")
+                    raise UserError(
+                        f"{', '.join(wrong)} of {repo} came twice with a wrong hash; its owner must push again"
+                    )
 
-        yield remote, fetch
-        shutil.rmtree(stage)
+            yield remote, fetch
+            shutil.rmtree(stage)
 
 
 def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
