@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torture
+from conftest import ROOT
 
 QUICK = (
     "train-sh-kill",
@@ -19,6 +20,11 @@ QUICK = (
     "hung-rank",
     "not-finite",
 )
+
+
+def test_every_class_has_its_row():
+    text = (ROOT / "RELIABILITY.md").read_text()
+    assert [name for name in torture.CLASSES if f"| `{name}`" not in text] == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="its faults are Linux's: /proc, tmpfs, capabilities")
