@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,32 +118,30 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
     A file gets its name only once its hash is right; a wrong one is fetched a second time, then named in a UserError.
     Of files that are there with other contents only those in `mine` are replaced."""
     stage = out / STAGE
-    with open_hub(repo) as (api, repo):
+    with open_hub(repo) as (api, repo), ExitStack() as stack:
         sha = api.repo_info(repo, repo_type=kind, revision=revision, timeout=10).sha
         remote = listing(api, repo, kind, sha)
-        with locked(stage, wait=True):  # machines that share a folder take turns
-            stage.mkdir(exist_ok=True)  # the one before has removed it
+        stack.enter_context(locked(stage, wait=True))  # machines that share a folder take turns
+        stage.mkdir(exist_ok=True)  # the one before has removed it
 
-            def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
-                wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]
-                if taken := [n for n in wrong if n not in mine and (out / n).exists() and to == out]:
-                    raise UserError(f"{out} holds another {taken[0]} than {repo}; pull into an empty folder")
-                options = {"repo_type": kind, "revision": sha, "local_dir": stage}
-                for again in (False, True):
-                    if wrong:
-                        api.snapshot_download(repo, **options, allow_patterns=wrong, force_download=again)
-                    for name in [n for n in wrong if is_same(stage / n, remote[n], wanted[n])]:
-                        with open(stage / name, "rb") as f:
-                            os.fsync(f.fileno())
-                        os.replace(stage / name, to / name)
-                        wrong.remove(name)
+        def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
+            wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]
+            if taken := [n for n in wrong if n not in mine and (out / n).exists() and to == out]:
+                raise UserError(f"{out} holds another {taken[0]} than {repo}; pull into an empty folder")
+            options = {"repo_type": kind, "revision": sha, "local_dir": stage}
+            for again in (False, True):
                 if wrong:
-                    raise UserError(
-                        f"{', '.join(wrong)} of {repo} came twice with a wrong hash; its owner must push again"
-                    )
+                    api.snapshot_download(repo, **options, allow_patterns=wrong, force_download=again)
+                for name in [n for n in wrong if is_same(stage / n, remote[n], wanted[n])]:
+                    with open(stage / name, "rb") as f:
+                        os.fsync(f.fileno())
+                    os.replace(stage / name, to / name)
+                    wrong.remove(name)
+            if wrong:
+                raise UserError(f"{', '.join(wrong)} of {repo} came twice with a wrong hash; its owner must push again")
 
-            yield remote, fetch
-            shutil.rmtree(stage)
+        yield remote, fetch
+        shutil.rmtree(stage)
 
 
 def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
