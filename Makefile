@@ -52,7 +52,8 @@ lint: .venv/.installed-dev ## ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-torture: .venv/.installed-dev ## the slow tests: kills, restarts, long runs
+torture: .venv/.installed-dev ## hundreds of faults on purpose, a long run, and the slow tests
+	$(PY) tests/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 clean: ## remove .venv and caches; never data/ or log/

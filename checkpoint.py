@@ -64,10 +64,15 @@ def _load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """torch.load of plain tensors and containers. Raises UserError for what is missing, damaged or not ours."""
     if not path.is_file():
         raise missing(path)
-    if not is_whole(path):
-        raise UserError(
-            f"checkpoint {path} is damaged or truncated ({path.stat().st_size:,} bytes); use an earlier one"
-        )
+    try:
+        with zipfile.ZipFile(path) as z:
+            bad = z.testzip()  # the CRC-32 of every record, which torch.load does not look at
+    except Exception as e:  # zipfile, too, raises many kinds
+        bad = f"its directory ({type(e).__name__})"
+    if bad:
+        step = NAME.fullmatch(path.name)
+        earlier = f"; move *_{step[2]}.pt elsewhere and --resume auto takes the one before" if step else ""
+        raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
     try:
         found = torch.load(path, map_location=device, weights_only=True, mmap=True)
     except Exception as e:  # torch raises many kinds for a file that is not what it seems
@@ -182,7 +187,7 @@ class Writer:
         self.out_dir, self.keep = Path(out_dir), keep
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # set by the thread
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
         """Start to copy both contents to host memory and to write the copy. Neither may change before `copied`."""
@@ -222,6 +227,8 @@ class Writer:
                 model, train = to_host(model, memo), to_host(train, memo)
             self._copied.set()
             memo.clear()
+            if bad := [name for name, weight in model["model"].items() if not weight.isfinite().all()]:
+                raise UserError(f"the weights are not finite ({bad[0]}); lower --max-lr")
             for left in self.out_dir.glob(".*.pt.part"):  # by a run that was killed while it wrote
                 left.unlink()
             path = model_path(self.out_dir, step)

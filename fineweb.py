@@ -246,7 +246,7 @@ def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source
     first = manifest.shards[-1].end["file"] if manifest.shards else 0
     files = paths[first:] if paths else ahead(download(source, first, out / ".source"), 1)
     drop = (lambda path: None) if paths or keep_source else Path.unlink
-    began, seen = time.time(), 0
+    began, seen = time.monotonic(), 0
     total, start = (limit, done) if limit else (sum(sizes), sum(sizes[:first]))
     form = "{desc} {percentage:.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
     pace = 0.2 if sys.stderr.isatty() else 20  # seconds; a log file needs few lines
@@ -255,7 +255,9 @@ def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source
     def report(size: float, done: int) -> None:
         nonlocal seen
         seen += size
-        bar.set_postfix_str(f"{done / 1e6:,.1f}M tokens, {seen / 1e6 / (time.time() - began):.0f} MB/s", refresh=False)
+        bar.set_postfix_str(
+            f"{done / 1e6:,.1f}M tokens, {seen / 1e6 / (time.monotonic() - began):.0f} MB/s", refresh=False
+        )
         bar.update(min(done - bar.n if limit else size, total - bar.n))
 
     with bar:
@@ -272,7 +274,7 @@ def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source
 def main() -> None:
     import tyro
 
-    args, began = tyro.cli(Args, description=__doc__), time.time()
+    args, began = tyro.cli(Args, description=__doc__), time.monotonic()
     if args.verify:
         if wrong := shards.verify(args.verify):
             raise UserError("\n".join([*wrong, f"{args.verify} has {len(wrong)} problem(s); make or pull it again"]))
@@ -304,7 +306,7 @@ def main() -> None:
         if not (was_complete := manifest.complete):
             manifest = run(out, name, manifest, list(paths), args.keep_source)
     tokens, documents = (sum(getattr(s, key) for s in manifest.shards) for key in ("tokens", "documents"))
-    time_ = "nothing left to do" if was_complete else f"{time.time() - began:.1f} s"
+    time_ = "nothing left to do" if was_complete else f"{time.monotonic() - began:.1f} s"
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({time_})")
     if len(manifest.shards) == 1:
         print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")

@@ -19,12 +19,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime import UserError, run_cli
+from runtime import UserError, locked, run_cli
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
@@ -118,10 +118,11 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
     A file gets its name only once its hash is right; a wrong one is fetched a second time, then named in a UserError.
     Of files that are there with other contents only those in `mine` are replaced."""
     stage = out / STAGE
-    with open_hub(repo) as (api, repo):
+    with open_hub(repo) as (api, repo), ExitStack() as stack:
         sha = api.repo_info(repo, repo_type=kind, revision=revision, timeout=10).sha
         remote = listing(api, repo, kind, sha)
-        stage.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(stage, wait=True))  # machines that share a folder take turns
+        stage.mkdir(exist_ok=True)  # the one before has removed it
 
         def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
             wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]

@@ -8,6 +8,8 @@ used. The epochs form one endless stream of windows in which every window comes 
 Shuffled, each epoch visits the shards in a new order and the windows of each shard in a new order; a shard is read
 once, whole and front to back, as it comes up. Unshuffled it is build-nanogpt's order: shard after shard, window after
 window (build-nanogpt leaves out up to a step of windows at the end of each shard; here they come too).
+
+A shard that a manifest knows must have its sha256 when it is read: damage on disk ends the run, it is not trained on.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class Loader:
         self.T, self.vocab_size = T, vocab_size
         self.paths = shards.find_shards(data_dir, split)
         self.tokens = [shards.count_tokens(p) for p in self.paths]
+        manifest = shards.read_manifest(data_dir)
+        self.sha256 = {s.file: s.sha256 for s in manifest.shards} if manifest else {}
         self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle)
         if self.order.per_epoch == 0:
             raise UserError(
@@ -95,13 +99,15 @@ class Loader:
         self._resident: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def _shard(self, i: int) -> np.ndarray:
-        """Tokens of shard i. Shuffled: read whole and front to back, because windows jump about in it, and the two used
-        last stay in memory. Unshuffled: a memory map, read in order by itself."""
+        """Tokens of shard i, read whole and front to back; the two used last stay in memory."""
         if i not in self._resident:
             while len(self._resident) > 1:
                 self._resident.popitem(last=False)
-            tokens = shards.open_shard(self.paths[i])
-            self._resident[i] = np.array(tokens) if self.order.shuffle else tokens
+            path = self.paths[i]
+            tokens = shards.read_shard(path, self.sha256.get(path.name))
+            if len(tokens) != self.tokens[i]:
+                raise UserError(f"{path} had {self.tokens[i]:,} tokens when the run began and has {len(tokens):,} now")
+            self._resident[i] = tokens
         self._resident.move_to_end(i)
         return self._resident[i]
 

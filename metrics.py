@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime import UserError, print0
+from runtime import UserError, print0, whole_file
 
 
 def duration(seconds: float) -> str:
@@ -60,11 +61,9 @@ class RunLog:
             return
         path = out_dir / "metrics.jsonl"
         before = read_lines(path)
-        kept = [line for line in before if line["step"] < start_step]
-        part = path.with_name(".metrics.jsonl.part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(part, path)
-        self._file = open(path, "a", buffering=1)
+        with whole_file(path) as f:
+            f.write("".join(json.dumps(line) + "\n" for line in before if line["step"] < start_step).encode())
+        self._file = open(path, "ab", buffering=0)  # a line a write, and nothing left over to fail when it is closed
         # TensorBoard can take back points but no texts, wandb neither: what they have of steps that come again stays
         told = (out_dir / {"tensorboard": "tensorboard", "wandb": "wandb_id"}.get(tracker, "")).exists() and start_step
         self._untold = max([start_step, *(line["step"] + 1 for line in before if told)])
@@ -101,7 +100,14 @@ class RunLog:
         """One line: `step` and whatever was measured there."""
         if self._file is None:
             return
-        self._file.write(json.dumps(record) + "\n")
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):  # the last bytes of a disk; a torn line is left out when read
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            raise UserError(
+                f"cannot write to {self._file.name}: {e.strerror}; mend that, then go on with --resume auto"
+            ) from None
         values = {k: v for k, v in record.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
             for key, value in values.items():

@@ -105,7 +105,9 @@ def record(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
     if rt.is_main:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         resolved = {"out_dir": str(cfg.run_dir), "resolved_max_steps": max_steps, "world_size": rt.world_size}
-        (cfg.run_dir / "config.json").write_text(json.dumps({**cfg.to_dict(), **resolved}, indent=2) + "\n")
+        text = json.dumps({**cfg.to_dict(), **resolved}, indent=2) + "\n"
+        with runtime.whole_file(cfg.run_dir / "config.json") as f:
+            f.write(text.encode())
 
 
 def estimate(

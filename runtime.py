@@ -5,11 +5,11 @@ Every other file asks this one instead of asking the machine. Importing it is fr
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -31,29 +31,24 @@ class UserError(Exception):
     """Something the user can mend. The message gives the value, the rule and the command that mends it."""
 
 
-class LostRank(UserError):
-    """Another rank is gone, in the middle of a collective; what that one says is the reason."""
-
-
 def run_cli(main: Callable[[], object]) -> None:
     """Run a script's main: a UserError ends it with one message and exit code 1, never with a traceback."""
     os.environ.setdefault("OMP_WAIT_POLICY", WAIT_POLICY)
     try:
         main()
     except UserError as e:
-        # Most errors are everybody's: rank 0 says it, then torchrun ends the others. Who lost another rank speaks last.
-        time.sleep(6 if isinstance(e, LostRank) else 3 * (env_rank() > 0))
+        if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
+            time.sleep(3)
         print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `infer.py ... | head`: the reader left, which is not our failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"error: {e}; free space, or choose another folder, and run the same command again", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds may have nowhere to go
+        if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
+            sys.exit(141)
+        # a disk that is full, a folder that is read-only or gone: the machine's, not ours
+        print(f"error: {printable(str(e))}; mend that, and go on as after a kill", file=sys.stderr, flush=True)
         sys.exit(1)
 
 
@@ -213,9 +208,9 @@ def whole_file(path: Path):
 
 
 @contextmanager
-def locked(folder: Path):
-    """Hold `folder` (made if missing) for this process; raises UserError if another process holds it. The lock ends
-    with the process, however that ends."""
+def locked(folder: Path, wait: bool = False):
+    """Hold `folder` (made if missing) for this process; where another process holds it, wait or raise UserError. The
+    lock ends with the process, however that ends."""
     import fcntl
 
     try:
@@ -229,7 +224,12 @@ def locked(folder: Path):
         except OSError:
             lock.seek(0)
             holder = lock.read().strip()
-            raise UserError(f"{folder} is in use by process {holder}; wait for it or choose another folder") from None
+            if not wait:
+                raise UserError(
+                    f"{folder} is in use by process {holder}; wait for it or choose another folder"
+                ) from None
+            print(f"{folder} is in use by process {holder}: waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -313,10 +313,17 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         if total != world_size:
             raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered")
         yield rt
-    except RuntimeError as e:
+    except RuntimeError as e:  # gloo's own are plain ones
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        raise LostRank(f"rank {rt.rank} lost another rank, whose message says why ({str(e).splitlines()[0]})") from None
+        time.sleep(6)  # let the rank at fault speak first: torchrun ends all as soon as one has ended
+        why = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
+        mend = f"go on from the newest checkpoint with --resume auto ({printable(str(e).strip())[:200]})"
+        print(f"{why}; {mend}", file=sys.stderr, flush=True)
+        for thread in threading.enumerate():  # a checkpoint being written
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        os._exit(1)  # because gloo's destructor can wait for the lost rank for ever
     finally:
         dist.destroy_process_group()
 

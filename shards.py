@@ -54,10 +54,20 @@ def count_tokens(path: str | Path) -> int:
     return _layout(Path(path))[1]
 
 
-def open_shard(path: str | Path) -> np.memmap:
-    """A shard as a read-only (n_tokens,) uint16 memory map. Raises UserError if the file is not a whole shard."""
+def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
+    """A shard's (n_tokens,) uint16, read whole: a memory map would end the process if the file were cut under it.
+    Raises UserError if the file is not a whole shard, or has another sha256 than the one given."""
     offset, count = _layout(Path(path))
-    return np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
+    try:
+        data = np.fromfile(path, np.uint8, offset + 2 * count)
+    except OSError as e:
+        raise UserError(f"cannot read shard {path}: {e.strerror}") from None
+    if len(data) != offset + 2 * count:
+        raise UserError(f"{path} was cut to {len(data):,} bytes while it was read; make it again")
+    if sha256 and (found := hashlib.sha256(data).hexdigest()) != sha256:
+        mend = f"see python fineweb.py --verify {Path(path).parent}; make or pull it again"
+        raise UserError(f"{path} has sha256 {found}, but {MANIFEST} says {sha256}: it is damaged or another; {mend}")
+    return data[offset:].view("<u2")
 
 
 def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = VOCAB_SIZE) -> None:
@@ -230,7 +240,7 @@ def verify(data_dir: str | Path) -> list[str]:
         wrong += [] if manifest.complete else [f"{MANIFEST}: not finished; run the same fineweb.py command again"]
     for name, path in files.items():
         try:
-            tokens = open_shard(path)
+            tokens = read_shard(path)
             check_ids(tokens, path)
         except UserError as e:
             wrong.append(f"{name}: {e}")

@@ -19,7 +19,7 @@
 set -euo pipefail
 HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 die() { echo "error: $*" >&2; exit 1; }
-say() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*"; }
+say() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*" || true; } # a full disk does not end what watches the run
 
 case ${1:-} in -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 hash flock setsid realpath || die "on Linux install util-linux and coreutils; elsewhere use python train_gpt2.py itself"
@@ -74,7 +74,8 @@ if [[ -z ${TRAIN_SH_LOG:-} ]]; then
     mkdir -p "$OUT" && exec 9>>"$OUT/train.lock" # all that follows inherits it: taken while any part of the run lives
     flock -n 9 || die "a run is in $OUT already (processes: $(marked | tr '\n' ' ')): one run a folder. Stop it with:" \
         "kill \$(cat $OUT/train.pid), or give another --out-dir"
-    log=$OUT/train-$(date +%Y%m%d-%H%M%S).log; touch "$log"
+    log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
+    say "$0 $*" 2>/dev/null >>"$log"; [[ -s $log ]] || die "cannot write to $log: is its disk full?"
     TRAIN_SH_LOG=$log setsid nohup bash "${BASH_SOURCE[0]}" "$@" </dev/null >>"$log" 2>&1 &
     echo $! >"$OUT/train.pid"; exec 9>&-
     echo "started: $nproc process(es)$( ((gpus)) || echo ' on the CPU'), run folder $OUT, pid $!"
@@ -122,10 +123,12 @@ if [[ -n ${BUDGET_USD:-} ]]; then
     limit=$(awk -v b="$BUDGET_USD" -v p="$GPU_HOUR_USD" -v n="$nproc" 'BEGIN {printf "%d", b / (p * n) * 3600}')
     say "budget: $BUDGET_USD USD at $GPU_HOUR_USD a GPU-hour, $nproc of them: $limit seconds, restarts included"
 fi
+weights() { compgen -G "$OUT/model_*.pt" || true; }
+before=$(weights)
 while [[ -z $outcome ]]; do
     start=("${cmd[@]}") from=$(stat -c %s "$TRAIN_SH_LOG") status=0
     # a checkpoint of our own is where a restart goes on; until there is one, whatever --resume was asked for stands
-    [[ -z $(find "$OUT" -name 'model_*.pt' -newer "$OUT/train.pid") ]] || start+=(--resume auto)
+    [[ $(weights) == "$before" ]] || start+=(--resume auto)
     [[ -z $limit ]] || start+=(--time-limit "$((limit > SECONDS ? limit - SECONDS : 1))")
     say "start $((failures + 1)): ${start[*]}"
     attend env TRAIN_RUN_DIR="$OUT" "${start[@]}" || status=$?
@@ -147,7 +150,7 @@ leave() { # publish, then give the machine back if nothing would be lost by that
     if ((stopping)); then say "stopped by request: nothing is pushed, this machine stays"; return; fi
     local with=() # a run that is not over must be able to go on elsewhere
     [[ $outcome == finished ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || with=(--with-optimizer)
-    if ! compgen -G "$OUT/model_*.pt" >/dev/null; then saved="there is no checkpoint to lose"
+    if [[ -z $(weights) ]]; then saved="there is no checkpoint to lose"
     elif [[ -z ${PUSH_TO:-} ]]; then [[ ${PERSISTENT:-0} != 1 ]] || saved="the weights are on persistent storage"
     else
         for try in 1 2 3; do

@@ -126,7 +126,7 @@ def main() -> None:
                 note(name, float(seconds), gigabytes)
             if turn == 0:
                 made = scratch / "fineweb.py 0"
-                a = np.concatenate([shards.open_shard(made / s.file) for s in shards.read_manifest(made).shards])
+                a = np.concatenate([shards.read_shard(made / s.file) for s in shards.read_manifest(made).shards])
                 b = np.concatenate([np.load(p) for p in sorted(theirs.glob("*.npy"))])
                 assert np.array_equal(a, b), "the two do not give the same tokens"
                 tokens = len(a)

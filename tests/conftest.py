@@ -61,12 +61,15 @@ def fails(run_script):
 
 @pytest.fixture
 def tiny_data(tmp_path) -> Path:
+    return write_walk(tmp_path / "tiny")
+
+
+def write_walk(folder: Path) -> Path:
     """A folder of shards over a vocabulary of 256 with something to learn: three train shards, one val."""
     import numpy as np
 
     import shards
 
-    folder = tmp_path / "tiny"
     folder.mkdir()
     rng = np.random.default_rng(0)
     for index, size in enumerate([2100, 3001, 4097, 1500]):

@@ -13,7 +13,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -90,6 +90,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args) -> None:
         pass
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a client that was killed
+            super().handle()
+
     # -- answers ---------------------------------------------------------------------------------------------------
     def answer(self, body: bytes | dict | list = b"", status: int = 200, **headers: str) -> None:
         if not isinstance(body, bytes):
@@ -107,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.close_connection = True
             return
-        if self.fault and self.fault.kind == "corrupt":
+        if self.fault and self.fault.kind == "corrupt" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         self.wfile.write(body)
 

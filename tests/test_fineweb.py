@@ -41,7 +41,7 @@ def stream(folder):
     manifest = shards.read_manifest(folder)
     sizes = [s.tokens for s in manifest.shards]
     assert all(n == manifest.shard_tokens for n in sizes[:-1]) and manifest.complete
-    return np.concatenate([shards.open_shard(folder / s.file) for s in manifest.shards]), manifest
+    return np.concatenate([shards.read_shard(folder / s.file) for s in manifest.shards]), manifest
 
 
 def expected(documents):

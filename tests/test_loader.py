@@ -104,7 +104,7 @@ def test_widening_keeps_ids_above_int16():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_id_above_vocabulary_is_named(tiny_data, shuffle):
-    tokens = np.array(shards.open_shard(tiny_data / "tiny_train_000003.npy"))
+    tokens = shards.read_shard(tiny_data / "tiny_train_000003.npy")
     tokens[700] = 300
     shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
     data = make(tiny_data, shuffle=shuffle)

@@ -36,8 +36,8 @@ def test_round_trip(tmp_path, suffix):
     tokens = np.arange(70_000) % 50257
     path = tmp_path / f"x_train_000001.{suffix}"
     sha = shards.write_shard(path, tokens)
-    read = shards.open_shard(path)
-    assert isinstance(read, np.memmap) and read.dtype == np.uint16 and not read.flags.writeable
+    read = shards.read_shard(path)
+    assert read.dtype == np.uint16
     assert np.array_equal(read, tokens) and shards.count_tokens(path) == 70_000
     assert sha == hashlib.sha256(path.read_bytes()).hexdigest()
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no temporary file stays
@@ -55,7 +55,7 @@ def test_formats_are_what_others_write(tmp_path):
     shards.write_shard(tmp_path / "b.bin", tokens)
     assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "fineweb_train_000003.bin").read_bytes()
     for path in shards.find_shards(tmp_path, "train"):
-        assert np.array_equal(shards.open_shard(path), tokens)
+        assert np.array_equal(shards.read_shard(path), tokens)
 
 
 def test_find_shards_sorts_by_index_and_leaves_the_rest(tmp_path):
@@ -133,12 +133,12 @@ def bad_shards(folder):
 
 def test_every_bad_shard_is_named(tmp_path):
     for path, words in bad_shards(tmp_path):
-        for use in (shards.count_tokens, shards.open_shard):
+        for use in (shards.count_tokens, shards.read_shard):
             with pytest.raises(UserError) as e:
                 use(path)
             assert str(path) in str(e.value) and words in str(e.value), (path.name, str(e.value))
     with pytest.raises(UserError, match="No such file"):
-        shards.open_shard(tmp_path / "absent.npy")
+        shards.read_shard(tmp_path / "absent.npy")
 
 
 def test_check_ids_names_the_place(monkeypatch):
@@ -251,7 +251,7 @@ def test_verify_names_every_harm(tmp_path, suffix):
 def test_verify_checks_ids_document_starts_and_completeness(tmp_path):
     folder = toy(tmp_path / "t")
     val = folder / "toy_val_000000.npy"
-    tokens = np.array(shards.open_shard(val))
+    tokens = shards.read_shard(val)
     manifest = shards.read_manifest(folder)
 
     def rewrite(**changes):
