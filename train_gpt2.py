@@ -344,7 +344,7 @@ def signals() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    cfg = parse(sys.argv[1:], lambda path: resume.read(path)["config"])
     with signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
         if cfg.dry_run:
             return dry_run(cfg, rt)
