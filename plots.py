@@ -21,7 +21,7 @@ import tyro
 
 import metrics
 from reference import expected, read_reference
-from runtime import UserError, print0, run_cli
+from runtime import UserError, print0, printable, run_cli
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,7 +164,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
 
     if not (dirs := list(dict.fromkeys(Path(d).resolve() for d in run_dirs))):
         raise UserError("no run folder given; give one or several: python plots.py log/quickstart")
-    named = zip(dirs, run_names(dirs), strict=True)
+    named = zip(dirs, map(printable, run_names(dirs)), strict=True)
     runs = [Run(name=n, color=COLORS[i % len(COLORS)], metrics=read_metrics(d)) for i, (d, n) in enumerate(named)]
     if not (panels := [keys for keys in PANELS if any(k in r.metrics for r in runs for k in keys)]):
         raise UserError(f"{dirs[0]}/metrics.jsonl has nothing to draw; needed: one of {', '.join(sum(PANELS, ()))}")
