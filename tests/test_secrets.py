@@ -13,6 +13,18 @@ from conftest import ROOT, TINY
 
 SECRETS = {"HF_TOKEN": "hf_plantedTokenOfTheHub0", "WANDB_API_KEY": "b" * 20 + "plantedKeyOfWandb000"}
 RUN = [*TINY, "--model.vocab-size", "50304", "--max-steps", "6", "--tracker", "tensorboard"]
+WANDB = """
+import pathlib
+
+class init:  # what it is told lands in a file
+    def __init__(self, **told):
+        self.file = open(pathlib.Path(told["dir"], "told"), "w", buffering=1)
+        self.log(told)
+    def log(self, *args, **kwargs):
+        print(args, kwargs, file=self.file)
+    def finish(self):
+        self.file.close()
+"""
 
 
 def holds_a_secret(data: bytes) -> bool:
@@ -75,8 +87,10 @@ def test_no_token_from_text_to_the_hub_and_back(tmp_path, run_script):
     """fineweb.py, push, pull, train.sh with its push at the end, and failures of each, with both tokens set."""
     work, said = tmp_path / "work", []
     work.mkdir()
+    (tmp_path / "fakes").mkdir()
+    (tmp_path / "fakes/wandb.py").write_text(WANDB)
     with hub_server.start(tmp_path / "hub", token=SECRETS["HF_TOKEN"]) as hub, Watch(f"WATCHED={tmp_path}") as watch:
-        env = {**SECRETS, **hub.env(), "WATCHED": str(tmp_path)}
+        env = {**SECRETS, **hub.env(), "WATCHED": str(tmp_path), "PYTHONPATH": str(tmp_path / "fakes")}
 
         def call(*args, check=True, **more):
             done = run_script(*args, check=check, env={**env, **more}, cwd=work)
@@ -90,11 +104,8 @@ def test_no_token_from_text_to_the_hub_and_back(tmp_path, run_script):
         assert call("hub.py", "pull-data", "tester/tokens", "again", check=False).returncode == 1
         hub.faults.clear()
         assert call("hub.py", "push-data", "data", "somebody/else", check=False).returncode == 1
-        assert call(
-            "train_gpt2.py", "quickstart", *RUN, "--tracker", "wandb", "--data-dir", "pulled", check=False
-        ).returncode
         command = ["bash", str(ROOT / "train.sh"), "quickstart", *RUN, "--data-dir", str(work / "pulled")]
-        command += ["--out-dir", str(work / "run"), "--device", "cpu"]
+        command += ["--out-dir", str(work / "run"), "--device", "cpu", "--tracker", "wandb"]
         settings = {"START_WAIT": "0", "PUSH_TO": "tester/model", "RESTART_DELAY": "0", "OMP_NUM_THREADS": "2"}
         done = subprocess.run(command, cwd=work, env={**os.environ, **env, **settings}, capture_output=True, text=True)
         said.append(done.stdout + done.stderr)
@@ -109,6 +120,7 @@ def test_no_token_from_text_to_the_hub_and_back(tmp_path, run_script):
     assert (
         list((tmp_path / "hub").rglob("README.md")) and list(work.rglob("manifest.json")) and list(work.rglob("*.pt"))
     )
+    assert "train_loss" in (work / "run/told").read_text()
     assert not leaks(tmp_path)
     assert not holds_a_secret("".join(said).encode()), [s for s in said if holds_a_secret(s.encode())]
     scripts = b"\n".join(watch.seen)
