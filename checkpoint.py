@@ -9,11 +9,14 @@ A step is complete when both files are whole. Each is written under a temporary 
 from __future__ import annotations
 
 import dataclasses
+import pickletools
 import re
 import threading
 import zipfile
+from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -21,8 +24,12 @@ import torch
 from model import GPT, GPTConfig
 from runtime import UserError, print0, whole_file
 
-NAME = re.compile(r"(model|optim)_(\d{5,})\.pt")
+NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1
+# What a file of tensors and plain containers names. weights_only allows more: a bytearray, say, of any length it likes.
+PLAIN = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (\w+Storage|[a-z]+[0-9]+|Size|device)"
+)
 
 
 def is_whole(path: Path) -> bool:
@@ -30,7 +37,7 @@ def is_whole(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as z:
             return bool(z.infolist())
-    except (OSError, zipfile.BadZipFile, ValueError):
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a zip of some future version
         return False
 
 
@@ -60,8 +67,40 @@ def missing(path: Path) -> UserError:
     )
 
 
-def _load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """torch.load of plain tensors and containers. Raises UserError for what is missing, damaged or not ours."""
+def pickled_names(path: Path) -> set[str]:
+    """Every "module name" that the pickles of a file of torch.save would look up. Raises ValueError, among others, for
+    a zip that unpacks to more than it is: torch.save compresses nothing."""
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as f:  # the format before torch 1.6: five pickles, then the numbers
+            ops = [op for _ in range(5) for op in pickletools.genops(f)]
+    else:
+        with zipfile.ZipFile(path) as z:
+            if sum(i.file_size for i in z.infolist()) > path.stat().st_size:
+                raise ValueError("it is compressed")
+            ops = [op for i in z.infolist() if i.filename.endswith(".pkl") for op in pickletools.genops(z.read(i))]
+    return {str(name) for op, name, _ in ops if op.name in ("GLOBAL", "STACK_GLOBAL", "INST")}
+
+
+def read_tensors(path: Path, inert: Container[str] = ()) -> Any:
+    """The tensors and plain containers, on the CPU, that torch.save wrote. Nothing pickled is run, and no size that the
+    file states is believed: PickleError for names other than tensors' own (and `inert` ones, which the caller has made
+    harmless by torch.serialization.safe_globals), ValueError and torch's own kinds for the rest."""
+    if odd := sorted(name for name in pickled_names(path) if not PLAIN.fullmatch(name) and name not in inert):
+        raise PickleError(f"it wants {odd[0].replace(' ', '.')}, which could run code")
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    todo, seen, size = [found], set(), 0
+    while todo:  # a tensor may repeat what it holds without end, and the first copy of it would take that much memory
+        if id(x := todo.pop()) not in seen:
+            seen.add(id(x))
+            size += x.numel() * x.element_size() if isinstance(x, torch.Tensor) else 0
+            todo += [*x, *x.values()] if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    if size > 2 * path.stat().st_size:  # 2: a tied head may appear under both its names
+        raise ValueError(f"its tensors amount to {size:,} bytes")
+    return found
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """read_tensors of a file of ours. Raises UserError for what is missing, damaged or not ours."""
     if not path.is_file():
         raise missing(path)
     try:
@@ -74,15 +113,15 @@ def _load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
         earlier = f"; move *_{step[2]}.pt elsewhere and --resume auto takes the one before" if step else ""
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
     try:
-        found = torch.load(path, map_location=device, weights_only=True, mmap=True)
+        found = read_tensors(path)
+    except PickleError:
+        raise UserError(
+            f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint "
+            f"convert it with: python hub.py import {path} OUT_DIR"
+        ) from None
     except Exception as e:  # torch raises many kinds for a file that is not what it seems
-        if "weights_only" in str(e).lower() or "Unsupported global" in str(e):
-            raise UserError(
-                f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint "
-                f"convert it with: python hub.py import {path} OUT_DIR"
-            ) from None
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or type(found.get("format")) is not int or found["format"] != FORMAT:
         raise UserError(
             f"{path} is not a checkpoint of this project; build-nanogpt and nanoGPT files convert with: "
             f"python hub.py import {path} OUT_DIR"
@@ -105,7 +144,7 @@ def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         else:
             path = model_path(path, step)
     found = _load(path)
-    if not isinstance(found.get("model"), dict) or not isinstance(found.get("config"), dict):
+    if not all(isinstance(found.get(key), kind) for key, kind in {"model": dict, "config": dict, "step": int}.items()):
         raise UserError(f"{path} has no model in it; give the model_*.pt file")
     return found.pop("model"), found
 
@@ -117,7 +156,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
         return GPT.from_state_dict(GPTConfig.from_dict(rest["config"]), state).to(device).eval()
     except (RuntimeError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(
-            f"{path}: its weights do not fit its config ({str(e).splitlines()[0]}); use an earlier one"
+            f"{path}: its weights do not fit its config ({' '.join(str(e).split()):.300}); use an earlier one"
         ) from None
 
 

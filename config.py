@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from model import GPTConfig
+from model import GPTConfig, misfit
 from runtime import UserError
 
 HARMLESS = {"harmless": True}  # may change when a run is resumed: it moves no loss, or the schedule says so
@@ -124,6 +124,10 @@ class TrainConfig:
     """Train on the first batch again and again: the loss must collapse, or something is broken."""
 
     def __post_init__(self):
+        if wrong := misfit(self):
+            raise UserError(f"--{wrong.replace('_', '-')}; see: python train_gpt2.py --help")
+        if wrong := self.model.wrong():
+            raise UserError(f"--model.{wrong.replace('_', '-')}")
         T, tokens = self.sequence_length, self.total_batch_size
         rules = [
             (T >= 1, f"--sequence-length {T} must be at least 1"),
@@ -137,20 +141,19 @@ class TrainConfig:
                 self.micro_batch_size == "auto" or self.micro_batch_size >= 1,
                 f"--micro-batch-size {self.micro_batch_size} must be at least 1, or auto",
             ),
-            (
-                self.model.n_embd % self.model.n_head == 0,
-                f"--model.n-embd {self.model.n_embd} does not divide into --model.n-head {self.model.n_head} heads",
-            ),
-            (self.model.vocab_size >= 1, f"--model.vocab-size {self.model.vocab_size} must be at least 1"),
             (0 <= self.cooldown <= 1, f"--cooldown {self.cooldown} is a share of the steps, between 0 and 1"),
             (self.max_lr >= self.min_lr >= 0, f"--min-lr {self.min_lr} must lie between 0 and --max-lr {self.max_lr}"),
             (self.epochs >= 1, f"--epochs {self.epochs} must be at least 1"),
             (self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}"),
         ]
         for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
-                     "grad_clip skip_bad_steps weight_decay").split():  # fmt: skip
+                     "grad_clip skip_bad_steps weight_decay muon_lr muon_weight_decay muon_momentum_warmup_steps "
+                     "embed_lr_scale gpu_hour_usd").split():  # fmt: skip
             value = getattr(self, name)
             rules.append((value >= 0, f"--{name.replace('_', '-')} {value} must not be negative"))
+        for name in ("beta1", "beta2", "muon_momentum"):
+            value = getattr(self, name)
+            rules.append((0 <= value < 1, f"--{name.replace('_', '-')} {value} must be at least 0 and below 1"))
         for holds, message in rules:
             if not holds:
                 raise UserError(message)
@@ -179,8 +182,11 @@ class TrainConfig:
     def from_dict(saved: dict) -> TrainConfig:
         """The config a checkpoint carries; fields this version does not know are dropped, new ones take defaults."""
         known = {f.name for f in dataclasses.fields(TrainConfig)}
-        values = {k: v for k, v in saved.items() if k in known}
-        return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
+        try:
+            values = {k: v for k, v in saved.items() if k in known}
+            return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
+        except (UserError, ValueError, TypeError, AttributeError) as e:
+            raise UserError(f"the config saved with the checkpoint is not one of this program: {e!s:.300}") from None
 
 
 def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
@@ -197,9 +203,9 @@ def parse_duration(text: str) -> float:
     """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
     if not text:
         return math.inf
-    if text.replace(".", "", 1).isdigit():
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
         return float(text)
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
     if not match:
         raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
     return sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

@@ -53,8 +53,9 @@ def _download(name: str) -> Path:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of the first kind of file that is there; shards need no index, each names its tensors."""
-    import torch
     from safetensors.torch import load_file
+
+    from checkpoint import read_tensors
 
     kinds = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
     paths = next((found for kind in kinds if (found := sorted(folder.glob(kind)))), None)
@@ -63,9 +64,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for path in paths:
         try:
-            tensors |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+            tensors |= load_file(path) if path.suffix == ".safetensors" else read_tensors(path)
         except Exception as e:  # safetensors, zip and pickle each have their own kinds
-            raise UserError(f"cannot read {path} ({type(e).__name__}: {e}); fetch or save it again") from e
+            raise UserError(f"cannot read {path} ({type(e).__name__}: {e!s:.300}); fetch or save it again") from e
     return tensors
 
 
@@ -77,25 +78,28 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     folder = Path(name_or_dir) if Path(name_or_dir).is_dir() else _download(str(name_or_dir))
     try:
         config = {"model_type": None, **json.loads((folder / "config.json").read_text())}
-        sizes = [config[field] for field in SIZES]
-        if not all(type(n) is int and n > 0 for n in sizes) or sizes[-1] % sizes[-2]:
-            raise ValueError(f"{SIZES} are {sizes}")
-    except (OSError, KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{folder}/config.json is not that of a GPT-2 ({type(e).__name__}: {e}); save it again") from e
+        tied = config.get("tie_word_embeddings") is not False
+        ours = GPTConfig(*(config[field] for field in SIZES), tied_head=tied)
+        if wrong := ours.wrong():
+            raise ValueError(wrong)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as e:
+        why = f"{type(e).__name__}: {e!s:.300}"
+        raise UserError(f"{folder}/config.json is not that of a GPT-2 ({why}); save it again") from e
     for field, value in FIXED.items():
-        if config.get(field, value) != value and (field, config[field]) != ("n_inner", 4 * sizes[-1]):
-            raise UserError(f"{folder}: {field} is {config[field]!r}; only {value!r}, GPT-2 itself, is read")
-    tied, state = config.get("tie_word_embeddings") is not False, {}
-    for name, t in _read_weights(folder).items():
-        name = name if name == "lm_head.weight" else "transformer." + name.removeprefix("transformer.")
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in old exports, not parameters
-            state[name] = (t.t() if name.endswith(CONV1D) else t).float().contiguous()
+        if config.get(field, value) != value and (field, config[field]) != ("n_inner", 4 * ours.n_embd):
+            raise UserError(f"{folder}: {field} is {config[field]!r:.99}; only {value!r}, GPT-2 itself, is read")
+    weights, state = _read_weights(folder), {}
     try:
+        for name, t in weights.items():
+            name = name if name == "lm_head.weight" else "transformer." + name.removeprefix("transformer.")
+            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in old exports, not parameters
+                state[name] = (t.t() if name.endswith(CONV1D) else t).float().contiguous()
         if tied:
             state["lm_head.weight"] = state["transformer.wte.weight"]
-        return GPT.from_state_dict(GPTConfig(*sizes, tied_head=tied), state).eval()
-    except (KeyError, RuntimeError) as e:
-        raise UserError(f"the weights in {folder} do not fit its config.json: {e}; fetch or save it again") from e
+        return GPT.from_state_dict(ours, state).eval()
+    except (KeyError, RuntimeError, AttributeError, TypeError, ValueError) as e:
+        why = " ".join(str(e).split())[:300]
+        raise UserError(f"the weights in {folder} do not fit its config.json: {why}; fetch or save it again") from e
 
 
 def open_model(name: str | Path) -> GPT:

@@ -32,8 +32,9 @@ def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
     with open(path, encoding="utf-8", newline="") as file:
         while block:
             block = file.read(CHUNK)
+            searched = max(0, len(rest) - 1)  # in vain: text without a space is not looked through again and again
             rest, start, pieces = rest + block, 0, []
-            while cut := CUT.search(rest, start + PIECE):
+            while cut := CUT.search(rest, max(start + PIECE, searched)):
                 pieces.append(rest[start : cut.end()])
                 start = cut.end()
             rest = rest[start:]
@@ -87,7 +88,7 @@ def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], 
         try:
             chunks = READERS.get(path.suffix, read_text)(path, column)
             yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
-        except (OSError, ValueError) as e:  # what pyarrow raises is one of them, too
+        except (OSError, ValueError, NotImplementedError, MemoryError) as e:  # the last two: pyarrow, of odd headers
             raise UserError(f"cannot read {path}: {e}; --source takes parquet, jsonl or UTF-8 text") from None
         used(path)
 

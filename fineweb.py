@@ -121,7 +121,7 @@ def given_files(patterns: tuple[str, ...]) -> dict[Path, str]:
         if not paths or not all(os.path.isfile(p) and os.access(p, os.R_OK) for p in paths):
             raise UserError(f"--source {pattern}: not a readable file; or give stdlib, {', '.join(HUB)} or OWNER/NAME")
         found += map(Path, paths)
-    return {p: re.sub(r"[\0-\x1f\\]", "_", p.name) for p in found}
+    return {p: re.sub(r"[\0-\x1f\x7f-\x9f\\]", "_", p.name) for p in found}
 
 
 def library_files() -> dict[Path, str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 VAL_ROWS = 10_042
+LONGEST = 1 << 16  # bytes of a row; HellaSwag's have a few thousand
 Style = Literal["completion", "lm-eval"]
 
 
@@ -82,14 +83,16 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
     if not path.is_file():
         raise UserError(f"no HellaSwag rows at {path}; download them with: python hellaswag.py")
     with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
+        for number, line in enumerate(iter(lambda: f.readline(LONGEST), b""), 1):
             if limit and len(examples) == limit:
                 break
             if not line.strip():
                 continue
             try:
+                if len(line) == LONGEST:
+                    raise ValueError(f"not of such rows: {LONGEST:,} bytes and more")
                 row = json.loads(line)
-            except ValueError as e:  # not JSON, or not UTF-8
+            except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8
                 raise UserError(f"{path} line {number} is not JSON ({e}); download it again or mend the line") from None
             if wrong := check(row, style):
                 raise UserError(f"{path} line {number}: {wrong}; a row has ctx, endings (four) and label")
@@ -273,7 +276,7 @@ def main() -> None:
         if not args.data.exists():
             download(args.data, args.url)
         n = len(load_examples(args.data))
-        return print(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
+        return print0(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
     import runtime
     from convert import open_model
 

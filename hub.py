@@ -11,8 +11,8 @@ A transfer that was cut off continues when the same command is run again, and co
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime import UserError, locked, run_cli
+from runtime import UserError, locked, print0, run_cli
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
@@ -108,7 +108,7 @@ def push(repo: str, kind: str, files: list[Path], card: str, public: bool) -> No
                 break
         else:
             raise UserError(f"{repo} does not list {todo[0].name} as it was sent; run the same command again")
-    print(f"{len(files)} files are on the Hub; pull with:\npython hub.py pull-{kind.removesuffix('set')} {repo} DIR")
+    print0(f"{len(files)} files are on the Hub; pull with:\npython hub.py pull-{kind.removesuffix('set')} {repo} DIR")
 
 
 @contextmanager
@@ -131,7 +131,8 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
             options = {"repo_type": kind, "revision": sha, "local_dir": stage}
             for again in (False, True):
                 if wrong:
-                    api.snapshot_download(repo, **options, allow_patterns=wrong, force_download=again)
+                    patterns = [glob.escape(n) for n in wrong]
+                    api.snapshot_download(repo, **options, allow_patterns=patterns, force_download=again)
                 for name in [n for n in wrong if is_same(stage / n, remote[n], wanted[n])]:
                     with open(stage / name, "rb") as f:
                         os.fsync(f.fileno())
@@ -178,7 +179,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         fetch({n: sha256 for n, sha256 in known.items() if n not in left_out}, here)
         if manifest:
             shards.write_manifest(out, replace(manifest, shards=[s for s in manifest.shards if s.file not in left_out]))
-    print(f"{len(shards.shard_files(out))} shards in {out}, every hash right")
+    print0(f"{len(shards.shard_files(out))} shards in {out}, every hash right")
     return out
 
 
@@ -186,15 +187,16 @@ def load(path: Path) -> tuple:
     """The .pt file that a file or run folder stands for, its model, and a card with the run's figures at its step."""
     import checkpoint
     import metrics
+    from model import is_a
 
     model, facts = checkpoint.load_model(path), checkpoint.load_weights(path)[1]
     c, step = model.config, facts["step"]
     weights = path if path.is_file() else checkpoint.model_path(path, step)
-    log, run = weights.with_name("metrics.jsonl"), weights.with_name("config.json")
-    for row in metrics.read_lines(log):
+    for row in metrics.read_lines(weights.with_name("metrics.jsonl")):
         facts |= row if row["step"] <= step else {}
-    if run.is_file():
-        facts["tokens"] = step * json.loads(run.read_text())["total_batch_size"]
+    if batch := metrics.tokens_per_step(weights.parent):
+        facts["tokens"] = step * batch
+    facts = {k: v for k, v in facts.items() if is_a(v, float)}
     card = f"---\npipeline_tag: text-generation\ntags: [gpt2]\n---\n# GPT-2\n\n{model.num_params():,} parameters: "
     card += f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}.\n\n| | |\n|-|-|\n"
     return weights, model, card + "".join(f"| {k} | {facts[k]:,} |\n" for k in CARD_FACTS if k in facts) + "\n"
@@ -220,7 +222,7 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None) -> None:
         if not any(n.endswith((".pt", ".safetensors")) for n in names):
             raise UserError(f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
         fetch(dict.fromkeys(names))
-    print(f"{repo} is in {out_dir}; try: python infer.py {out_dir} 'Hello,'")
+    print0(f"{repo} is in {out_dir}; try: python infer.py {out_dir} 'Hello,'")
 
 
 def export(path: Path, out_dir: Path) -> None:
@@ -230,7 +232,7 @@ def export(path: Path, out_dir: Path) -> None:
     _, model, card = load(path)
     convert.save_hf(model, out_dir)
     (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
-    print(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
+    print0(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
 
 
 def import_old(old: Path, out_dir: Path) -> None:
@@ -243,11 +245,9 @@ def import_old(old: Path, out_dir: Path) -> None:
 
     inert = type("Inert", (), {})  # what any pickled config becomes: attributes, no code
     try:
-        strange = torch.serialization.get_unsafe_globals_in_checkpoint(old)
-        if bad := [name for name in strange if not re.fullmatch(r"[\w.]+\.\w*Config", name)]:
-            raise ValueError(f"it wants {bad[0]}, which could run code")
-        with torch.serialization.safe_globals([(inert, name) for name in strange]):
-            state = torch.load(old, map_location="cpu", weights_only=True, mmap=True)
+        configs = [name for name in checkpoint.pickled_names(old) if re.fullmatch(r"[\w.]+ \w*Config", name)]
+        with torch.serialization.safe_globals([(inert, name.replace(" ", ".")) for name in configs]):
+            state = checkpoint.read_tensors(old, configs)
         weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", k): v.float() for k, v in state["model"].items()}
         weights = {k: v for k, v in weights.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
         wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
@@ -258,6 +258,8 @@ def import_old(old: Path, out_dir: Path) -> None:
             raise ValueError(f"n_head is {nh!r} for a width of {C}")
         config = GPTConfig(len(wpe), V, layers, nh, C, "transformer.ln_f.bias" in weights, tied)
         model, step = GPT.from_state_dict(config, weights), int(state.get("step", state.get("iter_num", 0)))
+        if not 0 <= step < 2**53:
+            raise ValueError("its step is no number of steps")
     except Exception as e:  # torch raises many kinds for a file that is not what it seems
         raise UserError(
             f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
@@ -266,7 +268,7 @@ def import_old(old: Path, out_dir: Path) -> None:
         raise UserError(f"{target} is there already, and import overwrites nothing; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(target, checkpoint.model_file(model, step))
-    print(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
+    print0(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
 
 
 def main() -> None:

@@ -165,10 +165,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics.jsonl; a line torn by a kill is left out. Empty where there is no file."""
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
+        try:  # a number of more digits than an int64 may have becomes a float, as the plots need it
+            record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and type(record.get("step")) is int and record["step"] >= 0:
             lines.append(record)
     return lines
+
+
+def tokens_per_step(out_dir: Path) -> int | None:
+    """What a step of a run is worth, by its config.json; None where that does not say."""
+    try:
+        size = json.loads((out_dir / "config.json").read_text())["total_batch_size"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return size if type(size) is int and 0 < size < 2**53 else None

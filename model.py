@@ -11,7 +11,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabula
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,26 @@ from torch.utils.checkpoint import checkpoint
 
 END_OF_TEXT = 50256  # the last id GPT-2's tokenizer knows; ids above it only pad the vocabulary to a round size
 REAL_VOCAB = END_OF_TEXT + 1
+LARGEST = 2**20  # of any size in a config: what a file says is not believed without limit
+
+
+def is_a(value: object, hint: Any) -> bool:
+    """Whether a value, read from a file, say, is of a field's type exactly; an int will do for a float, and neither may
+    be beyond what 64 bits hold (a NaN is)."""
+    if get_origin(hint) is Literal:
+        return any(type(value) is type(option) and value == option for option in get_args(hint))
+    if options := get_args(hint):
+        return any(is_a(value, option) for option in options)
+    return type(value) in (hint, int) and abs(value) < 2**63 if hint in (int, float) else type(value) is hint
+
+
+def misfit(config: object) -> str:
+    """Which field of a config dataclass holds a value that is not of its type; an empty string if none does."""
+    for name, hint in get_type_hints(type(config)).items():
+        if not is_a(value := getattr(config, name), hint):
+            shown = value if type(value) is float else f"of type {type(value).__name__}, or out of the range of 64 bits"
+            return f"{name} is {shown}, which it cannot be"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -49,9 +69,26 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict) -> "GPTConfig":
-        """The config a checkpoint carries as a plain dict; keys this version does not know are dropped."""
+        """The config a checkpoint carries as a plain dict; keys this version does not know are dropped. Raises
+        ValueError for values that are those of no network."""
         known = {f.name for f in fields(GPTConfig)}
-        return GPTConfig(**{k: v for k, v in saved.items() if k in known})
+        config = GPTConfig(**{k: v for k, v in saved.items() if k in known})
+        if wrong := config.wrong():
+            raise ValueError(wrong)
+        return config
+
+    def wrong(self) -> str:
+        """Which value is that of no network, and the rule; an empty string if all is well."""
+        if bad := misfit(self):
+            return bad
+        for f in fields(self)[:5]:  # the sizes
+            if not 1 <= (size := getattr(self, f.name)) <= LARGEST:
+                return f"{f.name} {size} must lie between 1 and {LARGEST}"
+        if self.n_embd % self.n_head:
+            return f"n_head {self.n_head} does not divide n_embd {self.n_embd}"
+        if self.positions == "rope" and self.head_size % 2:
+            return f"rope turns pairs of channels, and a head has {self.head_size}"
+        return "" if self.logit_softcap >= 0 else f"logit_softcap {self.logit_softcap} must not be negative"
 
 
 class KVCache:
@@ -182,7 +219,13 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
-        """A model that takes over the tensors of `state` as they are: no random init, no copy."""
+        """A model that takes over the float32 tensors of `state` as they are: no random init, no copy. Raises
+        ValueError or RuntimeError where they are not those of `config`."""
+        layers = {name.split(".")[2] for name in state if name.startswith("transformer.h.")}
+        if len(layers) != config.n_layer:  # before as many are made as a config asks for
+            raise ValueError(f"{len(layers)} layers of weights for a config with {config.n_layer}")
+        if odd := [name for name, t in state.items() if not (isinstance(t, Tensor) and t.dtype == torch.float32)]:
+            raise ValueError(f"{odd[0]} is no float32 tensor")
         with torch.device("meta"), NoInit():
             model = cls(config)
         model.load_state_dict(state, assign=True)

@@ -133,10 +133,18 @@ def full_state(optimizers: list[torch.optim.Optimizer]) -> list[dict] | None:
 
 
 def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
-    """Load what full_state gave, into any zero_stage and world size; peak rates stay those of the present config."""
-    assert len(optimizers) == len(states), f"checkpoint has {len(states)} optimizers, this config {len(optimizers)}"
+    """Load what full_state gave, into any zero_stage and world size; the settings stay those of the present config.
+    Raises ValueError, among others, for a state that is not of these parameters."""
+    if len(optimizers) != len(states):
+        raise ValueError(f"it has {len(states)} optimizers, this config {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
-        peaks = [(g["peak_lr"], g["weight_decay"]) for g in optimizer.param_groups]
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        for i, saved in state["state"].items():
+            if saved.keys() not in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}) or any(
+                t.numel() != 1 and t.shape != params[i].shape for t in saved.values()
+            ):
+                raise ValueError(f"the state of parameter {i} is not that of a tensor of {list(params[i].shape)}")
+        ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        for group, (peak, decay) in zip(optimizer.param_groups, peaks, strict=True):
-            group["peak_lr"], group["weight_decay"] = peak, decay
+        for group, settings in zip(optimizer.param_groups, ours, strict=True):
+            group.update(settings)

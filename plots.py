@@ -9,7 +9,6 @@ Reads OUT/metrics.jsonl and OUT/config.json of each run; works while the run is 
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import tyro
 
 import metrics
 from reference import expected, read_reference
-from runtime import UserError, run_cli
+from runtime import UserError, print0, printable, run_cli
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,11 +53,8 @@ def read_metrics(run_dir: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]
 
 def step_unit(run_dirs: Sequence[Path]) -> str:
     """Label of the x axis; it says what a step is worth where all the runs' configs agree on that."""
-    try:
-        sizes = {json.loads((d / "config.json").read_text())["total_batch_size"] for d in run_dirs}
-    except (OSError, ValueError, TypeError, KeyError):
-        return "step"
-    return f"step ({sizes.pop():,} tokens each)" if len(sizes) == 1 else "step"
+    sizes = {metrics.tokens_per_step(d) for d in run_dirs}
+    return f"step ({sizes.pop():,} tokens each)" if len(sizes) == 1 and None not in sizes else "step"
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
@@ -168,7 +164,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
 
     if not (dirs := list(dict.fromkeys(Path(d).resolve() for d in run_dirs))):
         raise UserError("no run folder given; give one or several: python plots.py log/quickstart")
-    named = zip(dirs, run_names(dirs), strict=True)
+    named = zip(dirs, map(printable, run_names(dirs)), strict=True)
     runs = [Run(name=n, color=COLORS[i % len(COLORS)], metrics=read_metrics(d)) for i, (d, n) in enumerate(named)]
     if not (panels := [keys for keys in PANELS if any(k in r.metrics for r in runs for k in keys)]):
         raise UserError(f"{dirs[0]}/metrics.jsonl has nothing to draw; needed: one of {', '.join(sum(PANELS, ()))}")
@@ -209,7 +205,7 @@ def main(run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional], reference:
         reference: draw the band of two public FineWeb-Edu 10B runs of GPT-2 124M behind the curves.
         out: the picture; default: RUN_DIR/curves.png for one run, curves.png here for several.
     """
-    print(f"wrote {draw(run_dirs, out or Path(*run_dirs[: len(run_dirs) == 1], 'curves.png'), reference)}")
+    print0(f"wrote {draw(run_dirs, out or Path(*run_dirs[: len(run_dirs) == 1], 'curves.png'), reference)}")
 
 
 if __name__ == "__main__":

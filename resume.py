@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ import optim
 import runtime
 from config import TrainConfig, drift
 from runtime import Runtime, UserError, print0
+
+STATE = {  # the entries of a train state that resuming reads
+    "step": int, "max_steps": int, "optimizers": list, "rng": list, "scaler": dict, "config": dict, "data": str,
+    "record": dict, "best": dict | None, "evaluated": bool,
+}  # fmt: skip
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """checkpoint.read_train_state of a run of this program: every entry is there and of its kind. Raises UserError."""
+    saved = checkpoint.read_train_state(path)
+    odd = [key for key, kind in STATE.items() if key not in saved or not isinstance(saved[key], kind)]
+    if odd or not 0 <= saved["step"] < 2**53:
+        raise UserError(
+            f"the train state of {path} has no usable {(odd or ['step'])[0]}; resume from another checkpoint, or start "
+            "a new run from its weights with --init-from"
+        )
+    return saved
 
 
 class Stopped(Exception):
@@ -55,9 +73,9 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     out, newest = cfg.run_dir, checkpoint.latest_step(cfg.run_dir)
     saved = None
     if cfg.resume == "auto" and newest is not None:
-        saved = checkpoint.read_train_state(out)
+        saved = read(out)
     elif cfg.resume not in ("auto", "none"):
-        saved = checkpoint.read_train_state(cfg.resume)
+        saved = read(cfg.resume)
     if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
         raise UserError(
             f"{out} already holds a run at step {newest}, and nothing of it is overwritten; continue it with "
@@ -114,14 +132,21 @@ def train_state(
 
 
 def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScaler, rt: Runtime) -> None:
-    """Optimizers, loss scale and random state as they were; a rank that did not exist then keeps its fresh seed."""
-    optim.load_state(optimizers, saved["optimizers"])
-    if saved["scaler"]:
-        scaler.load_state_dict(saved["scaler"])
-    if rt.rank < len(saved["rng"]):
-        state, cuda = saved["rng"][rt.rank].cpu(), rt.device.type == "cuda"
-        if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU's kilobytes; neither fits the other
-            torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
+    """Optimizers, loss scale and random state as they were; a rank that did not exist then keeps its fresh seed. Raises
+    UserError for what is not a state of these."""
+    try:
+        optim.load_state(optimizers, saved["optimizers"])
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        if rt.rank < len(saved["rng"]):
+            state, cuda = saved["rng"][rt.rank].cpu(), rt.device.type == "cuda"
+            if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU's kilobytes; neither fits the other
+                torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
+    except Exception as e:  # torch raises many kinds
+        raise UserError(
+            f"the train state of step {saved['step']} does not fit this run ({type(e).__name__}: {e!s:.200}); start a "
+            "new run from its weights with --init-from"
+        ) from None
 
 
 def command(cfg: TrainConfig, step: int) -> str:

@@ -63,9 +63,9 @@ def env_rank() -> int:
 
 
 def print0(*args: object) -> None:
-    """Print on rank 0 only, at once."""
+    """Print on rank 0 only, at once; names of files and what came from elsewhere cannot drive the terminal."""
     if env_rank() == 0:
-        print(*args, flush=True)
+        print(printable(" ".join(map(str, args))), flush=True)
 
 
 @dataclass(frozen=True)

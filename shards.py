@@ -14,6 +14,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -22,8 +23,12 @@ from tokenizer import EOT, VOCAB_SIZE
 
 SHARD_TOKENS = 100_000_000  # build-nanogpt's and llm.c's size for a shard of FineWeb
 MANIFEST = "manifest.json"
-SHARD_NAME = re.compile(r"(?P<stem>(?P<name>[^/\\\x00-\x1f]+?)_(?P<split>train|val)(_(?P<index>\d+))?)\.(npy|bin)")
-INSIDE = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\\]+")  # a relative path that does not lead out of its folder
+SHARD_NAME = re.compile(
+    r"(?P<stem>(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?)\.(npy|bin)"
+)
+INSIDE = re.compile(
+    r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+"
+)  # a relative path that does not lead out of its folder
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256  # llm.c: dataloader.h; the header is int32 words
 CHUNK = 1 << 24  # tokens looked at together, so that a check of a shard needs little memory
 
@@ -117,12 +122,13 @@ def _layout(path: Path) -> tuple[int, int]:
         size = path.stat().st_size
         with open(path, "rb") as f:
             if path.suffix == ".npy":
-                version = np.lib.format.read_magic(f)[0]  # 1 as numpy writes it for an array like this, or 2
+                head = io.BytesIO(f.read(1 << 16))  # more than numpy takes of a header, whatever length that states
+                version = np.lib.format.read_magic(head)[0]  # 1 as numpy writes it for an array like this, or 2
                 read = np.lib.format.read_array_header_1_0 if version == 1 else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(f)  # literals only: an array of objects is refused below, never unpickled
+                shape, _, dtype = read(head)  # literals only: an array of objects is refused below, never unpickled
                 if dtype != np.dtype("<u2") or len(shape) != 1:
-                    raise bad(f"it holds {dtype} of shape {shape}, not uint16 of one dimension")
-                offset, count = f.tell(), int(shape[0])
+                    raise bad(f"it holds {dtype} of shape {shape}, not uint16 of one dimension"[:300])
+                offset, count = head.tell(), int(shape[0])
             else:
                 words = np.frombuffer(f.read(4 * BIN_HEADER), dtype="<i4")
                 if len(words) < BIN_HEADER or tuple(words[:2]) != (BIN_MAGIC, BIN_VERSION):
@@ -130,8 +136,8 @@ def _layout(path: Path) -> tuple[int, int]:
                 offset, count = words.nbytes, int(words[2])
     except OSError as e:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
-    except (ValueError, SyntaxError, TypeError, RecursionError) as e:  # what numpy says of a foreign header
-        raise bad(f"its header is unreadable ({type(e).__name__}: {str(e).split(chr(10))[0]})") from None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError) as e:  # what numpy says of it
+        raise bad(f"its header is unreadable ({type(e).__name__}: {str(e).split(chr(10))[0]:.300})") from None
     if size != offset + 2 * count or count == 0:
         raise bad(f"its header promises {count:,} tokens ({offset + 2 * count:,} bytes) and it has {size:,} bytes")
     return offset, count
@@ -210,7 +216,7 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
-        why = f"{type(e).__name__}: {e}"
+        why = f"{type(e).__name__}: {e!s:.300}"
     raise UserError(f"{path} is not a manifest of this program ({why}); move it away, or fetch the folder again")
 
 

@@ -333,7 +333,7 @@ def refuse(
 
 
 def main() -> None:
-    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    cfg = parse(sys.argv[1:], lambda path: resume.read(path)["config"])
     with resume.signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
         if cfg.dry_run:
             return dry_run(cfg, rt)

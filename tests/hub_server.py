@@ -38,6 +38,7 @@ class Fault:
     path: str
     times: int = 1
     code: int = 500
+    message: str = "planted fault"
     method: str | None = None  # GET, HEAD, POST, PUT; None: GET for drop and corrupt, any for the others
 
 
@@ -165,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         data = self.body()
         self.fault = self.hub.take_fault(self.command, self.path)
         if self.fault and self.fault.kind == "status":
-            return self.refuse(self.fault.code, message="planted fault")
+            return self.answer({"error": self.fault.message}, self.fault.code)
         if self.fault and self.fault.kind == "html":
             return self.answer(b"<html><body>Please log in to this network</body></html>", Content_Type="text/html")
         if self.fault and self.fault.kind == "drop" and self.command == "PUT":
