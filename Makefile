@@ -57,4 +57,4 @@ torture: .venv/.installed-dev ## hundreds of faults on purpose, a long run, and 
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 clean: ## remove .venv and caches; never data/ or log/
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ */__pycache__
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis __pycache__ */__pycache__

@@ -148,7 +148,7 @@ class RunLog:
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
-            self._file = open(self._file.name, "a", buffering=1)
+            self._file = open(self._file.name, "ab", buffering=0)
         if self._tensorboard is not None:
             self._tensorboard.flush()
 

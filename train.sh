@@ -113,6 +113,7 @@ reap() { # a torchrun that was killed leaves its ranks on the GPUs: let them sav
         sleep 1
     done
 }
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache} # a volume keeps what is compiled, /tmp may not
 cmd=("$PY" -m torch.distributed.run)
 if [[ $PY == "$HERE/.venv/"* ]]; then [[ ! -x $HERE/.venv/bin/torchrun ]] || cmd=("$HERE/.venv/bin/torchrun")
 elif command -v torchrun >/dev/null; then cmd=(torchrun); fi

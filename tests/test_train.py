@@ -118,6 +118,16 @@ def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, to
     assert_close(curve(moved), curve(one), *([3e-2] if dtype == "bfloat16" else []))  # gradients are rounded, too
 
 
+def test_a_trapezoid_is_extended_as_if_it_had_been_planned_so(tiny_args, tmp_path):
+    flags = "--schedule trapezoid --cooldown 0.25 --warmup-steps 2".split()
+    planned = fit(tiny_args, tmp_path / "planned", *flags, "--max-steps", "20")
+    extended = fit(tiny_args, tmp_path / "extended", *flags, "--max-steps", "12")
+    keep_steps(extended, 6)  # before the rate began to fall
+    fit(tiny_args, extended, *flags, "--max-steps", "20", "--resume", "auto")
+    assert curve(extended) == curve(planned)
+    assert same_bits(weights(extended, 20), weights(planned, 20))
+
+
 SHARE = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
