@@ -58,7 +58,7 @@ from metrics import read_lines
 from runtime import UserError
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch._dynamo", "tyro", "train_gpt2", "fineweb", "hub", "convert"])
+FORK.set_forkserver_preload(["__main__", "torture", "torch._dynamo", "tyro", "fineweb", "hub", "convert"])
 
 
 # ------------------------------------------------------------------------- processes
@@ -86,7 +86,6 @@ class Script:
 
     process: multiprocessing.Process
     log: Path
-    began: float
 
     @property
     def said(self) -> str:
@@ -101,6 +100,13 @@ class Script:
         if here := self.process.is_alive():
             os.kill(self.process.pid, number)
         return here
+
+    def kill_at(self, goal: int, count: Callable[[], int], later: float) -> bool:
+        """SIGKILL when the count has come to the goal, and a moment later; whether it found the process alive."""
+        while self.process.is_alive() and count() < goal:
+            time.sleep(0.002)
+        time.sleep(later)
+        return self.send(signal.SIGKILL)
 
     def wait(self, seconds: float = 120) -> Script:
         self.process.join(seconds)
@@ -155,9 +161,8 @@ class Torture:
         args = (script, [str(a) for a in argv], str(log), out or str(log), env, prepare)
         log.touch()
         process = FORK.Process(target=child, args=args)
-        began = time.monotonic()
         process.start()
-        return Script(process, log, began)
+        return Script(process, log)
 
     def run(self, script: str, *argv, **how) -> Script:
         return self.start(script, *argv, **how).wait()
@@ -205,6 +210,10 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith(".")}
 
 
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): data for p, data in files(folder).items()}
 
@@ -236,9 +245,7 @@ class Run:
         tiny_data(self.data)
         self.flags = ["quickstart", *TINY, "--data-dir", str(self.data), *FLAGS, *more]
         self.whole = t.path("whole")
-        began = time.monotonic()
         self.finish(self.whole)
-        self.seconds = time.monotonic() - began
         self.steps = checkpoint.latest_step(self.whole)
 
     def argv(self, folder: Path) -> list[str]:
@@ -275,14 +282,12 @@ def fineweb_kill(t: Torture) -> None:
     """SIGKILL at any moment of fineweb.py; run again, the shards are the same bytes."""
     for form in ("npy", "bin"):
         args = [*tiny_text(t), "--shard-size", "1500", "--format", form]
-        whole = t.path("whole")
-        began = time.monotonic()
+        whole, out, pending = t.path("whole"), t.path("out"), 0
         assert t.run("fineweb", *args, "--out", whole).code == 0
-        seconds, out, pending = time.monotonic() - began, t.path("out"), 0
         for _ in t.times(24):
-            script = t.start("fineweb", *args, "--out", out)
-            time.sleep(t.rng.uniform(0.1, 1.1) * seconds)
-            pending += script.send(signal.SIGKILL)
+            out.mkdir(exist_ok=True)
+            script, count = t.start("fineweb", *args, "--out", out), lambda out=out: len(shards.shard_files(out))
+            pending += script.kill_at(t.rng.randint(count(), len(contents(whole))), count, t.rng.uniform(0, 0.03))
             if script.wait().code == 0:
                 t.same(f"kills of fineweb.py, {form}", contents(out) == contents(whole), pending)
                 t.kills, out, pending = t.kills + pending, t.path("out"), 0
@@ -306,9 +311,8 @@ def train_kill(t: Torture) -> None:
         run = Run(t, *more)
         out, pending = t.path("out"), 0
         for _ in t.times(20):
-            script = run.start(out)[0]
-            time.sleep(t.rng.uniform(0.2, 0.9) * run.seconds)
-            pending += script.send(signal.SIGKILL)
+            script, goal = run.start(out)[0], t.rng.randint(checkpoint.latest_step(out) or 0, run.steps)
+            pending += script.kill_at(goal, lambda out=out: lines(out / "metrics.jsonl"), t.rng.uniform(0, 0.03))
             if script.wait().code == 0:
                 t.same(f"kills of train_gpt2.py {more}", run.equals_whole(out), pending)
                 t.kills, out, pending = t.kills + pending, t.path("out"), 0
