@@ -5,6 +5,7 @@ Every other file asks this one instead of asking the machine. Importing it is fr
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -36,6 +37,10 @@ def run_cli(main: Callable[[], object]) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", WAIT_POLICY)
     try:
         main()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # threads that gloo leaves behind can abort an interpreter that ends
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(0)
     except UserError as e:
         if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
             time.sleep(3)

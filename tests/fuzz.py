@@ -87,7 +87,7 @@ def make_bin(folder: Path) -> None:
 
 def read_shard(folder: Path) -> None:
     for path in shards.shard_files(folder):
-        shards.check_ids(shards.open_shard(path), path)
+        shards.check_ids(shards.read_shard(path), path)
 
 
 def read_shards(folder: Path) -> None:
@@ -120,7 +120,7 @@ def tiny(seed: int = 0, config: GPTConfig = SMALL) -> GPT:
 
 def make_run(folder: Path) -> None:
     model = tiny()
-    optimizers = optim.build(model, PRESETS["quickstart"], RT)
+    optimizers = optim.build(optim.Weights(model, PRESETS["quickstart"]), PRESETS["quickstart"], RT)
     sum(p.sum() for p in model.parameters()).backward()
     optimizers[0].step()
     state = {"step": 7, "max_steps": 9, "optimizers": optim.full_state(optimizers), "rng": [torch.get_rng_state()]}
@@ -142,7 +142,7 @@ def use(model: GPT) -> None:
 def read_optim(folder: Path) -> None:
     saved, model = resume.read(folder / "model_00007.pt"), tiny()
     cfg = TrainConfig.from_dict(saved["config"])
-    optimizers = optim.build(model, cfg, RT)
+    optimizers = optim.build(optim.Weights(model, cfg), cfg, RT)
     resume.restore(saved, optimizers, torch.amp.GradScaler("cpu", enabled=False), RT)
     optim.set_schedule(optimizers, saved["step"], saved["max_steps"], cfg)
     sum(p.sum() for p in model.parameters()).backward()

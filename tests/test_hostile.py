@@ -292,5 +292,5 @@ def test_samples_of_a_run_drive_no_terminal():
         model.transformer.ln_f.bias.fill_(1.0)
         model.transformer.ln_f.weight.zero_()
         model.lm_head.weight[ids] = 9.0
-    said = samples(model, PRESETS["quickstart"], fuzz.RT)
+    said = samples(model, PRESETS["quickstart"], fuzz.RT, lambda: False)
     assert "\ufffd" in said and runtime.printable(said) == said

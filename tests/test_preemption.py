@@ -229,7 +229,7 @@ def test_a_full_disk_costs_one_checkpoint(tiny_args, tmp_path, start):
 
 def test_an_error_on_one_rank_ends_the_other_and_is_said(tiny_args, tiny_data, tmp_path, torchrun):
     path = tiny_data / "tiny_train_000001.npy"
-    tokens = np.array(shards.open_shard(path))
+    tokens = np.array(shards.read_shard(path))
     tokens[200] = 300  # in window 6, which the second rank reads
     shards.write_shard(path, tokens)
     flags = ["quickstart", *tiny_args, "--no-shuffle", "--val-every", "0", "--out-dir", tmp_path / "out"]

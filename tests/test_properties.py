@@ -88,9 +88,9 @@ def test_shards_joined_are_the_documents(documents, size, limit, chunk, form, da
     expected = [t for d in documents for t in (tokenizer.EOT, *d.encode())][: limit or None]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fineweb, "bulk_encoder", Letters)
-        patch.setattr(shards.os, "fsync", lambda fd: None)
+        patch.setattr(runtime.os, "fsync", lambda fd: None)
         made = fineweb.write_shards(chunks, Path(folder), "x", wish, lambda *_: None)
-        parts = [np.array(shards.open_shard(Path(folder, s.file))) for s in made.shards]
+        parts = [np.array(shards.read_shard(Path(folder, s.file))) for s in made.shards]
         assert np.concatenate(parts).tolist() == expected
         assert {len(p) for p in parts[:-1]} <= {size} and 1 <= len(parts[-1]) <= size
         assert [s.documents for s in made.shards] == [int((p == tokenizer.EOT).sum()) for p in parts]
@@ -123,7 +123,7 @@ MANIFEST = st.builds(
 @given(MANIFEST)
 def test_manifest_round_trip_and_no_name_in_it_leads_out(manifest):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards.os, "fsync", lambda fd: None)
+        patch.setattr(runtime.os, "fsync", lambda fd: None)
         shards.write_manifest(folder, manifest)
         first = Path(folder, shards.MANIFEST).read_bytes()
         assert shards.read_manifest(folder) == manifest

@@ -134,21 +134,23 @@ sys.path.insert(0, sys.argv[1])
 import optim, runtime
 from config import parse
 from model import GPT
-with runtime.session("cpu") as rt:
-    for name in ("adamw", "muon"):
-        cfg = parse(["quickstart", *sys.argv[2:], "--optimizer", name, "--zero-stage", "1"], None)
-        model = GPT(cfg.model)
-        optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        for o in optimizers:
-            o.step()
-        moments = {o: 1 if type(o.optim) is torch.optim.Muon else 2 for o in optimizers}
-        sizes = [[n * p.numel() for g in o.param_groups for p in g["params"]] for o, n in moments.items()]
-        held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
-        shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
-        bound = 1 / rt.world_size + sum(map(max, sizes)) / sum(map(sum, sizes))
-        runtime.print0(json.dumps({"optimizer": name, "shares": [s.item() for s in shares], "bound": bound}))
+def main():
+    with runtime.session("cpu") as rt:
+        for name in ("adamw", "muon"):
+            cfg = parse(["quickstart", *sys.argv[2:], "--optimizer", name, "--zero-stage", "1"], None)
+            model = GPT(cfg.model)
+            optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            for o in optimizers:
+                o.step()
+            moments = {o: 1 if type(o.optim) is torch.optim.Muon else 2 for o in optimizers}
+            sizes = [[n * p.numel() for g in o.param_groups for p in g["params"]] for o, n in moments.items()]
+            held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
+            shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
+            bound = 1 / rt.world_size + sum(map(max, sizes)) / sum(map(sum, sizes))
+            runtime.print0(json.dumps({"optimizer": name, "shares": [s.item() for s in shares], "bound": bound}))
+runtime.run_cli(main)
 """
 
 
