@@ -3,6 +3,7 @@ what may differ when it goes on."""
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import signal
@@ -18,7 +19,6 @@ import torch
 
 import checkpoint
 import optim
-import runtime
 from config import TrainConfig, drift
 from runtime import Runtime, UserError, print0
 
@@ -149,6 +149,18 @@ def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScale
         ) from None
 
 
+def launcher() -> str:
+    """How this process was started, for commands that are printed to be typed again."""
+    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "python"
+    return (
+        f"torchrun --standalone --nproc_per_node={local}"
+        if local == world
+        else f"torchrun [as on each node] --nproc_per_node={local}"
+    )
+
+
 def command(cfg: TrainConfig, step: int) -> str:
     """The command that goes on from `step`: what was typed, from the checkpoint that was saved."""
     words = sys.argv[1:]
@@ -157,4 +169,4 @@ def command(cfg: TrainConfig, step: int) -> str:
         words = words[:at] + words[at + 2 :]
     words = [w for w in words if not w.startswith("--resume=")]
     path = checkpoint.model_path(cfg.run_dir, step)
-    return shlex.join([*runtime.launcher().split(), "train_gpt2.py", *words, "--resume", str(path)])
+    return shlex.join([*launcher().split(), "train_gpt2.py", *words, "--resume", str(path)])

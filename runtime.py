@@ -241,18 +241,6 @@ def locked(folder: Path, wait: bool = False):
         yield
 
 
-def launcher() -> str:
-    """How this process was started, for commands that are printed to be typed again."""
-    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "python"
-    return (
-        f"torchrun --standalone --nproc_per_node={local}"
-        if local == world
-        else f"torchrun [as on each node] --nproc_per_node={local}"
-    )
-
-
 def device_name(device: torch.device) -> str:
     """The card's name, or how many threads the CPU gives."""
     import torch
