@@ -583,11 +583,12 @@ def read_only(t: Torture) -> None:
         repo = hub.root / "datasets/tester/toy"
         shutil.copytree(data, repo)
         for kind in t.some(["folder", "file"] * 2):
-            for script, argv in (
-                ("train_gpt2", lambda out: run.argv(out)),
-                ("fineweb", lambda out: [*text, "--out", out]),
-                ("hub", lambda out: ["pull-data", "tester/toy", out]),
-                ("hub", lambda out: ["export", run.whole, out]),
+            denied = "Permission denied"
+            for script, argv, why in (
+                ("train_gpt2", lambda out: run.argv(out), denied),
+                ("fineweb", lambda out: [*text, "--out", out], denied),
+                ("hub", lambda out: ["pull-data", "tester/toy", out], denied),
+                ("hub", lambda out: ["export", run.whole, out], "not an empty folder"),  # which it sees first
             ):
                 out = t.path("out")
                 if kind == "file":
@@ -599,8 +600,8 @@ def read_only(t: Torture) -> None:
                     out.chmod(0o555)
                     ended = t.run(script, *argv(out), prepare=drop_root, **hub.env())
                 mine = out if kind == "file" else out / "mine"
-                why = "Permission denied" if kind == "folder" else ""
-                t.refused(f"{script}, read-only {kind}", ended, str(out), why, kept={mine: b"something of mine"})
+                words = why if kind == "folder" else ""
+                t.refused(f"{script}, read-only {kind}", ended, str(out), words, kept={mine: b"something of mine"})
 
 
 # ------------------------------------------------------------------------- damaged files
