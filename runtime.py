@@ -37,15 +37,12 @@ def run_cli(main: Callable[[], object]) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", WAIT_POLICY)
     try:
         main()
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # threads that gloo leaves behind can abort an interpreter that ends
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            os._exit(0)
+        end(0)
     except UserError as e:
         if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
             time.sleep(3)
         print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        end(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as e:
@@ -55,6 +52,19 @@ def run_cli(main: Callable[[], object]) -> None:
         # a disk that is full, a folder that is read-only or gone: the machine's, not ours
         print(f"error: {printable(str(e))}; mend that, and go on as after a kill", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def end(code: int) -> None:
+    """Exit. A rank finishes what its threads are writing, then skips the interpreter's own end, in which gloo was seen
+    to abort, and to wait for ever for a rank that is gone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def printable(text: str) -> str:
@@ -313,12 +323,13 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         why = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
         mend = f"go on from the newest checkpoint with --resume auto ({printable(str(e).strip())[:200]})"
         print(f"{why}; {mend}", file=sys.stderr, flush=True)
-        for thread in threading.enumerate():  # a checkpoint being written
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
-        os._exit(1)  # because gloo's destructor can wait for the lost rank for ever
+        end(1)
     finally:
+        watchdog = threading.Timer(60, os._exit, (1,))  # gloo can wait for a rank that is gone, here, too
+        watchdog.daemon = True
+        watchdog.start()
         dist.destroy_process_group()
+        watchdog.cancel()
 
 
 # Dense bfloat16 (float16 before Ampere) peak in FLOP/s, vendor data sheets, no sparsity. Longest match wins.

@@ -121,16 +121,19 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             # accumulate
             batch = next(batches)
             t0 = time.perf_counter()
-            loss = accumulate(trained, batch, rt, scaler)
-            mine = torch.stack([loss / rt.world_size, torch.full_like(loss, float(asked()))])
-            loss, halt = rt.all_reduce(mine).tolist()  # all ranks learn the mean loss, and that one of them has to stop
-            # clip, set lr, step
+            mine = accumulate(trained, batch, rt, scaler)
+            # clip, agree, set lr, step
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf).item()
+            norm = torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf)
+            # all ranks learn the mean loss, and whether one of them has to stop or has a norm that is not finite
+            flags = torch.tensor([float(asked()), 0.0], device=rt.device)
+            flags[1] = ~norm.isfinite()
+            loss, halt, bad = rt.all_reduce(torch.cat([mine[None] / rt.world_size, flags])).tolist()
+            norm = norm.item()
             lr = optim.set_schedule(optimizers, step, max_steps, cfg)
             writer.copied()  # what is being saved changes now
-            if math.isfinite(loss) and math.isfinite(norm):
+            if math.isfinite(loss) and not bad:
                 for optimizer in optimizers:
                     scaler.step(optimizer)
                 weights.publish()
@@ -140,7 +143,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 )
             else:
                 skipped += 1
-                refuse(cfg, rt, step, float(mine[0]), norm, skipped, data, B, writer)
+                refuse(cfg, rt, step, mine.item(), norm, skipped, data, B, writer)
             scaler.update()
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -309,15 +312,16 @@ def refuse(
     cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, writer
 ) -> None:
     """A non-finite loss or gradient: no rank has updated. Names the place; raises UserError once --skip-bad-steps is
-    used up. Every rank comes here, because loss and norm are those of all ranks."""
-    losses = [t.item() for t in rt.gather(torch.tensor([loss * rt.world_size], device=rt.device))]
-    bad = [r for r, x in enumerate(losses) if not math.isfinite(x)] or list(range(rt.world_size))
+    used up. Every rank comes here, because they have agreed on loss and norm, and is told of its own."""
+    losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
+    bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
+    bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]
     places = data.step_windows(
         0 if cfg.overfit_single_batch else step, cfg.sequences_per_step, B, bad[0], rt.world_size
     )
     shard, window = places.reshape(-1, 2)[0]
     message = (
-        f"step {step}: loss {losses[bad[0]]}, gradient norm {norm} on rank {bad[0]}, whose data start at "
+        f"step {step}: loss {losses[bad[0]]}, gradient norm {norms[bad[0]]} on rank {bad[0]}, whose data start at "
         f"{data.paths[shard].name} window {window}; the update was refused"
     )
     if skipped <= cfg.skip_bad_steps:
