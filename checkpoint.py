@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from files import whole_file
 from model import GPT, GPTConfig
-from runtime import UserError, print0, whole_file
+from runtime import UserError, print0
 
 NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1

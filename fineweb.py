@@ -30,7 +30,8 @@ import numpy as np
 
 import shards
 from documents import Chunk, ahead, read
-from runtime import UserError, locked, print0, run_cli
+from files import locked
+from runtime import UserError, print0, run_cli
 from shards import Manifest, Shard
 from tokenizer import EOT, bulk_encoder
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tokenizer
+from files import whole_file
 from runtime import Runtime, UserError, print0, run_cli
 
 if TYPE_CHECKING:
@@ -295,13 +296,13 @@ def main() -> None:
 
 
 def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> None:
-    part = path.with_name(path.name + ".part")
-    with open(part, "w") as f:
+    with whole_file(path) as f:
         for i, (e, row) in enumerate(zip(examples, losses.tolist(), strict=True)):
             norm = [x / u for x, u in zip(row, e.units, strict=True)]
             picks = {"pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}
-            f.write(json.dumps({"index": i, "label": e.label, **picks, "losses": row, "losses_norm": norm}) + "\n")
-    os.replace(part, path)
+            f.write(
+                json.dumps({"index": i, "label": e.label, **picks, "losses": row, "losses_norm": norm}).encode() + b"\n"
+            )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import runtime
 import shards
 from config import TrainConfig
+from files import whole_file
 from loader import Loader
 from metrics import duration
 from model import GPT
@@ -106,7 +107,7 @@ def record(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         resolved = {"out_dir": str(cfg.run_dir), "resolved_max_steps": max_steps, "world_size": rt.world_size}
         text = json.dumps({**cfg.to_dict(), **resolved}, indent=2) + "\n"
-        with runtime.whole_file(cfg.run_dir / "config.json") as f:
+        with whole_file(cfg.run_dir / "config.json") as f:
             f.write(text.encode())
 
 

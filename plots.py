@@ -9,7 +9,6 @@ Reads OUT/metrics.jsonl and OUT/config.json of each run; works while the run is 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import tyro
 
 import metrics
+from files import whole_file
 from reference import expected, read_reference
 from runtime import UserError, print0, printable, run_cli
 
@@ -187,11 +187,10 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
             ax.yaxis.set_major_formatter("{x:,.0f}" if ax.get_ylim()[1] > 1000 else "{x:g}")
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-    temporary = (out := Path(out)).with_name(f".{out.name}.part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format=out.suffix[1:] or "png")
-        os.replace(temporary, out)
+        (out := Path(out)).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out) as f:
+            figure.savefig(f, format=out.suffix[1:] or "png")
     except (OSError, ValueError) as e:  # ValueError: an ending that is no picture format
         raise UserError(f"cannot write the picture {out}: {e}; give another one, such as --out curves.png") from None
     return out

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ def run_cli(main: Callable[[], object]) -> None:
         print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
         end(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        end(130)
     except OSError as e:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds may have nowhere to go
         if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
-            sys.exit(141)
+            end(141)
         # a disk that is full, a folder that is read-only or gone: the machine's, not ours
         print(f"error: {printable(str(e))}; mend that, and go on as after a kill", file=sys.stderr, flush=True)
-        sys.exit(1)
+        end(1)
 
 
 def end(code: int) -> None:
@@ -202,53 +201,6 @@ def has_compiler(device: torch.device) -> bool:
     """Whether torch.compile can build what it writes: C++ on the CPU, Triton's launchers in C for a GPU."""
     names = ("CXX", "g++", "clang++") if device.type == "cpu" else ("CC", "gcc", "cc", "clang")
     return any(shutil.which(os.environ.get(n, n)) for n in names)
-
-
-@contextmanager
-def whole_file(path: Path):
-    """Yield a binary file that takes the name `path` once all of it is on the disk; an error leaves nothing behind."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)  # a half file is nobody's work, and it may be what filled the disk
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # for the new name, too, to survive a power cut
-    os.close(folder)
-
-
-@contextmanager
-def locked(folder: Path, wait: bool = False):
-    """Hold `folder` (made if missing) for this process; where another process holds it, wait or raise UserError. The
-    lock ends with the process, however that ends."""
-    import fcntl
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a+")
-    except OSError as e:
-        raise UserError(f"cannot write to {folder}: {e.strerror}; choose another folder") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip()
-            if not wait:
-                raise UserError(
-                    f"{folder} is in use by process {holder}; wait for it or choose another folder"
-                ) from None
-            print(f"{folder} is in use by process {holder}: waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 def device_name(device: torch.device) -> str:

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", runtime.WAIT_POLICY)  # before torch, w
 import torch
 
 import checkpoint
+import files
 import hellaswag
 import optim
 import plan
@@ -341,7 +342,7 @@ def main() -> None:
     with resume.signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
         if cfg.dry_run:
             return dry_run(cfg, rt)
-        with runtime.locked(cfg.run_dir) if rt.is_main else nullcontext():
+        with files.locked(cfg.run_dir) if rt.is_main else nullcontext():
             train(cfg, rt, stop)
 
 

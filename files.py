@@ -1,0 +1,56 @@
+"""Files that are there whole or not at all, and folders that one process holds at a time."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime import UserError
+
+
+@contextmanager
+def whole_file(path: Path):
+    """Yield a binary file that takes the name `path` once all of it is on the disk; an error leaves nothing behind."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)  # a half file is nobody's work, and it may be what filled the disk
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # for the new name, too, to survive a power cut
+    os.close(folder)
+
+
+@contextmanager
+def locked(folder: Path, wait: bool = False):
+    """Hold `folder` (made if missing) for this process; where another process holds it, wait or raise UserError. The
+    lock ends with the process, however that ends."""
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+")
+    except OSError as e:
+        raise UserError(f"cannot write to {folder}: {e.strerror}; choose another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            if not wait:
+                raise UserError(
+                    f"{folder} is in use by process {holder}; wait for it or choose another folder"
+                ) from None
+            print(f"{folder} is in use by process {holder}: waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
