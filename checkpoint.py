@@ -150,15 +150,21 @@ def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     return found.pop("model"), found
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
-    """The GPT in a .pt file or in the newest complete step of a run folder, in eval mode. Raises UserError."""
+def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
+    """The GPT (CPU, eval mode) in a .pt file or in the newest complete step of a run folder, and the file's other
+    entries. Raises UserError."""
     state, rest = load_weights(path)
     try:
-        return GPT.from_state_dict(GPTConfig.from_dict(rest["config"]), state).to(device).eval()
+        return GPT.from_state_dict(GPTConfig.from_dict(rest["config"]), state).eval(), rest
     except (RuntimeError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(
             f"{path}: its weights do not fit its config ({' '.join(str(e).split()):.300}); use an earlier one"
         ) from None
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
+    """The GPT of `load`, on `device`."""
+    return load(path)[0].to(device)
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Our weights to and from the Hugging Face GPT-2 layout, without importing transformers.
+"""Our weights to and from the Hugging Face GPT-2 layout, without importing transformers; and from older trainers.
 
     model = load_hf("gpt2")         # or gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME, or a folder
     save_hf(model, "out/my-gpt2")   # AutoModelForCausalLM and AutoTokenizer read this folder
+    import_old(old, out_dir)        # a .pt of build-nanogpt or nanoGPT, of which no pickled code runs
 
 There and back again, float32 weights are equal bit for bit.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizer
-from runtime import UserError
+from runtime import UserError, print0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,3 +158,39 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
             with open(path, "rb") as f:
                 os.fsync(f.fileno())
         os.replace(part, out_dir)
+
+
+def import_old(old: Path, out_dir: Path) -> None:
+    """Convert a build-nanogpt or nanoGPT checkpoint to OUT_DIR/model_STEP.pt. Nothing pickled in it is run: the tensors
+    are taken, the shape of the network is read off them, and only the number of heads comes from the config."""
+    import torch
+
+    import checkpoint
+    from model import GPT, GPTConfig
+
+    inert = type("Inert", (), {})  # what any pickled config becomes: attributes, no code
+    try:
+        configs = [name for name in checkpoint.pickled_names(old) if re.fullmatch(r"[\w.]+ \w*Config", name)]
+        with torch.serialization.safe_globals([(inert, name.replace(" ", ".")) for name in configs]):
+            state = checkpoint.read_tensors(old, configs)
+        weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", k): v.float() for k, v in state["model"].items()}
+        weights = {k: v for k, v in weights.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
+        wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+        tied = torch.equal(weights.setdefault("lm_head.weight", wte), wte)
+        layers = len({k.split(".")[2] for k in weights if k.startswith("transformer.h.")})
+        (V, C), args = wte.shape, state.get("model_args") or vars(state.get("config", inert()))
+        if type(nh := args.get("n_head", C // 64)) is not int or nh < 1 or C % nh:
+            raise ValueError(f"n_head is {nh!r} for a width of {C}")
+        config = GPTConfig(len(wpe), V, layers, nh, C, "transformer.ln_f.bias" in weights, tied)
+        model, step = GPT.from_state_dict(config, weights), int(state.get("step", state.get("iter_num", 0)))
+        if not 0 <= step < 2**53:
+            raise ValueError("its step is no number of steps")
+    except Exception as e:  # torch raises many kinds for a file that is not what it seems
+        raise UserError(
+            f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
+        ) from None
+    if (target := checkpoint.model_path(out_dir, step)).exists():
+        raise UserError(f"{target} is there already, and import overwrites nothing; choose another folder")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint.write(target, checkpoint.model_file(model, step))
+    print0(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")

@@ -196,7 +196,7 @@ def read_old(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder / "out", ignore_errors=True)
-    hub.import_old(folder / "old.pt", folder / "out")
+    convert.import_old(folder / "old.pt", folder / "out")
     use(checkpoint.load_model(folder / "out"))
 
 

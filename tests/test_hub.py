@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hub_server import Fault
 
+import convert
 import hub as hub_script
 import shards
 from runtime import UserError
@@ -301,8 +302,6 @@ def test_pushed_model_comes_back_and_loads(run, hub, tiny, make_run, tmp_path):
 
 def test_export_loads_in_transformers(run, tiny, make_run, tmp_path):
     import torch
-
-    pytest.importorskip("convert")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import tokenizer
@@ -351,7 +350,7 @@ def test_import_build_nanogpt(run, tiny, tmp_path, monkeypatch):
     assert torch.equal(logits_of(checkpoint.load_model(tmp_path / "out/model_19072.pt", "cpu")), logits_of(tiny))
     first = hashlib.sha256((tmp_path / "out/model_19072.pt").read_bytes()).digest()
     with pytest.raises(UserError, match="already"):
-        hub_script.import_old(tmp_path / "old.pt", tmp_path / "out")
+        convert.import_old(tmp_path / "old.pt", tmp_path / "out")
     assert hashlib.sha256((tmp_path / "out/model_19072.pt").read_bytes()).digest() == first
 
 
@@ -375,7 +374,7 @@ def test_import_nanogpt(tmp_path, bias):
         "config": {"device": "x"},
     }
     torch.save({**saved, "best_val_loss": torch.tensor(1.5)}, tmp_path / "ckpt.pt")
-    hub_script.import_old(tmp_path / "ckpt.pt", tmp_path / "out")
+    convert.import_old(tmp_path / "ckpt.pt", tmp_path / "out")
     assert torch.equal(logits_of(checkpoint.load_model(tmp_path / "out", "cpu")), logits_of(model))
 
 
@@ -401,7 +400,7 @@ def test_import_runs_no_pickled_code(tiny, tmp_path, evil):
     pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
     assert (tmp_path / "proof").exists()  # the attack itself works
     with pytest.raises(UserError, match="could run code"):
-        hub_script.import_old(tmp_path / "evil.pt", tmp_path / "out")
+        convert.import_old(tmp_path / "evil.pt", tmp_path / "out")
     assert not mark.exists() and not (tmp_path / "out").exists()
 
 
@@ -413,5 +412,5 @@ def test_import_refuses_other_things(tmp_path):
     (tmp_path / "text.pt").write_text("hello")
     for name in ("other.pt", "list.pt", "text.pt", "none.pt"):
         with pytest.raises(UserError, match="build-nanogpt or nanoGPT"):
-            hub_script.import_old(tmp_path / name, tmp_path / "out")
+            convert.import_old(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()

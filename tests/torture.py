@@ -194,7 +194,7 @@ class Torture:
         last=False: not counted yet if all that is so, because the run goes on and is judged by its end."""
         said, kept = ended.said, kept or {}
         lost = [p.name for p, data in kept.items() if not p.is_file() or p.read_bytes() != data]
-        messages = len(re.findall(r"^(?:error: |rank \d+ (?:lost|could not))", said, re.MULTILINE))
+        messages = len(re.findall(r"^(?:error(?: of the machine)?: |rank \d+ (?:lost|could not))", said, re.MULTILINE))
         wrong = [f"exit code {ended.code}"] * (ended.code is None or ended.code <= 0)
         wrong += ["a traceback"] * ("Traceback" in said) + [f"{messages} messages"] * (messages != 1)
         wrong += [f"not a word of {s!r}" for s in says if s.lower() not in said.lower()]
