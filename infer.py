@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,8 +25,9 @@ from runtime import UserError, pick_device, pick_dtype, printable, run_cli
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from model import GPT
+    from model import GPT, KVCache
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,50 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     return model
 
 
+class Decoder:
+    """What reads one position for GPT.stream, in shapes and addresses that stay the same: on a GPU the hundreds of
+    kernels of a step are then one CUDA graph, launched at once, and no longer wait for Python. Not under autocast."""
+
+    def __init__(self, model: GPT):
+        self.model, self.cache = model, None
+
+    def __call__(self, cache: KVCache, new: Tensor) -> Tensor:
+        """Logits (B, V) after ids `new` (B, 1); they hold until the next call."""
+        if cache is not self.cache:
+            self.cache, self.new, self.at = cache, new.clone(), new.new_tensor([cache.length])
+            self.replay = self._captured() if new.is_cuda else self._step
+        self.new.copy_(new)
+        self.at.fill_(cache.length)
+        logits = self.replay()
+        cache.length += 1
+        return logits
+
+    def _step(self) -> Tensor:
+        cache, length = self.cache, self.cache.length
+        cache.at = self.at
+        logits = self.model.logits(self.model.hidden(self.new, cache)[:, -1])
+        cache.at, cache.length = None, length
+        return logits
+
+    def _captured(self) -> Callable[[], Tensor]:
+        import torch
+
+        side = torch.cuda.Stream()  # warm-up, as torch.cuda.graph asks for: libraries take their workspaces now
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
 def load(args: Args) -> GPT:
     """The model that the command line names, ready for inference. Raises UserError."""
     from convert import open_model
@@ -151,6 +196,7 @@ def main() -> None:
     steps = model.stream(
         torch.tensor([tokens], device=model.device), args.max_new_tokens, args.temperature, args.top_k, args.top_p,
         torch.Generator(model.device).manual_seed(args.seed), args.num_samples,
+        Decoder(model) if model.device.type == "cuda" else None,
     )  # fmt: skip
     ids = until_eot(steps, args.stop_at_eot)
     sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? instead of failing
@@ -167,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, brief_waits=True)

@@ -9,7 +9,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabula
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-END_OF_TEXT = 50256  # the last id GPT-2's tokenizer knows; ids above it only pad the vocabulary to a round size
-REAL_VOCAB = END_OF_TEXT + 1
+REAL_VOCAB = 50257  # ids that GPT-2's tokenizer knows; those above only pad the vocabulary to a round size
 LARGEST = 2**20  # of any size in a config: what a file says is not believed without limit
 
 
@@ -96,11 +95,15 @@ class KVCache:
 
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
-        self.k, self.v = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         self.length = 0
+        self.at: Tensor | None = None  # (1,) int64: `length` on the device, for a step whose shapes never change
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, nh, T, hs) of new positions; return all keys and values so far (B, nh, length + T, hs)."""
+        """Store k, v (B, nh, T, hs) of new positions; return all keys and values so far (B, nh, length + T, hs), or
+        with `at`, for T = 1, the whole cache."""
+        if self.at is not None:
+            return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
         start, end = self.length, self.length + k.size(2)
         self.k[layer, :, :, start:end], self.v[layer, :, :, start:end] = k, v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
@@ -260,6 +263,9 @@ class GPT(nn.Module):
         if start and T > 1:  # new position i sees all old ones and the new ones up to i
             mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
         where = slice(start, start + T) if positions is None else positions
+        if cache is not None and cache.at is not None:  # the same shapes at every position: what is ahead is masked
+            where, seen = cache.at, torch.arange(cache.k.size(3), device=idx.device) <= cache.at
+            mask = torch.zeros(seen.shape, dtype=cache.k.dtype, device=idx.device).masked_fill(~seen, -math.inf)[None]
         x, angles = self.transformer.wte(idx), None
         if self.config.norm == "rmsnorm":
             x = F.rms_norm(x, x.shape[-1:])
@@ -302,18 +308,23 @@ class GPT(nn.Module):
     def stream(
         self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
         top_p: float | None = None, generator: torch.Generator | None = None, num_samples: int = 1,
+        decoder: Callable[[KVCache, Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:  # fmt: skip
         """Yield max_new_tokens times the next ids (B * num_samples,) of idx (B, T), 1 <= T <= block_size.
 
         idx is read once; its samples share the reading. A full context slides: its newer half is read again from
-        position 0, so text may be longer than block_size. temperature 0 takes the likeliest id.
+        position 0, so text may be longer than block_size. temperature 0 takes the likeliest id. decoder, if given, does
+        what reads one position: (cache, ids (B, 1)) to logits (B, V).
         """
         limit, fresh = self.config.block_size, idx
         cache = self.new_cache(idx.size(0), min(idx.size(1) + max_new_tokens, limit))
         for i in range(max_new_tokens):
             if cache.length == limit:
                 cache.length, fresh = 0, idx[:, -(limit // 2 or 1) :]
-            logits = self.logits(self.hidden(fresh, cache)[:, -1])
+            if i and fresh.size(1) == 1 and decoder:
+                logits = decoder(cache, fresh)
+            else:
+                logits = self.logits(self.hidden(fresh, cache)[:, -1])
             if i == 0 and num_samples > 1:
                 logits, idx = (t.repeat_interleave(num_samples, dim=0) for t in (logits, idx))
                 cache.repeat(num_samples)

@@ -8,7 +8,6 @@ python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # go 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import numpy as np
 
 import runtime
 
-os.environ.setdefault("OMP_WAIT_POLICY", runtime.WAIT_POLICY)  # before torch, which reads it once
+runtime.thread_waits()  # before torch is imported
 import torch
 
 import checkpoint

@@ -1,10 +1,11 @@
 """Generation speed: ours beside build-nanogpt's loop, which recomputes the context for every token, and transformers.
 
     python bench/generate.py                                   # GPT-2 124M, random weights, 4 samples of 128 tokens
-    python bench/generate.py --samples 64 --device cuda --rounds 5
+    python bench/generate.py --samples 64 --device cuda --rounds 5 --no-loop
 
 The ways take turns; the figure is the median of the rounds. The loop runs as it does there, under autocast; ours (as
-infer.py prepares it) and transformers have their weights in the dtype itself.
+infer.py prepares it) and transformers have their weights in the dtype itself. On a GPU transformers also runs with its
+static cache, compiled. No way can be faster than memory: each step reads every weight and, on average, half the cache.
 """
 
 from __future__ import annotations
@@ -52,12 +53,24 @@ def recompute_loop(model, idx, new_tokens, rt):
     return idx
 
 
+def bandwidth(device) -> float:
+    """Bytes a second that the device reads, by its best of summing a gigabyte."""
+    import torch
+
+    x, best = torch.ones(1 << 28, device=device), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        x.sum().item()
+        best = min(best, time.perf_counter() - start)
+    return x.numel() * x.element_size() / best
+
+
 def main() -> None:
     import torch
     import transformers
 
     from convert import save_hf
-    from infer import prepare
+    from infer import Decoder, prepare
     from model import GPT, GPTConfig
 
     args = tyro.cli(Args, description=__doc__)
@@ -75,17 +88,22 @@ def main() -> None:
         ways = {
             "recompute loop": lambda n: recompute_loop(plain, idx, n, rt),
             "transformers": lambda n: theirs.generate(idx, max_new_tokens=n, **how),
-            "model.generate": lambda n: ours.generate(idx, n),
+            "ours": lambda n: ours.generate(idx, n, decoder=decoder),
         }
+        decoder = Decoder(ours) if rt.device.type == "cuda" else None
+        if decoder:
+            ways["static cache"] = lambda n: theirs.generate(
+                idx, max_new_tokens=n, cache_implementation="static", **how
+            )
         if not args.loop:
             del ways["recompute loop"]
         seconds = {name: [] for name in ways}
         for r in range(args.rounds + 1):
             for name, way in ways.items():
                 start = time.perf_counter()
-                out = way(args.new_tokens if r else 4)
+                out = way(args.new_tokens if r or decoder else 4)
                 rt.synchronize()
-                if r:  # the first round only warms up
+                if r:  # the first round only warms up, and compiles the static cache
                     seconds[name].append(time.perf_counter() - start)
                     assert out.shape == (args.samples, args.prompt_tokens + args.new_tokens), out.shape
         dtype = str(rt.dtype).removeprefix("torch.")
@@ -93,10 +111,16 @@ def main() -> None:
               f"{args.new_tokens} tokens after {args.prompt_tokens}")  # fmt: skip
         middle = {name: statistics.median(s) for name, s in seconds.items()}
         for name, s in seconds.items():
-            speed, ratio = args.samples * args.new_tokens / middle[name], middle[name] / middle["model.generate"]
+            speed, ratio = args.samples * args.new_tokens / middle[name], middle[name] / middle["ours"]
             rounds = ", ".join(f"{x:.2f} s" for x in s)
             print(f"{name:14} {speed:8.1f} tokens/s   {ratio:6.2f} times ours' time   rounds: {rounds}")
+        c, width = plain.config, rt.dtype.itemsize
+        keys = 2 * c.n_layer * c.n_embd * args.samples * (args.prompt_tokens + args.new_tokens / 2)
+        read = width * (plain.num_params() - plain.transformer.wpe.weight.numel() + keys)
+        rate = bandwidth(rt.device)
+        print(f"{'memory':14} {args.samples * rate / read:8.1f} tokens/s   {read / 1e6:.0f} MB a step at "
+              f"{rate / 1e9:.0f} GB/s")  # fmt: skip
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    runtime.run_cli(main, brief_waits=True)  # as infer.py

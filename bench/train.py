@@ -12,7 +12,6 @@ its classes are taken out of the file, because importing it starts its training.
 
 import ast
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -77,7 +76,7 @@ def peer_model(name: str, folder: Path, shape, lr: float):
 
 def child(args: Args) -> None:
     """One contender, one round: prints a JSON line."""
-    os.environ.setdefault("OMP_WAIT_POLICY", runtime.WAIT_POLICY)
+    runtime.thread_waits()
     import torch
 
     import optim

@@ -1,15 +1,19 @@
 """infer.py as people call it: samples, streams, prompts from anywhere, and messages for what cannot be."""
 
 import json
+import os
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import checkpoint
 import infer
+import runtime
 import tokenizer
+from config import PRESETS
 from model import GPT, GPTConfig
 from runtime import UserError
 
@@ -138,3 +142,39 @@ def test_bad_input(fails, call, run_dir, tmp_path):
     ]:
         with pytest.raises(UserError, match=says):
             call(*args)
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
+def test_the_decoder_reads_a_position_as_the_model_does(preset, monkeypatch):
+    """On a GPU what it runs here is captured as one CUDA graph; positions, mask and slide are the same."""
+    torch.manual_seed(0)
+    config = replace(PRESETS[preset].model, block_size=16, vocab_size=97, n_layer=2, n_head=2, n_embd=32)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # projections that start at zero would hide what attention sees
+            p.add_(torch.randn_like(p) * 0.1)
+    idx, decoder, reads = torch.randint(97, (2, 5)), infer.Decoder(model), []
+    step = decoder._step
+    monkeypatch.setattr(decoder, "_step", lambda: reads.append(1) or step())
+    plain = model.generate(idx, 30, temperature=0)
+    assert torch.equal(model.generate(idx, 30, temperature=0, decoder=decoder), plain)
+    assert len(reads) > 20  # all but the prompt and the slides
+    drawn = [
+        torch.stack([*model.stream(idx, 12, generator=torch.Generator().manual_seed(1), num_samples=3, decoder=d)])
+        for d in (None, decoder)
+    ]
+    assert drawn[0].shape == (12, 6) and torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("running, spins", [(1, True), (os.cpu_count() + 1, False)])
+def test_threads_spin_only_on_an_idle_machine(running, spins, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {})
+    (tmp_path / "loadavg").write_text(f"0.50 0.60 0.70 {running}/345 6789\n")
+    runtime.thread_waits(load=str(tmp_path / "loadavg"))
+    assert os.environ == {"OMP_WAIT_POLICY": "PASSIVE"}  # training sleeps
+    os.environ.clear()
+    runtime.thread_waits(brief=True, load=str(tmp_path / "loadavg"))
+    assert ("GOMP_SPINCOUNT" in os.environ) == spins
+    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
+    runtime.thread_waits(brief=True)
+    assert os.environ == {"OMP_WAIT_POLICY": "ACTIVE"}  # what a user has set stays

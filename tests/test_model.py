@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from model import END_OF_TEXT, GPT, GPTConfig, NoInit, sample
+from model import GPT, REAL_VOCAB, GPTConfig, NoInit, sample
 
 TINY = GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
 OPTIONS = {
@@ -127,9 +127,9 @@ def test_samples_share_one_reading_of_the_prompt():
 def test_padded_ids_are_never_drawn():
     model = make()
     with torch.no_grad():
-        model.transformer.wte.weight[END_OF_TEXT + 1 :] *= 1000  # what only pads is by far the likeliest
+        model.transformer.wte.weight[REAL_VOCAB:] *= 1000  # what only pads is by far the likeliest
     for temperature, top_k in ((0, 50), (1.0, 50), (5.0, None)):
-        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() <= END_OF_TEXT
+        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() < REAL_VOCAB
 
 
 def test_sampling_follows_temperature_top_k_and_top_p():
