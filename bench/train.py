@@ -3,6 +3,7 @@
     python bench/train.py quickstart --data-dir data/stdlib --peers ~/peers
     python bench/train.py gpt2-124m --data-dir data/fineweb-edu --peers ~/peers --steps 20     # on a GPU
     python bench/train.py gpt2-124m --data-dir data/fineweb-edu --only ours ours-recompute     # memory against time
+    python bench/train.py gpt2-124m --data-dir data/fineweb-edu --only ours --profile          # where a step goes
 
 --peers names a folder that holds checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the
 same tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a process of its own;
@@ -40,6 +41,8 @@ class Args:
     rounds: int = 2
     only: tuple[str, ...] = ()
     """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt, ours-recompute."""
+    profile: bool = False
+    """Also list what takes most of the device's time in a step of the first contender, and how long it is idle."""
     child: str = ""
     """Set for the process that runs one contender."""
 
@@ -103,8 +106,11 @@ def child(args: Args) -> None:
         scaler = torch.amp.GradScaler(rt.device.type, enabled=False)
         batches = data.batches(0, cfg.sequences_per_step, B, rt)
         parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-        times = []
-        for step in range(args.steps + 3):
+        times, profiler = [], None
+        for step in range(args.steps + 3 + args.profile):
+            if step == args.steps + 3:  # after those that are timed
+                profiler = torch.profiler.profile()
+                profiler.start()
             t0 = time.perf_counter()
             batch = next(batches)
             t1 = time.perf_counter()
@@ -130,13 +136,31 @@ def child(args: Args) -> None:
             t3 = time.perf_counter()
             if step == 0:
                 start_s = t3 - began
-            if step >= 3:
+            if profiler:
+                profiler.stop()
+                table(profiler, t3 - t0, rt.device.type)
+            elif step >= 3:
                 times.append((t3 - t0, t1 - t0, t2 - t1, t3 - t2))
         peak = runtime.peak_flops(rt.device)
         per_token = model.flops_per_token(cfg.sequence_length)
         print(json.dumps({"times": times, "loss": loss.item(), "peak_gb": rt.peak_memory() / 1e9, "start_s": start_s,
                           "tokens": cfg.total_batch_size, "peak_flops": peak, "flops_per_token": per_token,
                           "device": runtime.device_name(rt.device), "torch": torch.__version__}))  # fmt: skip
+
+
+def table(profiler, seconds: float, kind: str) -> None:
+    """What takes the device's time, kernel by kernel (on a CPU: operation by operation), on stderr."""
+    rows = []
+    for row in profiler.key_averages():
+        own = row.self_cpu_time_total if kind == "cpu" else row.self_device_time_total
+        if own and (kind == "cpu" or str(row.device_type).endswith("CUDA")):
+            rows.append((own / 1e6, row.count, row.key))
+    rows.sort(reverse=True)
+    busy = sum(own for own, _, _ in rows)
+    print(f"one profiled step: {seconds * 1e3:,.1f} ms, device busy {busy * 1e3:,.1f} ms", file=sys.stderr)
+    print("| share | ms | calls | kernel |\n|---|---|---|---|", file=sys.stderr)
+    for own, count, name in rows[:20]:
+        print(f"| {own / busy:.1%} | {own * 1e3:,.2f} | {count} | {name[:90]} |", file=sys.stderr)
 
 
 def main() -> None:
@@ -149,10 +173,13 @@ def main() -> None:
         for name in names:
             command = [sys.executable, __file__, args.preset, "--child", name, "--data-dir", args.data_dir]
             command += ["--steps", str(args.steps)] + (["--peers", str(args.peers)] if args.peers else [])
+            command += ["--profile"] if args.profile and name == names[0] and not results[name] else []
             command += ["--", *args.flags] if args.flags else []
             done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
             if done.returncode:
                 raise runtime.UserError(f"{name} failed: {done.stderr[-1500:]}")
+            if "--profile" in command:
+                print(done.stderr[done.stderr.index("one profiled step") :])
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(".", end="", file=sys.stderr, flush=True)
     one = results[names[0]][0]
