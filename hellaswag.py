@@ -129,11 +129,9 @@ class Batch:
 GRAIN = 8  # row lengths are multiples of this: few shapes, little padding
 
 
-def make_batches(examples: list[Example], block_size: int, token_budget: int) -> list[Batch]:
-    """All examples, sorted by length into batches of at most token_budget positions (or one example). A context too
-    long for the model loses its beginning. Raises UserError for an ending that is too long."""
-    import torch
-
+def plan_batches(examples: list[Example], block_size: int, token_budget: int) -> list[list[tuple[int, int, list[int]]]]:
+    """All examples as (row length, index, context), sorted by length into batches of at most token_budget positions
+    (or one example). A context too long for the model loses its beginning. Raises UserError for an ending that is."""
     work = []  # (row length, index, context)
     for i, e in enumerate(examples):
         longest = max(map(len, e.endings))
@@ -144,20 +142,27 @@ def make_batches(examples: list[Example], block_size: int, token_budget: int) ->
     work.sort(reverse=True)  # longest first: memory that suffices at the start suffices to the end
     batches = []
     while work:
-        T = work[0][0]
-        part, work = work[: max(1, token_budget // T)], work[max(1, token_budget // T) :]
-        tokens, scored, targets = [], [], []
-        for r, (_, i, ctx) in enumerate(part):
-            row = [(token, at, 0) for at, token in enumerate(ctx)]
-            for c, ending in enumerate(examples[i].endings):
-                before = [len(ctx) - 1, *range(len(row), len(row) + len(ending) - 1)]
-                scored += [(r, at, 4 * r + c) for at in before]
-                targets += ending
-                row += [(token, len(ctx) + at, c + 1) for at, token in enumerate(ending[:-1])]
-            tokens.append(row + [(0, 0, 5)] * (T - len(row)))
-        made = torch.tensor(tokens).permute(2, 0, 1), torch.tensor(scored).T, torch.tensor(targets)
-        batches.append(Batch([i for _, i, _ in part], *made))
+        n = max(1, token_budget // work[0][0])
+        batches.append(work[:n])
+        work = work[n:]
     return batches
+
+
+def make_batch(plan: list[tuple[int, int, list[int]]], examples: list[Example]) -> Batch:
+    """The tensors of one of plan_batches' batches."""
+    import torch
+
+    tokens, scored, targets = [], [], []
+    for r, (_, i, ctx) in enumerate(plan):
+        row = [(token, at, 0) for at, token in enumerate(ctx)]
+        for c, ending in enumerate(examples[i].endings):
+            before = [len(ctx) - 1, *range(len(row), len(row) + len(ending) - 1)]
+            scored += [(r, at, 4 * r + c) for at in before]
+            targets += ending
+            row += [(token, len(ctx) + at, c + 1) for at, token in enumerate(ending[:-1])]
+        tokens.append(row + [(0, 0, 5)] * (plan[0][0] - len(row)))
+    made = torch.tensor(tokens).permute(2, 0, 1), torch.tensor(scored).T, torch.tensor(targets)
+    return Batch([i for _, i, _ in plan], *made)
 
 
 def score(
@@ -181,14 +186,14 @@ def score(
     rt = rt or Runtime(device, torch.float32)
     # positions a batch, logits at once; a CPU is fastest where they fit its cache
     budget, head_rows = (65_536, 8_192) if device.type == "cuda" else (512, 128)
-    batches = make_batches(examples, model.config.block_size, budget)
+    batches = plan_batches(examples, model.config.block_size, budget)
     losses = torch.zeros(len(examples), 4)
     with torch.no_grad(), rt.autocast():
         for i in tqdm(range(0, len(batches), rt.world_size), "hellaswag", disable=not progress, leave=False):
             check()
             if i + rt.rank >= len(batches):
                 continue
-            b = batches[i + rt.rank]
+            b = make_batch(batches[i + rt.rank], examples)
             idx, positions, part = b.tokens.to(device)
             (row, column, slot), targets = b.scored, b.targets.to(device)
             seen, sees = part[:, None, None, :], part[:, None, :, None]  # of (N, 1, T, T)

@@ -10,6 +10,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabula
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,16 +18,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 REAL_VOCAB = 50257  # ids that GPT-2's tokenizer knows; those above only pad the vocabulary to a round size
+# For lengths that keep changing: cuDNN's, torch's choice on Hopper, plans each for 0.4 s (modelscope/FunASR#3704).
+ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGEST = 2**20  # of any size in a config: what a file says is not believed without limit
 
 
 def is_a(value: object, hint: Any) -> bool:
-    """Whether a value, read from a file, say, is of a field's type exactly; an int will do for a float, and neither may
-    be beyond what 64 bits hold (a NaN is)."""
+    """Whether a value is of a field's type exactly; an int will do for a float, neither beyond 64 bits (as NaN is)."""
     if get_origin(hint) is Literal:
         return any(type(value) is type(option) and value == option for option in get_args(hint))
     if options := get_args(hint):
@@ -68,8 +71,7 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict) -> "GPTConfig":
-        """The config a checkpoint carries as a plain dict; keys this version does not know are dropped. Raises
-        ValueError for values that are those of no network."""
+        """The config that a checkpoint carries, without keys unknown here. ValueError if it is that of no network."""
         known = {f.name for f in fields(GPTConfig)}
         config = GPTConfig(**{k: v for k, v in saved.items() if k in known})
         if wrong := config.wrong():
@@ -100,8 +102,7 @@ class KVCache:
         self.at: Tensor | None = None  # (1,) int64: `length` on the device, for a step whose shapes never change
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, nh, T, hs) of new positions; return all keys and values so far (B, nh, length + T, hs), or
-        with `at`, for T = 1, the whole cache."""
+        """Store k, v (B, nh, T, hs) of new positions; return all so far (B, nh, length + T, hs), with `at` all."""
         if self.at is not None:
             return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
         start, end = self.length, self.length + k.size(2)
@@ -113,15 +114,16 @@ class KVCache:
         self.k, self.v = self.k.repeat_interleave(n, dim=1), self.v.repeat_interleave(n, dim=1)
 
 
-def rope_angles(config: GPTConfig) -> Tensor:
-    """Angle (block_size, hs/2), in radians, by which each pair of channels turns at each position."""
+def rope_turns(config: GPTConfig) -> Tensor:
+    """Cosine and sine (2, block_size, hs/2) of the angle by which each pair of channels turns at each position."""
     frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2, device="cpu").float() / config.head_size)
-    return torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
+    angles = torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): turn channel pairs of x (B, nh, T, hs) by angles (T, hs/2)."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): turn channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs/2)."""
+    cos, sin = turns.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -133,19 +135,21 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # queries, keys, values together
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).permute(2, 0, 3, 1, 4)
-        if self.config.qk_norm:  # each (B, nh, T, hs)
+        q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).unbind(2)  # (B, T, nh, hs)
+        if self.config.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        if turns is not None:
+            q, k = rotate(q, turns), rotate(k, turns)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache is not None:
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
             q = q.to(k.dtype)
         causal = T > 1 and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # flash attention where it can
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C).to(x.dtype))
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.c_proj(y if cache is None else y.to(x.dtype))  # the cache may have another precision
 
 
 class MLP(nn.Module):
@@ -175,10 +179,9 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), angles, cache, mask)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+    def forward(self, x: Tensor, turns: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), turns, cache, mask)
+        return x + self.mlp(self.ln_2(x))
 
 
 class NoInit(TorchFunctionMode):  # random init on the meta device does nothing, but loads torch's compiler: a second
@@ -203,7 +206,7 @@ class GPT(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.positions == "rope":
-            self.register_buffer("angles", rope_angles(config), persistent=False)
+            self.register_buffer("turns", rope_turns(config), persistent=False)
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
             if name.endswith("c_proj.weight"):
@@ -235,7 +238,7 @@ class GPT(nn.Module):
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight
         if config.positions == "rope":
-            model.angles = rope_angles(config).to(model.device)
+            model.turns = rope_turns(config).to(model.device)
         return model
 
     @property
@@ -266,28 +269,27 @@ class GPT(nn.Module):
         if cache is not None and cache.at is not None:  # the same shapes at every position: what is ahead is masked
             where, seen = cache.at, torch.arange(cache.k.size(3), device=idx.device) <= cache.at
             mask = torch.zeros(seen.shape, dtype=cache.k.dtype, device=idx.device).masked_fill(~seen, -math.inf)[None]
-        x, angles = self.transformer.wte(idx), None
+        x, turns = self.transformer.wte(idx), None
         if self.config.norm == "rmsnorm":
             x = F.rms_norm(x, x.shape[-1:])
         if self.config.positions == "learned":
             x = x + self.transformer.wpe.weight[where]
         else:
-            angles = self.angles[where] if positions is None else self.angles[where][:, None]
-        for block in self.transformer.h:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, None, mask, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, angles, cache, mask)
+            turns = self.turns[:, where, None]
+        with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
+            for block in self.transformer.h:
+                if self.recompute and torch.is_grad_enabled():
+                    x = checkpoint(block, x, turns, None, mask, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x = block(x, turns, cache, mask)
         if cache is not None:
             cache.length += T
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
-        logits = self.lm_head(x)
-        if self.config.logit_softcap:
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
-        return logits
+        logits, cap = self.lm_head(x), self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets."""
@@ -312,19 +314,17 @@ class GPT(nn.Module):
     ) -> Iterator[Tensor]:  # fmt: skip
         """Yield max_new_tokens times the next ids (B * num_samples,) of idx (B, T), 1 <= T <= block_size.
 
-        idx is read once; its samples share the reading. A full context slides: its newer half is read again from
-        position 0, so text may be longer than block_size. temperature 0 takes the likeliest id. decoder, if given, does
-        what reads one position: (cache, ids (B, 1)) to logits (B, V).
+        idx is read once for all its samples. A full context slides: its newer half is read again from position 0, so
+        text may outgrow block_size. temperature 0 is greedy. A decoder reads one position: (cache, (B, 1)) to (B, V).
         """
         limit, fresh = self.config.block_size, idx
-        cache = self.new_cache(idx.size(0), min(idx.size(1) + max_new_tokens, limit))
+        length = -(-(idx.size(1) + max_new_tokens) // 16) * 16  # else a kernel pads the mask again in every layer
+        cache = self.new_cache(idx.size(0), min(length, limit))
         for i in range(max_new_tokens):
             if cache.length == limit:
                 cache.length, fresh = 0, idx[:, -(limit // 2 or 1) :]
-            if i and fresh.size(1) == 1 and decoder:
-                logits = decoder(cache, fresh)
-            else:
-                logits = self.logits(self.hidden(fresh, cache)[:, -1])
+            alone = decoder if i > 0 and fresh.size(1) == 1 else None
+            logits = alone(cache, fresh) if alone else self.logits(self.hidden(fresh, cache)[:, -1])
             if i == 0 and num_samples > 1:
                 logits, idx = (t.repeat_interleave(num_samples, dim=0) for t in (logits, idx))
                 cache.repeat(num_samples)

@@ -28,8 +28,8 @@ class Weights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the twins into the model, after a step."""
-        for p, twin in self.pairs:
-            p.copy_(twin)
+        if self.pairs:
+            torch._foreach_copy_(*zip(*self.pairs, strict=True))
 
     def gradients(self) -> list[nn.Parameter]:
         """The float32 parameters with their gradients, which leave the model."""
@@ -146,5 +146,9 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
                 raise ValueError(f"the state of parameter {i} is not that of a tensor of {list(params[i].shape)}")
         ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)
+        if local := getattr(optimizer, "optim", None):  # ZeRO's own: it leaves on the CPU what fused AdamW wants beside
+            for p, moments in local.state.items():  # the parameter (pytorch/pytorch#124133), and keeps a second copy
+                moments.update({k: v.to(p.device) for k, v in moments.items()})
+            optimizer.state.clear()
         for group, settings in zip(optimizer.param_groups, ours, strict=True):
             group.update(settings)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 
@@ -61,21 +63,28 @@ def probe(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, c
 
 
 def fits_in_memory(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, B: int) -> bool:
-    """Whether a forward and backward of B sequences fits, with room for AdamW's two moments, which the first step will
-    allocate; leaves nothing behind."""
-    idx = torch.zeros(B, cfg.sequence_length, dtype=torch.int64, device=rt.device)
+    """Whether micro-steps of B sequences fit, with room for AdamW's two moments, which the first step will allocate;
+    leaves nothing behind but what `forward` has compiled, which is what training calls."""
+    idx, targets = torch.zeros(2, B, cfg.sequence_length, dtype=torch.int64, device=rt.device)
     moments = loss = None
+    forward.require_backward_grad_sync = False  # another rank may fail in this one
     try:
         moments = torch.empty(2 * model.num_params(), device=rt.device)
-        with rt.autocast():
-            _, loss = forward(idx, idx)
-        loss.backward()
+        for _ in range(2):  # the second finds the gradients of the first
+            with rt.autocast():
+                _, loss = forward(idx, targets)
+            loss.backward()
         fits = True
-    except torch.OutOfMemoryError:
+    except RuntimeError as e:  # while it compiles, or in the backward thread, it is not always an OutOfMemoryError
+        if not re.search("out of memory|OutOfMemory|ALLOC_FAILED", f"{type(e).__name__} {e}"):
+            raise
         fits = False
-    del idx, moments, loss  # and, with the exception, what its frames held: now the cache can go back
+    del idx, targets, moments, loss  # and, with the exception, what its frames held: now the cache can go back
     model.zero_grad(set_to_none=True)
+    gc.collect()
     torch.cuda.empty_cache()
+    if rt.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     return fits
 
 

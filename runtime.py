@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -149,13 +150,17 @@ class Runtime:
         """Whether `flag` is set on any rank: all of them get the same answer. Every rank must call it."""
         import torch
 
+        if self.world_size == 1:
+            return bool(flag)
         return bool(self.all_reduce(torch.tensor(float(bool(flag)), device=self.device), "max").item())
 
-    def barrier(self) -> None:
+    def barrier(self, hours: float = 0) -> None:
+        """Wait until every rank is here, for as long as a collective may take, or for `hours`."""
         if self.world_size > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            # NCCL would end the run after its own patience, whatever the ranks are waiting for
+            dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo") if hours else None)
 
     def peak_memory(self) -> int:
         """Peak bytes on the device (CUDA), or the peak resident bytes of this process elsewhere."""
@@ -186,6 +191,13 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
                 f"rank {env_rank()} wants cuda:{index} but this machine has {torch.cuda.device_count()} GPUs; "
                 f"use --nproc_per_node={torch.cuda.device_count()}"
             )
+        built = [int(a[3:]) for a in torch.cuda.get_arch_list() if a[:3] == "sm_" and a[3:].isdigit()]
+        major, minor = torch.cuda.get_device_capability(index)
+        if built and 10 * major + minor < min(built):
+            raise UserError(
+                f"torch {torch.__version__} has no code for a {torch.cuda.get_device_name(index)}, sm_{major}{minor}; "
+                "install a build of it for an older CUDA, such as cu126 for a V100, and: make install SYSTEM_TORCH=1"
+            )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(kind)
@@ -213,9 +225,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile can build what it writes: C++ on the CPU, Triton's launchers in C for a GPU."""
-    names = ("CXX", "g++", "clang++") if device.type == "cpu" else ("CC", "gcc", "cc", "clang")
-    return any(shutil.which(os.environ.get(n, n)) for n in names)
+    """Whether torch.compile can build what it writes: C++ on the CPU; for a GPU Triton's launchers, in C against the
+    headers of Python."""
+    names = ("CXX", "g++", "clang++") if device.type == "cpu" else ("CC", "gcc", "clang")
+    headers = device.type == "cpu" or os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+    return headers and any(shutil.which(os.environ.get(n, n)) for n in names)
 
 
 def device_name(device: torch.device) -> str:
@@ -237,6 +251,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, before CUDA starts
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel is chosen by how long it takes
     import torch
 
     local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -278,11 +293,13 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         raise SystemExit(f"rank {rt.rank} could not join the {world_size} ranks at {where}: {e}") from None
     if gloo:
         dist.distributed_c10d._set_pg_timeout(patience)
+    broken = True
     try:
         total = rt.all_reduce(torch.ones(1, device=dev)).item()
         if total != world_size:
             raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered")
         yield rt
+        broken = False
     except RuntimeError as e:  # gloo's own are plain ones
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
@@ -292,10 +309,13 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         print(f"{why}; {mend}", file=sys.stderr, flush=True)
         end(1)
     finally:
-        watchdog = threading.Timer(60, os._exit, (1,))  # gloo can wait for a rank that is gone, here, too
+        watchdog = threading.Timer(60, os._exit, (1,))  # this can wait for a rank that is gone, too
         watchdog.daemon = True
         watchdog.start()
-        dist.destroy_process_group()
+        if broken and not gloo:  # destroying it would wait for ranks that may not come
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
         watchdog.cancel()
 
 

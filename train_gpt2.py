@@ -61,13 +61,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     optimizers = optim.build(weights, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
     forward = compiled(model, cfg, rt)
-    B = plan.micro_batch_size(cfg, rt, model, forward)
+    trained = distributed(forward, rt)
+    B = plan.micro_batch_size(cfg, rt, model, trained)
     if saved:
         resume.restore(saved, optimizers, scaler, rt)
     plan.describe(cfg, rt, model, data, max_steps, start, B)
     plan.record(cfg, rt, max_steps)
     examples = hellaswag.examples_at_hand(cfg.hellaswag_data) if cfg.hellaswag_every else []
-    trained = distributed(forward, rt)
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
     writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
     batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
@@ -106,10 +106,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 if cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name:
                     print0(reference.on_track(step, record["val_loss"]) or "")
             if not done and examples and due(cfg.hellaswag_every, step, last):
-                score = hellaswag.evaluate(model, examples, rt.device, rt, check)
-                record |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
+                found = hellaswag.evaluate(model, examples, rt.device, rt, check)
+                record |= {"hellaswag_acc": found["acc"], "hellaswag_acc_norm": found["acc_norm"]}
                 print0(
-                    f"step {step:5d}/{max_steps} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f}"
+                    f"step {step:5d}/{max_steps} | hellaswag acc {found['acc']:.4f} acc_norm {found['acc_norm']:.4f}"
                 )
             if not done and step and (last or due(cfg.save_every, step, last)):
                 save(step, evaluated=True)
@@ -127,7 +127,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf)
             # all ranks learn the mean loss, and whether one of them has to stop or has a norm that is not finite
-            flags = torch.tensor([float(asked()), 0.0], device=rt.device)
+            flags = torch.full((2,), float(asked()), device=rt.device)
             flags[1] = ~norm.isfinite()
             loss, halt, bad = rt.all_reduce(torch.cat([mine[None] / rt.world_size, flags])).tolist()
             norm = norm.item()
@@ -147,21 +147,19 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             scaler.update()
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            rt.synchronize()
-            # log
+            # log; on a GPU the update itself is still under way, and is on the next step's clock
             step_ms = (time.perf_counter() - t0) * 1e3
             rate = cfg.total_batch_size / step_ms * 1e3
             mfu = rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size) if peak else None
-            record |= {"train_loss": loss, "lr": lr, "grad_norm": norm, "step_ms": step_ms}
-            record |= {"tokens_per_second": rate, "mfu": mfu}
+            record.update(train_loss=loss, lr=lr, grad_norm=norm, step_ms=step_ms, tokens_per_second=rate, mfu=mfu)
             log.write(record)
             step_s = step_ms / 1e3 if step - start < 3 else 0.9 * step_s + 0.1 * step_ms / 1e3  # the first ones compile
             eta_s = step_s * (max_steps - step - 1) if step > start else math.nan
             log.console(record, max_steps, eta_s, cfg.gpu_hour_usd * rt.world_size)
             record = {"step": step + 1}
         log.write(record)
-        took = duration(time.monotonic() - began)
-        said = f"done: {max_steps} steps in {took}; {checkpoint.model_path(cfg.run_dir, max_steps)}"
+        path = checkpoint.model_path(cfg.run_dir, max_steps)
+        said = f"done: {max_steps} steps in {duration(time.monotonic() - began)}; {path}"
     except resume.Stopped:
         record = record if done else {"step": step}  # half an evaluation is none
         save(step, evaluated=done)
@@ -169,6 +167,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         said = f"stopped by {why} at step {step}, all saved; go on with: {resume.command(cfg, step)}"
     log.close()
     writer.wait()
+    rt.barrier()  # a rank that leaves may end the others, which may still be writing
     print0(said)
 
 
@@ -245,9 +244,8 @@ def samples(
     enc = tokenizer.encoding()
     prompt = enc.encode_ordinary(cfg.sample_prompt) or [tokenizer.EOT]
     idx = torch.tensor([prompt] * count, device=rt.device)
-    new = model.stream(
-        idx, min(tokens, cfg.model.block_size - len(prompt)), generator=torch.Generator(rt.device).manual_seed(cfg.seed)
-    )
+    generator = torch.Generator(rt.device).manual_seed(cfg.seed)
+    new = model.stream(idx, min(tokens, cfg.model.block_size - len(prompt)), generator=generator)
     with rt.autocast():
         out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
     return "\n".join(f"sample {i}: {runtime.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
@@ -255,15 +253,15 @@ def samples(
 
 def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
     """The shard folder; hf://OWNER/NAME is pulled and verified first (by one rank of each machine)."""
-    if not cfg.data_dir.startswith("hf://"):
-        return Path(cfg.data_dir)
     repo = cfg.data_dir.removeprefix("hf://")
+    if repo == cfg.data_dir:
+        return Path(cfg.data_dir)
     folder = Path("data") / repo.replace("/", "--")
     if rt.local_rank == 0:
         import hub
 
         hub.pull_data(repo, folder)
-    rt.barrier()
+    rt.barrier(hours=24)
     return folder
 
 
@@ -289,13 +287,14 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
 
 
 def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
-    """The model as training and validation call it: one compiled graph of forward and loss. The model itself stays as
-    it is, so HellaSwag, sampling and checkpoints never meet the compiler."""
+    """The model as training and validation call it: one compiled graph of forward and loss. HellaSwag, sampling and
+    checkpoints use the model itself and never meet the compiler."""
     if not cfg.compile or rt.device.type == "mps":
         return model
     if not runtime.has_compiler(rt.device):
-        print0("no C++ compiler found (g++ or clang++): training without torch.compile, several times slower")
-        return model
+        missing = "C++ compiler (g++)" if rt.device.type == "cpu" else "gcc, or no Python.h (python3-dev)"
+        return print0(f"no {missing}: training without torch.compile, several times slower") or model
+    torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes, and validation is a graph
     print0("the first step compiles, which takes a while; --no-compile starts at once and is slower from then on")
     return torch.compile(model, dynamic=False)
 
@@ -305,7 +304,9 @@ def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     if rt.world_size == 1:
         return forward
     ids = [rt.device.index] if rt.device.type == "cuda" else None
-    return torch.nn.parallel.DistributedDataParallel(forward, device_ids=ids, gradient_as_bucket_view=True)
+    return torch.nn.parallel.DistributedDataParallel(
+        forward, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
 
 
 def refuse(

@@ -1,42 +1,67 @@
 #!/usr/bin/env bash
-# Every measurement in one call of at most 9 minutes: text, training, attention, HellaSwag, generation, checkpoints,
-# loader. What a part prints goes to OUT as well; one that fails or runs out of time does not stop the rest.
+# Every measurement, in calls of at most 9 minutes. What a part prints goes to OUT as well; one that fails or runs out of
+# time does not stop the rest.
 #
 #   TEXT='books-*.parquet' ROWS=hellaswag_val.jsonl PEERS=~/peers bench/all.sh bench/results-here
+#   TEXT='books-*.parquet' bench/all.sh bench/results-here growth            # and: longer, head, resume, recipes
 #
 # TEXT   parquet files to tokenize and train on; ROWS: HellaSwag rows (python hellaswag.py downloads them)
 # PEERS  folder with checkouts of build-nanogpt and nanoGPT (optional); PRESET: default gpt2-124m, quickstart without GPU
+#
+# Parts in the first call: shards train attention hellaswag generate generate-64 checkpoint tokens loader. On request, a
+# call each on a GPU: growth (sizes), longer (contexts, recompute), head (losses, a profile), resume, recipes.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-: "${TEXT:?give parquet files, as in TEXT='books-*.parquet'}" "${ROWS:?give HellaSwag rows, as in ROWS=rows.jsonl}"
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+: "${TEXT:?give parquet files, as in TEXT='books-*.parquet'}"
 PY=.venv/bin/python
 [[ -x $PY ]] || PY=$(command -v python3)
 OUT=$(realpath -m "${1:?give a folder for the results}")
 DATA=$OUT/shards
 mkdir -p "$OUT"
+wanted=" ${*:2} "
+[[ $wanted != "  " ]] || wanted=" train attention hellaswag generate generate-64 checkpoint tokens loader "
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1)
 PRESET=${PRESET:-$([[ -n $gpu ]] && echo gpt2-124m || echo quickstart)}
 
-part() { # part NAME SECONDS COMMAND...: run it, show it, keep it
+part() { # part NAME SECONDS COMMAND...: run it if it is wanted, show it, keep it
     local name=$1 limit=$2 left=$((540 - SECONDS)) status=0
     shift 2
+    [[ $wanted == *" ${name%%:*} "* ]] || return 0
     ((limit <= left)) || limit=$((left > 0 ? left : 1))
     printf '\n## %s\n\n    %s\n\n' "$name" "$*"
-    timeout "$limit" "$@" 2>"$OUT/$name.err" || status=$?
-    ((status == 0)) || echo "FAILED: exit code $status after at most $limit s, see $OUT/$name.err"
+    timeout "$limit" "$@" 2>"$OUT/${name/:/-}.err" || status=$?
+    ((status == 0)) || echo "FAILED: exit code $status after at most $limit s, see $OUT/${name/:/-}.err"
+}
+train() { # train NAME SECONDS PRESET [bench/train.py's flags]
+    part "$1" "$2" "$PY" bench/train.py "$3" --data-dir "$DATA" --rounds 1 "${@:4}"
 }
 {
     echo "# $(date -u +%F), ${gpu:-no GPU}, $(nproc) cores, torch $($PY -c 'import torch; print(torch.__version__)')"
     # shellcheck disable=SC2086  # TEXT is a list of patterns
-    part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 20000000
-    part train 300 $PY bench/train.py "$PRESET" --data-dir "$DATA" --rounds 1 --steps 8 ${PEERS:+--peers "$PEERS"} \
-        --only ours ${PEERS:+nanogpt-compiled build-nanogpt}
-    part attention 60 $PY bench/attention.py $([[ -n $gpu ]] || echo --batch 2 --rounds 2)
-    part hellaswag 90 $PY bench/hellaswag.py --data "$ROWS" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
+    [[ -f $DATA/manifest.json ]] || wanted+="shards " part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 20000000
+    train train 300 "$PRESET" --steps 8 ${PEERS:+--peers "$PEERS"} --only ours ${PEERS:+nanogpt-compiled build-nanogpt}
+    part attention 60 $PY bench/attention.py $([[ -n $gpu ]] || echo --batch 2 --rounds 2 --repeats 1)
+    part hellaswag 90 $PY bench/hellaswag.py --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
     part generate 90 $PY bench/generate.py --rounds 1
     [[ -z $gpu ]] || part generate-64 60 $PY bench/generate.py --rounds 2 --samples 64 --no-loop
-    part checkpoint 60 $PY bench/checkpoint.py
+    part checkpoint 120 $PY bench/checkpoint.py ${gpu:+--sequence-length 1024 --micro-batch-size 64}
     # shellcheck disable=SC2086
     part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
-    part loader 30 $PY bench/loader.py "$DATA"
-} | tee "$OUT/all.md"
+    part loader 30 $PY bench/loader.py
+
+    small=${gpu:+--total-batch-size=131072} # enough for the clock; the whole batch only adds micro-steps
+    small=${small:---total-batch-size=4096}
+    for size in 124m 350m 774m 1558m; do
+        train growth:$size 200 gpt2-$size --steps 4 --only ours -- "$small"
+    done
+    for T in 2048 4096; do
+        train longer:$T 120 "$PRESET" --steps 4 --only ours -- "$small" --sequence-length=$T --model.block-size=$T
+    done
+    train longer:recompute 200 "$PRESET" --steps 4 --only ours ours-recompute -- "$small" --micro-batch-size=$([[ -n $gpu ]] && echo 64 || echo 16)
+    train head:profile 150 "$PRESET" --steps 4 --only ours --profile -- "$small"
+    part head:ways 300 $PY bench/head.py --rounds 1 ${gpu:+--rows 65536 --width 768 --chunk 8192}
+    part resume 500 $PY bench/resume.py "$PRESET" --data-dir "$DATA" --ways default deterministic ${gpu:+"dtype=float16 deterministic"} \
+        -- "$small" --micro-batch-size=16
+    part recipes 530 $PY bench/recipes.py --data-dir "$DATA" --seeds 1 --share 0.4 --out "$OUT/recipes" \
+        --report "recipes-$([[ -n $gpu ]] && echo 124m || echo try)" $([[ -n $gpu ]] && echo --size 124m --steps 480 || echo --steps 20)
+} | tee "$OUT/$(tr -d ' ' <<<"all${*:2}").md"

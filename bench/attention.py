@@ -29,6 +29,8 @@ class Args:
     sequence_length: int = 1024
     width: int = 768
     rounds: int = 5
+    repeats: int = 10
+    """Calls a round: the device is waited for once."""
     device: str = "auto"
     dtype: str = "auto"
 
@@ -45,9 +47,10 @@ def main() -> None:
               f"T={args.sequence_length}, {args.width} channels")  # fmt: skip
         print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
         for hs in (64, 128):
-            shape = (args.batch, args.width // hs, args.sequence_length, hs)
+            shape = (args.batch, args.sequence_length, 3, args.width // hs, hs)
             torch.manual_seed(0)
-            q, k, v = (torch.randn(shape, device=rt.device, dtype=rt.dtype, requires_grad=True) for _ in "qkv")
+            packed = torch.randn(shape, device=rt.device, dtype=rt.dtype, requires_grad=True)
+            q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # as model.py has them
             ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in kinds]}
             ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in kinds}
             with sdpa_kernel(SDPBackend.MATH):
@@ -59,10 +62,11 @@ def main() -> None:
                         for _ in range(args.rounds + 2):
                             rt.synchronize()
                             t0 = time.perf_counter()
-                            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                            y.backward(y.detach())
+                            for _ in range(args.repeats):
+                                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                                torch.autograd.grad(y, packed, y.detach(), retain_graph=True)
                             rt.synchronize()
-                            times.append(time.perf_counter() - t0)
+                            times.append((time.perf_counter() - t0) / args.repeats)
                 except RuntimeError:  # torch has no such kernel for this device
                     print(f"| {hs} | {name} | not here | |")
                     continue

@@ -103,6 +103,8 @@ def child(args: Args) -> None:
             forward = forward.to(rt.device)
             optimizers = [make(rt.device)]
         B = train_gpt2.plan.micro_batch_size(cfg, rt, model, forward)
+        for p in forward.parameters():
+            p.grad = None  # what trying out B left in a peer's
         scaler = torch.amp.GradScaler(rt.device.type, enabled=False)
         batches = data.batches(0, cfg.sequences_per_step, B, rt)
         parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]

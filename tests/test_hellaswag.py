@@ -127,7 +127,7 @@ def test_shapes_are_few_and_batches_keep_to_their_budget():
     for _ in range(2000):
         n = torch.randint(1, 60, (5,), generator=g).tolist()
         rows.append(hellaswag.Example([1] * n[0], [[2] * k for k in n[1:]], n[1:], 0))
-    batches = hellaswag.make_batches(rows, 256, 4096)
+    batches = [hellaswag.make_batch(plan, rows) for plan in hellaswag.plan_batches(rows, 256, 4096)]
     assert sorted(i for b in batches for i in b.rows) == list(range(2000))
     assert all(b.tokens[0].numel() <= 4096 for b in batches)
     assert len({b.tokens.shape for b in batches}) < 50

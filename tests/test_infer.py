@@ -178,3 +178,16 @@ def test_threads_spin_only_on_an_idle_machine(running, spins, monkeypatch, tmp_p
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
     runtime.thread_waits(brief=True)
     assert os.environ == {"OMP_WAIT_POLICY": "ACTIVE"}  # what a user has set stays
+
+
+def test_bfloat16_weights_leave_positions_exact():
+    """Angles of rope reach a thousand radians, where bfloat16 has steps of 4."""
+    torch.manual_seed(0)
+    config = replace(PRESETS["speedrun-124m"].model, vocab_size=97, n_layer=2, n_head=2, n_embd=128)
+    model, idx = GPT(config).eval(), torch.randint(97, (2, 1000))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+        exact = model(idx)[0]
+        error = (infer.prepare(model, torch.device("cpu"), torch.bfloat16)(idx)[0].float() - exact).abs().mean()
+    assert error < 0.03 * exact.std()

@@ -304,11 +304,26 @@ def test_micro_batch_auto_halves_until_it_fits_on_every_rank(tiny_args):
 
     rng = torch.get_rng_state()
     choices = [60, 30, 20, 15, 12, 10, 6, 5, 4, 3, 2, 1]
-    assert train_gpt2.plan.probe(model, forward, cfg, CPU, choices) == 3 and tried == [60, 30, 15, 6, 3]
+    assert train_gpt2.plan.probe(model, forward, cfg, CPU, choices) == 3
+    assert tried == [60, 30, 15, 6, 3, 3]  # a second micro-step, for which the gradients of the first are in memory
     assert all(p.grad is None for p in model.parameters()) and torch.equal(rng, torch.get_rng_state())
     assert train_gpt2.plan.probe(model, forward, cfg, Smaller(CPU.device, CPU.dtype), choices) == 2
     with pytest.raises(UserError, match="--recompute"):
         train_gpt2.plan.probe(model, partial(forward, room=0), cfg, CPU, choices)
+
+    def raises(error):
+        def forward(x, y):
+            raise error
+
+        return forward
+
+    for text in (
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+        "No valid triton configs. OutOfMemoryError: ...",
+    ):
+        assert not train_gpt2.plan.fits_in_memory(model, raises(RuntimeError(text)), cfg, CPU, 1)
+    with pytest.raises(RuntimeError, match="device-side assert"):  # what is no lack of memory is not hidden
+        train_gpt2.plan.fits_in_memory(model, raises(RuntimeError("device-side assert triggered")), cfg, CPU, 1)
     moments = []
     with pytest.MonkeyPatch.context() as m:  # what the first step will allocate is there while it is tried out
         m.setattr(torch, "empty", lambda n, device: moments.append(n))
