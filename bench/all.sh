@@ -3,13 +3,13 @@
 # time does not stop the rest.
 #
 #   TEXT='books-*.parquet' ROWS=hellaswag_val.jsonl PEERS=~/peers bench/all.sh bench/results-here
-#   TEXT='books-*.parquet' bench/all.sh bench/results-here growth            # and: longer, head, resume, recipes
+#   TEXT='books-*.parquet' bench/all.sh bench/results-here growth       # and: longer, head, tuning, resume, recipes
 #
 # TEXT   parquet files to tokenize and train on; ROWS: HellaSwag rows (python hellaswag.py downloads them)
 # PEERS  folder with checkouts of build-nanogpt and nanoGPT (optional); PRESET: default gpt2-124m, quickstart without GPU
 #
 # Parts in the first call: shards train attention hellaswag generate generate-64 checkpoint tokens loader. On request, a
-# call each on a GPU: growth (sizes), longer (contexts, recompute), head (losses, a profile), resume, recipes.
+# call each on a GPU: growth (sizes), longer (contexts, recompute), head (losses, a profile), tuning, resume, recipes.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 : "${TEXT:?give parquet files, as in TEXT='books-*.parquet'}"
@@ -62,6 +62,10 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     part head:ways 300 $PY bench/head.py --rounds 1 ${gpu:+--rows 65536 --width 768 --chunk 8192}
     part resume 500 $PY bench/resume.py "$PRESET" --data-dir "$DATA" --ways default deterministic ${gpu:+"dtype=float16 deterministic"} \
         -- "$small" --micro-batch-size=16
+    train tuning:speedrun 150 speedrun-124m --steps 4 --only ours -- "$small"
+    train tuning:bfloat16-weights 150 "$PRESET" --steps 4 --only ours -- "$small" --weights=bfloat16
+    part tuning:coordinate-descent 240 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "$PY" bench/train.py "$PRESET" \
+        --data-dir "$DATA" --rounds 1 --steps 4 --only ours -- "$small"
     part recipes 530 $PY bench/recipes.py --data-dir "$DATA" --seeds 1 --share 0.4 --out "$OUT/recipes" \
         --report "recipes-$([[ -n $gpu ]] && echo 124m || echo try)" $([[ -n $gpu ]] && echo --size 124m --steps 480 || echo --steps 20)
 } | tee "$OUT/$(tr -d ' ' <<<"all${*:2}").md"

@@ -51,6 +51,8 @@ deed = plan[min(int(os.environ["START"]), len(plan)) - 1]
 if deed == "usererror":
     print("error: --max-lr -1 must be positive", file=sys.stderr)
     sys.exit(1)
+if deed == "diskfail":
+    print("error of the machine: [Errno 5] Input/output error; mend that, and go on as after a kill", file=sys.stderr)
 if deed in ("savefail", "ok", "limit") and rank0:
     save("00010")
 if deed == "limit" and rank0:
@@ -261,7 +263,7 @@ def test_one_run_a_folder(pod):
 
 
 def test_restarts_until_it_works(pod):
-    pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="fail savefail ok")
+    pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="diskfail savefail ok")
     log = pod.ended("o")
     first, second, third = pod.starts()
     assert first == second == "--resume elsewhere/model_00005.pt --out-dir o"  # nothing of its own to go on from yet
