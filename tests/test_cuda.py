@@ -1,0 +1,111 @@
+"""One GPU, where the machine has one; elsewhere all of it is skipped: the same results as the CPU's, and the same bits
+again with --deterministic. DEVICE=cpu runs it without one, to try the tests themselves."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import GPUS, ROOT, TINY
+
+import checkpoint
+import metrics
+from model import GPT, GPTConfig
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+there = shutil.which("nvidia-smi") and b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not there, reason="no NVIDIA GPU here")
+
+
+def call(*args):
+    """What a script prints that sees the GPUs."""
+    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | GPUS
+    command = [sys.executable, *[str(a) for a in (ROOT / args[0], *args[1:])]]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0, f"{args}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A model with GPT-2's tokens whose choices are not close calls."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, vocab_size=50304, n_layer=2, n_head=2, n_embd=128))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    out = tmp_path_factory.mktemp("cuda") / "run"
+    out.mkdir()
+    checkpoint.write(out / "model_00007.pt", checkpoint.model_file(model, 7))
+    return out
+
+
+def test_samples_are_those_of_the_cpu(run_dir):
+    """Past the context, too: the captured step, then the slide."""
+    flags = [
+        "Hello",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "90",
+        "--dtype",
+        "float32",
+        "--json",
+        "--num-samples",
+        "2",
+    ]
+    there, here = (call("infer.py", run_dir, *flags, "--device", device).splitlines() for device in (DEVICE, "cpu"))
+    assert len(json.loads(here[0])["tokens"]) == 90 and there == here
+    flags[flags.index("float32")] = "bfloat16"
+    assert call("infer.py", run_dir, *flags, "--device", DEVICE) == call(
+        "infer.py", run_dir, *flags, "--device", DEVICE
+    )
+
+
+def test_hellaswag_scores_are_those_of_the_cpu(run_dir, tmp_path):
+    words = "the dog runs over a hill and sees one more cat that sleeps".split()
+    rows = [
+        {
+            "ctx": " ".join(words[i % 5 :]),
+            "endings": [" ".join(words[j : j + 2 + i % 3]) for j in range(4)],
+            "label": i % 4,
+        }
+        for i in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for device in (DEVICE, "cpu"):
+        out = tmp_path / f"{device}.jsonl"
+        flags = ["--data", tmp_path / "rows.jsonl", "--dtype", "float32", "--per-example", out, "--device", device]
+        call("hellaswag.py", "--model", run_dir, *flags)
+        found.append(torch.tensor([json.loads(line)["losses"] for line in out.read_text().splitlines()]))
+    torch.testing.assert_close(*found, rtol=3e-3, atol=0)  # TF32 on the GPU
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
+def test_training_is_that_of_the_cpu(preset, tiny_data, tmp_path):
+    """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""
+    flags = [w for w in TINY if w != "--no-compile"] + ["--data-dir", tiny_data]
+    if preset == "speedrun-124m":
+        flags[flags.index("--model.n-head") + 1] = "1"
+    curves = []
+    for out, device in {"there": DEVICE, "here": "cpu"}.items():
+        more = ["--micro-batch-size", "auto", "--device", device, "--out-dir", tmp_path / out]
+        said = call("train_gpt2.py", preset, *flags, *more)
+        assert "1 micro-steps x 8 x 32" in said
+        lines = metrics.read_lines(tmp_path / out / "metrics.jsonl")
+        curves.append([line["train_loss"] for line in lines if "train_loss" in line])
+    assert len(curves[0]) == 12
+    assert curves[0] == pytest.approx(curves[1], rel=5e-3)
+
+
+def test_a_killed_run_ends_with_the_same_bits(tiny_data):
+    flags = [w for w in TINY if w not in ("--no-compile", "--dtype", "float32")]
+    for name in ("--max-steps", "--save-every", "--val-every", "--hellaswag-every", "--sample-every"):
+        del flags[flags.index(name) : flags.index(name) + 2]
+    ways = ["deterministic", "deterministic dtype=float16"]
+    said = call("bench/resume.py", "quickstart", "--data-dir", tiny_data, "--ways", *ways, "--", *flags)
+    assert said.count("| same bits | same bits |") == 2, said
