@@ -220,6 +220,8 @@ def begin(out: Path, name: str, wish: Manifest, old: Manifest | None) -> Manifes
     ours = {s.file: s.tokens for s in old.shards} if old else {}
     was, now = ({**m.source, **vars(m)} for m in (old or wish, wish))
     for what in [k for k in now if ours and k not in ("source", "shards", "complete") and now[k] != was[k]]:
+        if what == "revision":
+            raise UserError(f"{out} was begun when the source's files were others; remove it, or choose another --out")
         raise UserError(f"{out} was made with {what} {was[what]}, not {now[what]}"[:400] + "; choose another --out")
     for path in shards.shard_files(out):
         if path.name not in ours and not (old and path == next_shard(out, name, old)):
@@ -278,7 +280,9 @@ def main() -> None:
     args, began = tyro.cli(Args, description=__doc__), time.monotonic()
     if args.verify:
         if wrong := shards.verify(args.verify):
-            raise UserError("\n".join([*wrong, f"{args.verify} has {len(wrong)} problem(s); make or pull it again"]))
+            raise UserError(
+                "\n".join([*wrong, f"{args.verify} has {len(wrong)} problem(s); remove it and make or pull it again"])
+            )
         return print0(f"{args.verify}: every shard is whole")
     if not args.source or any(n is not None and n < 1 for n in (args.shard_size, args.limit_tokens)):
         raise UserError("--source takes a name or files, --shard-size and --limit-tokens a number above 0")
@@ -311,7 +315,8 @@ def main() -> None:
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({time_})")
     if len(manifest.shards) == 1:
         print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")
-    print0(f"next: python train_gpt2.py {'quickstart ' if library else ''}--data-dir {out}")
+    # gpt2-124m takes half a million tokens a step: nothing for a few of them
+    print0(f"next: python train_gpt2.py {'quickstart ' if tokens < 100_000_000 else ''}--data-dir {out}")
 
 
 if __name__ == "__main__":

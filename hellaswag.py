@@ -249,7 +249,9 @@ def download(path: Path, url: str) -> None:
                 raise OSError(f"the connection broke, {answer.length:,} bytes are missing")
     except (OSError, ValueError) as e:
         if getattr(e, "code", 0) != 416:  # 416: all of it was there already
-            raise UserError(f"cannot download {url} ({e}); check the network, run the same command again") from None
+            raise UserError(
+                f"cannot download {url} ({e}); check the network and run it again, or put it at {path}"
+            ) from None
     rows = part.read_bytes().count(b"\n")
     if rows != VAL_ROWS:
         part.unlink()

@@ -224,12 +224,16 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cpu" and cpu_has_bfloat16() else torch.float32
 
 
-def has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile can build what it writes: C++ on the CPU; for a GPU Triton's launchers, in C against the
-    headers of Python."""
-    names = ("CXX", "g++", "clang++") if device.type == "cpu" else ("CC", "gcc", "clang")
-    headers = device.type == "cpu" or os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
-    return headers and any(shutil.which(os.environ.get(n, n)) for n in names)
+def missing_compiler(device: torch.device) -> str:
+    """What torch.compile lacks to build what it writes, or an empty string: C++ on the CPU; for a GPU Triton's
+    launchers, in C against the headers of Python."""
+    if device.type == "cpu":
+        return (
+            "" if any(shutil.which(os.environ.get(n, n)) for n in ("CXX", "g++", "clang++")) else "C++ compiler (g++)"
+        )
+    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        return "Python.h (python3-dev)"
+    return "" if any(shutil.which(os.environ.get(n, n)) for n in ("CC", "gcc", "clang")) else "C compiler (gcc)"
 
 
 def device_name(device: torch.device) -> str:

@@ -109,7 +109,9 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
 
 
 def _make(data_dir: Path) -> str:
-    return f"python fineweb.py --source stdlib --out {data_dir}"
+    """The command that makes a folder of shards, by what it is called."""
+    known = {"fineweb-edu": "", "fineweb": " --source fineweb", "stdlib": " --source stdlib"}
+    return f"python fineweb.py{known.get(data_dir.name, ' --source FILE...')} --out {data_dir}"
 
 
 def _layout(path: Path) -> tuple[int, int]:

@@ -71,6 +71,9 @@ if [[ -z ${TRAIN_SH_LOG:-} ]]; then
         [[ -n ${SHUTDOWN_CMD:-} ]] || { command -v runpodctl >/dev/null && [[ -n ${RUNPOD_POD_ID:-} ]]; } ||
             die "REMOVE_POD=1 needs runpodctl and RUNPOD_POD_ID, as on a RunPod pod; elsewhere set SHUTDOWN_CMD='...'"
     fi
+    # what the trainer would refuse, said at once and by itself: a restart would not mend it
+    [[ ! -f $HERE/config.py ]] || (cd "$HERE" && "$PY" -c 'import sys, config, runtime
+runtime.run_cli(lambda: config.parse(sys.argv[1:], lambda path: {}))' "$@") || exit 1
     mkdir -p "$OUT" && exec 9>>"$OUT/train.lock" # all that follows inherits it: taken while any part of the run lives
     flock -n 9 || die "a run is in $OUT already (processes: $(marked | tr '\n' ' ')): one run a folder. Stop it with:" \
         "kill \$(cat $OUT/train.pid), or give another --out-dir"
@@ -88,7 +91,12 @@ fi
 
 # ---- detached: run, restart, publish, leave ----
 child='' stopping=0 failures=0 outcome='' limit='' saved=''
-ranks() { awk -v p="$child" '/^PPid:/ && $2 == p {split(FILENAME, f, "/"); print f[3]}' /proc/[0-9]*/status; }
+ranks() { # children of torchrun; a file each, because other processes come and go meanwhile
+    local f
+    for f in /proc/[0-9]*/status; do
+        ! grep -qs "^PPid:[[:space:]]*$child\$" "$f" || basename "${f%/status}"
+    done
+}
 stop() { # the ranks themselves save and exit 0; torchrun would give them 30 seconds and call that a failure
     say "asked to stop: the trainer saves and ends"
     local pids; stopping=1 pids=$(ranks 2>/dev/null || true)

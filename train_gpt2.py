@@ -158,8 +158,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             log.console(record, max_steps, eta_s, cfg.gpu_hour_usd * rt.world_size)
             record = {"step": step + 1}
         log.write(record)
-        path = checkpoint.model_path(cfg.run_dir, max_steps)
-        said = f"done: {max_steps} steps in {duration(time.monotonic() - began)}; {path}"
+        took = duration(time.monotonic() - began)
+        said = f"done: {max_steps} steps in {took}; {checkpoint.model_path(cfg.run_dir, max_steps)}"
     except resume.Stopped:
         record = record if done else {"step": step}  # half an evaluation is none
         save(step, evaluated=done)
@@ -291,8 +291,7 @@ def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
     checkpoints use the model itself and never meet the compiler."""
     if not cfg.compile or rt.device.type == "mps":
         return model
-    if not runtime.has_compiler(rt.device):
-        missing = "C++ compiler (g++)" if rt.device.type == "cpu" else "gcc, or no Python.h (python3-dev)"
+    if missing := runtime.missing_compiler(rt.device):
         return print0(f"no {missing}: training without torch.compile, several times slower") or model
     torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes, and validation is a graph
     print0("the first step compiles, which takes a while; --no-compile starts at once and is slower from then on")
@@ -339,7 +338,8 @@ def refuse(
 
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: resume.read(path)["config"])
-    with resume.signals() as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
+    signals = nullcontext() if cfg.dry_run else resume.signals()  # a dry run has nothing to save: Ctrl-C just ends it
+    with signals as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
         if cfg.dry_run:
             return dry_run(cfg, rt)
         with files.locked(cfg.run_dir) if rt.is_main else nullcontext():

@@ -29,7 +29,7 @@ part() { # part NAME SECONDS COMMAND...: run it if it is wanted, show it, keep i
     [[ $wanted == *" ${name%%:*} "* ]] || return 0
     ((limit <= left)) || limit=$((left > 0 ? left : 1))
     printf '\n## %s\n\n    %s\n\n' "$name" "$*"
-    timeout "$limit" "$@" 2>"$OUT/${name/:/-}.err" || status=$?
+    timeout -s INT -k 10 "$limit" "$@" 2>"$OUT/${name/:/-}.err" || status=$?
     ((status == 0)) || echo "FAILED: exit code $status after at most $limit s, see $OUT/${name/:/-}.err"
 }
 train() { # train NAME SECONDS PRESET [bench/train.py's flags]
@@ -44,7 +44,7 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     part hellaswag 90 $PY bench/hellaswag.py --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
     part generate 90 $PY bench/generate.py --rounds 1
     [[ -z $gpu ]] || part generate-64 60 $PY bench/generate.py --rounds 2 --samples 64 --no-loop
-    part checkpoint 120 $PY bench/checkpoint.py ${gpu:+--sequence-length 1024 --micro-batch-size 64}
+    part checkpoint 120 $PY bench/checkpoint.py --dir "$OUT" ${gpu:+--sequence-length 1024 --micro-batch-size 64}
     # shellcheck disable=SC2086
     part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
     part loader 30 $PY bench/loader.py

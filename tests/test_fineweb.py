@@ -296,7 +296,7 @@ def test_other_parameters_are_refused_by_name(tmp_path):
         with pytest.raises(UserError, match=words):
             run(**change)
     (tmp_path / "a.txt").write_text("x text " * 100)  # same name and size
-    with pytest.raises(UserError, match="revision"):
+    with pytest.raises(UserError, match="files were others"):
         run()
     assert contents(tmp_path / "out") == before
 

@@ -283,6 +283,18 @@ def test_an_error_of_the_user_is_not_restarted_and_shown_at_once(pod):
     assert len(pod.starts()) == 1
 
 
+@pytest.mark.parametrize(
+    "words, says", [(["quikstart"], "did you mean 'quickstart'"), (["--max-step", "5"], "--max-steps")]
+)
+def test_what_the_trainer_would_refuse_is_refused_at_once(words, says, tmp_path):
+    env = {**os.environ, "NPROC": "1"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "train.sh"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir())  # nothing was begun
+
+
 def test_killed_torchrun_leaves_no_rank_behind(pod):
     pod.start(plan="hang ok")
     pod.hanging()
