@@ -250,7 +250,7 @@ def download(path: Path, url: str) -> None:
     except (OSError, ValueError) as e:
         if getattr(e, "code", 0) != 416:  # 416: all of it was there already
             raise UserError(
-                f"cannot download {url} ({e}); check the network and run it again, or put it at {path}"
+                f"cannot download {url} ({e}); check the network and run the same command again, or put it at {path}"
             ) from None
     rows = part.read_bytes().count(b"\n")
     if rows != VAL_ROWS:
