@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # stored (in, out)
+MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in old exports, not parameters
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig
 FIXED = {  # what our model computes; any other value in a config.json means another network
     "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -93,7 +94,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     try:
         for name, t in weights.items():
             name = name if name == "lm_head.weight" else "transformer." + name.removeprefix("transformer.")
-            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks in old exports, not parameters
+            if not name.endswith(MASKS):
                 state[name] = (t.t() if name.endswith(CONV1D) else t).float().contiguous()
         if tied:
             state["lm_head.weight"] = state["transformer.wte.weight"]
@@ -174,7 +175,7 @@ def import_old(old: Path, out_dir: Path) -> None:
         with torch.serialization.safe_globals([(inert, name.replace(" ", ".")) for name in configs]):
             state = checkpoint.read_tensors(old, configs)
         weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", k): v.float() for k, v in state["model"].items()}
-        weights = {k: v for k, v in weights.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
+        weights = {k: v for k, v in weights.items() if not k.endswith(MASKS)}
         wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
         tied = torch.equal(weights.setdefault("lm_head.weight", wte), wte)
         layers = len({k.split(".")[2] for k in weights if k.startswith("transformer.h.")})

@@ -227,13 +227,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def missing_compiler(device: torch.device) -> str:
     """What torch.compile lacks to build what it writes, or an empty string: C++ on the CPU; for a GPU Triton's
     launchers, in C against the headers of Python."""
-    if device.type == "cpu":
-        return (
-            "" if any(shutil.which(os.environ.get(n, n)) for n in ("CXX", "g++", "clang++")) else "C++ compiler (g++)"
-        )
-    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "Python.h (python3-dev)"
-    return "" if any(shutil.which(os.environ.get(n, n)) for n in ("CC", "gcc", "clang")) else "C compiler (gcc)"
+    names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"
+    if device.type != "cpu":
+        names, compiler = ("CC", "gcc", "clang"), "C compiler (gcc)"
+        if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+            return "Python.h (python3-dev)"
+    return "" if any(shutil.which(os.environ.get(n, n)) for n in names) else compiler
 
 
 def device_name(device: torch.device) -> str:

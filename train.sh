@@ -91,12 +91,7 @@ fi
 
 # ---- detached: run, restart, publish, leave ----
 child='' stopping=0 failures=0 outcome='' limit='' saved=''
-ranks() { # children of torchrun; a file each, because other processes come and go meanwhile
-    local f
-    for f in /proc/[0-9]*/status; do
-        ! grep -qs "^PPid:[[:space:]]*$child\$" "$f" || basename "${f%/status}"
-    done
-}
+ranks() { grep -lsx "PPid:[[:space:]]*$child" /proc/[0-9]*/status | cut -d/ -f3; } # goes on where one has just ended
 stop() { # the ranks themselves save and exit 0; torchrun would give them 30 seconds and call that a failure
     say "asked to stop: the trainer saves and ends"
     local pids; stopping=1 pids=$(ranks 2>/dev/null || true)

@@ -292,7 +292,8 @@ def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
     if not cfg.compile or rt.device.type == "mps":
         return model
     if missing := runtime.missing_compiler(rt.device):
-        return print0(f"no {missing}: training without torch.compile, several times slower") or model
+        print0(f"no {missing}: training without torch.compile, several times slower")
+        return model
     torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes, and validation is a graph
     print0("the first step compiles, which takes a while; --no-compile starts at once and is slower from then on")
     return torch.compile(model, dynamic=False)

@@ -37,8 +37,9 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
 }
 {
     echo "# $(date -u +%F), ${gpu:-no GPU}, $(nproc) cores, torch $($PY -c 'import torch; print(torch.__version__)')"
+    [[ -f $DATA/manifest.json ]] || wanted+="shards "
     # shellcheck disable=SC2086  # TEXT is a list of patterns
-    [[ -f $DATA/manifest.json ]] || wanted+="shards " part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 20000000
+    part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 20000000
     train train 300 "$PRESET" --steps 8 ${PEERS:+--peers "$PEERS"} --only ours ${PEERS:+nanogpt-compiled build-nanogpt}
     part attention 60 $PY bench/attention.py $([[ -n $gpu ]] || echo --batch 2 --rounds 2 --repeats 1)
     part hellaswag 90 $PY bench/hellaswag.py --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)

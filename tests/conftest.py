@@ -81,6 +81,23 @@ def write_walk(folder: Path) -> Path:
     return folder
 
 
+def write_model(folder: Path, block_size: int, n_embd: int) -> Path:
+    """A run folder with one tiny model of GPT-2's tokens, whose choices are not close calls."""
+    import torch
+
+    import checkpoint
+    from model import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=block_size, vocab_size=50304, n_layer=2, n_head=2, n_embd=n_embd))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    folder.mkdir()
+    checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(model, 7))
+    return folder
+
+
 TINY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
 --sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 12 --warmup-steps 2 --val-every 4
 --val-tokens 1024 --hellaswag-every 0 --sample-every 0 --save-every 3 --keep 0 --no-compile --dtype float32""".split()

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 import torch
-from conftest import GPUS, ROOT, TINY
+from conftest import GPUS, ROOT, TINY, write_model
 
-import checkpoint
 import metrics
-from model import GPT, GPTConfig
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 there = shutil.which("nvidia-smi") and b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
@@ -31,16 +29,7 @@ def call(*args):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A model with GPT-2's tokens whose choices are not close calls."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=64, vocab_size=50304, n_layer=2, n_head=2, n_embd=128))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    out = tmp_path_factory.mktemp("cuda") / "run"
-    out.mkdir()
-    checkpoint.write(out / "model_00007.pt", checkpoint.model_file(model, 7))
-    return out
+    return write_model(tmp_path_factory.mktemp("cuda") / "run", block_size=64, n_embd=128)
 
 
 def test_samples_are_those_of_the_cpu(run_dir):

@@ -8,28 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import write_model
 
-import checkpoint
 import infer
 import runtime
 import tokenizer
 from config import PRESETS
-from model import GPT, GPTConfig
+from model import GPT
 from runtime import UserError
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run folder with one tiny checkpoint."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    out = tmp_path_factory.mktemp("infer") / "run"
-    out.mkdir()
-    checkpoint.write(out / "model_00007.pt", checkpoint.model_file(model, 7))
-    return out
+    return write_model(tmp_path_factory.mktemp("infer") / "run", block_size=32, n_embd=32)
 
 
 @pytest.fixture
