@@ -112,6 +112,9 @@ def open_model(name: str | Path) -> GPT:
         import checkpoint
 
         return checkpoint.load_model(path)
+    if not path.exists() and len(path.parts) > 1 and path.parent.is_dir():  # a slip of the pen, not OWNER/NAME
+        there = ", ".join(sorted(p.name for p in path.parent.iterdir() if p.is_dir())[:20]) or "no folder"
+        raise UserError(f"no model at {path}; {path.parent} has {there}. Train one: python train_gpt2.py --help")
     return load_hf(name)
 
 

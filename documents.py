@@ -89,7 +89,8 @@ def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], 
             chunks = READERS.get(path.suffix, read_text)(path, column)
             yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
         except (OSError, ValueError, NotImplementedError, MemoryError) as e:  # the last two: pyarrow, of odd headers
-            raise UserError(f"cannot read {path}: {e}; --source takes parquet, jsonl or UTF-8 text") from None
+            mend = "--source takes parquet, jsonl or UTF-8 text; convert it or leave it out"
+            raise UserError(f"cannot read {path}: {e}; {mend}") from None
         used(path)
 
 

@@ -30,9 +30,10 @@ def whole_file(path: Path):
 @contextmanager
 def locked(folder: Path, wait: bool = False):
     """Hold `folder` (made if missing) for this process; where another process holds it, wait or raise UserError. The
-    lock ends with the process, however that ends."""
+    lock ends with the process, however that ends. A folder made here, in which an error leaves nothing, goes again."""
     import fcntl
 
+    new = not wait and not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")
@@ -53,4 +54,10 @@ def locked(folder: Path, wait: bool = False):
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        yield
+        try:
+            yield
+        except BaseException:
+            if new and [p.name for p in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                folder.rmdir()
+            raise

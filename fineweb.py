@@ -125,6 +125,13 @@ def given_files(patterns: tuple[str, ...]) -> dict[Path, str]:
     return {p: re.sub(r"[\0-\x1f\x7f-\x9f\\]", "_", p.name) for p in found}
 
 
+def common_name(paths: list[Path]) -> str:
+    """What the shards of these files are called: as the files are but for a number at the end, or else their folder."""
+    names = {p.stem.rstrip("0123456789-_.") for p in paths}
+    name = (names.pop() if len(names) == 1 else "") or paths[0].resolve().parent.name
+    return re.sub(r"[^\w.-]", "-", name) or "text"
+
+
 def library_files() -> dict[Path, str]:
     """Files of this Python's library without tests, shuffled by the hash of their names so that val is like train."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -227,8 +234,8 @@ def begin(out: Path, name: str, wish: Manifest, old: Manifest | None) -> Manifes
         if path.name not in ours and not (old and path == next_shard(out, name, old)):
             raise UserError(f"{path} was not written by this command; choose another --out")
     for file, tokens in ours.items():
-        if shards.count_tokens(out / file) != tokens:
-            raise UserError(f"{out / file} is damaged: python fineweb.py --verify {out}; choose another --out")
+        if (out / file).exists() and shards.count_tokens(out / file) != tokens:
+            raise UserError(f"{out / file} is damaged; remove it, and the same command makes it again")
     if ours:
         return old
     shards.write_manifest(out, wish)  # from here on, the shards in this folder are ours
@@ -274,15 +281,28 @@ def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source
     return manifest
 
 
+def mend(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
+    """Make again what the manifest knows and is gone (removed because it was damaged): those bytes, or a UserError."""
+    for i, shard in enumerate(manifest.shards):
+        if (out / shard.file).exists():
+            continue
+        print0(f"{out / shard.file} is gone: making it again")
+        (part := out / ".mend").mkdir(exist_ok=True)
+        until = sum(s.tokens for s in manifest.shards[: i + 1])
+        run(part, name, replace(manifest, shards=manifest.shards[:i], limit_tokens=until), paths, False)
+        shards.read_shard(part / shard.file, shard.sha256)
+        os.replace(part / shard.file, out / shard.file)
+        shutil.rmtree(part)
+
+
 def main() -> None:
     import tyro
 
     args, began = tyro.cli(Args, description=__doc__), time.monotonic()
     if args.verify:
         if wrong := shards.verify(args.verify):
-            raise UserError(
-                "\n".join([*wrong, f"{args.verify} has {len(wrong)} problem(s); remove it and make or pull it again"])
-            )
+            wrong.append(f"{args.verify} has {len(wrong)} problem(s); remove those files and make or pull them again")
+            raise UserError("\n".join(wrong))
         return print0(f"{args.verify}: every shard is whole")
     if not args.source or any(n is not None and n < 1 for n in (args.shard_size, args.limit_tokens)):
         raise UserError("--source takes a name or files, --shard-size and --limit-tokens a number above 0")
@@ -290,8 +310,7 @@ def main() -> None:
     dataset = re.fullmatch(r"[\w-]+/[\w-][\w.-]*", first) and not glob(first) and not Path(first).suffix[1:].isalpha()
     on_hub, library = alone and (first in HUB or dataset), alone and first == "stdlib"
     paths = {} if on_hub else library_files() if library else given_files(args.source)
-    name = first.rpartition("/")[2] if on_hub or library else next(iter(paths)).stem.rstrip("0123456789-_.")
-    name = re.sub(r"[^\w.-]", "-", name) or "text"
+    name = first.rpartition("/")[2] if on_hub or library else common_name(list(paths))
     out = args.out or Path("data") / name
     with writing(out):
         old = shards.read_manifest(out)
@@ -308,6 +327,7 @@ def main() -> None:
         size = args.shard_size or max(1, int(float(f"{size:.0e}")))
         wish = Manifest({**source, "column": args.text_column}, args.format, size, args.limit_tokens)
         manifest = begin(out, name, wish, old)
+        mend(out, name, manifest, list(paths))
         if not (was_complete := manifest.complete):
             manifest = run(out, name, manifest, list(paths), args.keep_source)
     tokens, documents = (sum(getattr(s, key) for s in manifest.shards) for key in ("tokens", "documents"))

@@ -99,8 +99,8 @@ def describe(
         f"{cfg.preset}: {model.num_params():,} parameters on {where}, torch {torch.__version__}, seed {cfg.seed}\n"
         f"data {cfg.data_dir}: "
         + (f"{len(data.paths)} train shards, {sum(data.tokens):,} tokens" if data else "not there yet")
-        + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens ({rt.world_size} ranks x "
-        f"{cfg.sequences_per_step // rt.world_size // B} micro-steps x {B} x {T}); {tokens / 1e6:,.0f}M tokens"
+        + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens (ranks x micro-steps x sequences x T: "
+        f"{rt.world_size} x {cfg.sequences_per_step // rt.world_size // B} x {B} x {T}); {tokens:,} tokens"
         + (f", {epochs:.2f} epochs of this data" if data else "")
     )
     if data and not (data.paths[0].parent / shards.MANIFEST).exists():

@@ -20,7 +20,7 @@ import tyro
 
 import metrics
 from files import whole_file
-from reference import expected, read_reference
+from reference import TOKENS, expected, read_reference
 from runtime import UserError, print0, printable, run_cli
 
 if TYPE_CHECKING:
@@ -164,6 +164,9 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
 
     if not (dirs := list(dict.fromkeys(Path(d).resolve() for d in run_dirs))):
         raise UserError("no run folder given; give one or several: python plots.py log/quickstart")
+    for d in dirs if reference else ():
+        if (size := metrics.tokens_per_step(d)) not in (None, TOKENS):
+            print0(f"warning: the reference runs had {TOKENS:,} tokens a step, {d.name} has {size:,}")
     named = zip(dirs, map(printable, run_names(dirs)), strict=True)
     runs = [Run(name=n, color=COLORS[i % len(COLORS)], metrics=read_metrics(d)) for i, (d, n) in enumerate(named)]
     if not (panels := [keys for keys in PANELS if any(k in r.metrics for r in runs for k in keys)]):

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 PATH = Path(__file__).resolve().parent / "bench" / "reference_fineweb_edu_10b.csv"
+TOKENS = 524_288  # a step
 WINDOW = 500  # steps to either side whose gap between the two runs counts as "here"
 FLOOR = 0.025  # nats: twice the widest gap between the two runs once the steep part is over
 

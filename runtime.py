@@ -6,6 +6,7 @@ Every other file asks this one instead of asking the machine. Importing it is fr
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -55,8 +56,7 @@ def run_cli(main: Callable[[], object], brief_waits: bool = False) -> None:
     except UserError as e:
         if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
             time.sleep(3)
-        print(f"error: {printable(str(e))}", file=sys.stderr, flush=True)
-        end(1)
+        fail(f"error: {e}")
     except KeyboardInterrupt:
         end(130)
     except OSError as e:
@@ -64,9 +64,17 @@ def run_cli(main: Callable[[], object], brief_waits: bool = False) -> None:
         if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
             end(141)
         # a disk that is full, a network volume that stumbled: it may pass, so train.sh tries again
-        said = f"error of the machine: {printable(str(e))}; mend that, and go on as after a kill"
-        print(said, file=sys.stderr, flush=True)
-        end(1)
+        fail(f"error of the machine: {e}; mend that, and go on as after a kill")
+
+
+def fail(why: str) -> None:
+    """Exit with a message. Under torchrun it stands in that one's report, too, below which nothing more is printed."""
+    print(why := printable(why), file=sys.stderr, flush=True)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the format of torch.distributed.elastic's ErrorHandler
+        told = {"message": why, "extraInfo": {"py_callstack": why, "timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(report, "w") as f:
+            json.dump({"message": told}, f)
+    end(1)
 
 
 def end(code: int) -> None:
@@ -308,9 +316,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
             raise
         time.sleep(6)  # let the rank at fault speak first: torchrun ends all as soon as one has ended
         why = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
-        mend = f"go on from the newest checkpoint with --resume auto ({printable(str(e).strip())[:200]})"
-        print(f"{why}; {mend}", file=sys.stderr, flush=True)
-        end(1)
+        fail(f"{why}; go on from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
         watchdog = threading.Timer(60, os._exit, (1,))  # this can wait for a rank that is gone, too
         watchdog.daemon = True

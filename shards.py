@@ -71,7 +71,7 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     if len(data) != offset + 2 * count:
         raise UserError(f"{path} was cut to {len(data):,} bytes while it was read; make it again")
     if sha256 and (found := hashlib.sha256(data).hexdigest()) != sha256:
-        mend = f"see python fineweb.py --verify {Path(path).parent}; make or pull it again"
+        mend = "remove it, and the command that made or pulled the folder brings it back"
         raise UserError(f"{path} has sha256 {found}, but {MANIFEST} says {sha256}: it is damaged or another; {mend}")
     return data[offset:].view("<u2")
 
@@ -118,8 +118,8 @@ def _layout(path: Path) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) of a whole and well-formed shard. Raises UserError."""
 
     def bad(why: str) -> UserError:
-        rule = "a shard is a uint16 .npy of one dimension, or an llm.c .bin"
-        return UserError(f"{path} is not a usable shard: {why}; {rule}. Make it again: {_make(path.parent)}")
+        rule = "a shard is a uint16 .npy of one dimension, or an llm.c .bin. Remove it and make it again"
+        return UserError(f"{path} is not a usable shard: {why}; {rule}: {_make(path.parent)}")
 
     try:
         size = path.stat().st_size

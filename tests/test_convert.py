@@ -131,6 +131,9 @@ def test_damaged_and_missing_files(hf, tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json"):
         convert.load_hf(folder)
+    (tmp_path / "mine" / "run").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
+        convert.open_model(tmp_path / "mine" / "rum")
     with pytest.raises(UserError, match="neither a folder here nor a name"):
         convert.load_hf(tmp_path / "nothing" / "there")
 

@@ -84,7 +84,7 @@ def test_training_is_that_of_the_cpu(preset, tiny_data, tmp_path):
     for out, device in {"there": DEVICE, "here": "cpu"}.items():
         more = ["--micro-batch-size", "auto", "--device", device, "--out-dir", tmp_path / out]
         said = call("train_gpt2.py", preset, *flags, *more)
-        assert "1 micro-steps x 8 x 32" in said
+        assert "1 x 1 x 8 x 32" in said
         lines = metrics.read_lines(tmp_path / out / "metrics.jsonl")
         curves.append([line["train_loss"] for line in lines if "train_loss" in line])
     assert len(curves[0]) == 12

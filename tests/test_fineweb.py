@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import hub_server
@@ -325,6 +326,48 @@ def test_files_of_others_are_left_alone(tmp_path):
         make("--source", tmp_path / "a.txt", "--out", out)
 
 
+def test_a_removed_shard_comes_back_with_the_same_bytes(tmp_path, mixed, quick, monkeypatch):
+    out = tmp_path / "out"
+    make(*mixed, "--out", out)
+    whole, files = contents(out), shards.shard_files(out)
+    for gone in (files[:1], [files[0], files[2]], files[-1:]):
+        for path in gone:
+            path.unlink()
+        with monkeypatch.context() as m:
+            m.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Killed))
+            with pytest.raises(Killed):
+                make(*mixed, "--out", out)
+        make(*mixed, "--out", out)
+        assert contents(out) == whole
+    files[1].write_bytes(files[1].read_bytes()[:-2])
+    with pytest.raises(UserError, match="Remove it and make it again"):
+        make(*mixed, "--out", out)
+    files[1].unlink()
+    manifest = shards.read_manifest(out)
+    wrong = [replace(s, sha256="0" * 64) if s.file == files[1].name else s for s in manifest.shards]
+    shards.write_manifest(out, replace(manifest, shards=wrong))
+    with pytest.raises(UserError, match=r"manifest\.json says 000"):  # the source gives other bytes than it did
+        make(*mixed, "--out", out)
+    assert not files[1].exists()
+
+
+def test_shards_are_called_what_the_files_are_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for names, called in {
+        ("books-00.txt", "books-01.txt"): "books",
+        ("alpha.txt", "apple.txt"): "texts",
+        ("one day.txt",): "one-day",
+        ("2024.txt",): "texts",
+    }.items():
+        for folder in ("texts", "data"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        (tmp_path / "texts").mkdir()
+        for name in names:
+            (tmp_path / "texts" / name).write_text("some text " * 100)
+        make("--source", "texts/*.txt", "--shard-size", 100)
+        assert {p.name.split("_")[0] for p in shards.shard_files(tmp_path / "data" / called)} == {called}
+
+
 def test_ahead_is_ahead_by_its_steps_and_no_more():
     made = []
 
@@ -448,7 +491,7 @@ def test_hub_downloads_ahead_and_deletes(tmp_path, hub, run_script):
             most = max(most, len(list((out / ".source").glob("sample/*.parquet"))))
             time.sleep(0.001)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     args = ["fineweb.py", "--source", "owner/web", "--subset", "sample/", "--out", out, "--shard-size", 20_000]
     hub.faults.append(hub_server.Fault("drop", "resolve", times=1))
@@ -462,6 +505,9 @@ def test_hub_downloads_ahead_and_deletes(tmp_path, hub, run_script):
     before, asked = contents(out), len(hub.log)
     assert "nothing left" in run_script(*args, env=hub.env()).stdout
     assert contents(out) == before and len(hub.log) == asked  # a finished folder asks the Hub nothing
+    (out / "web_train_000002.npy").unlink()
+    assert "making it again" in run_script(*args, env=hub.env()).stdout
+    assert contents(out) == before
     kept = tmp_path / "kept"
     run_script(*args[:5], "--out", kept, "--shard-size", 20_000, "--keep-source", env=hub.env())
     assert len(list((kept / ".source").glob("sample/*.parquet"))) == 5

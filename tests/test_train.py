@@ -233,6 +233,18 @@ def test_non_finite_updates_are_refused(tiny_args, tmp_path, torchrun, capsys):
     done = torchrun(2, "train_gpt2.py", "quickstart", *tiny_args, *bad, check=False)
     assert "step 0: loss nan" in done.stdout and "(1 of --skip-bad-steps 1)" in done.stdout
     assert done.returncode != 0 and "step 1: loss nan" in done.stderr and "the update was refused" in done.stderr
+    report = done.stderr.split("Root Cause")[-1]  # torchrun's, which is the last that a user sees
+    assert "traceback : error: step 1: loss nan" in report and "To enable traceback" not in report
+
+
+def test_an_error_leaves_no_empty_run_folder(tiny_args, tmp_path, run_script):
+    out = tmp_path / "a" / "run"
+    args = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", out]
+    assert run_script(*args, "--data-dir", tmp_path / "nope", check=False).returncode == 1 and not out.exists()
+    out.mkdir()
+    (out / "notes").write_text("mine")
+    assert run_script(*args, "--data-dir", tmp_path / "nope", check=False).returncode == 1
+    assert (out / "notes").read_text() == "mine"
 
 
 def scaled(monkeypatch, init_scale):
