@@ -284,6 +284,21 @@ PRESETS: dict[str, TrainConfig] = {
             beta1=0.8,
             muon_momentum_warmup_steps=300,
         ),
+        TrainConfig(  # rate and batch of nanoGPT's finetune_shakespeare; the network is that of --init-from
+            preset="finetune",
+            data_dir="data/my",
+            init_from="gpt2",
+            total_batch_size=32_768,
+            epochs=2,
+            max_lr=3e-5,
+            min_lr=3e-6,
+            warmup_steps=5,
+            val_every=10,
+            hellaswag_every=0,
+            sample_every=50,
+            save_every=50,
+            keep=2,
+        ),
         TrainConfig(
             preset="overfit",
             model=_small,
@@ -321,6 +336,11 @@ PRESETS: dict[str, TrainConfig] = {
         ),
     ]
 }
+
+
+def adopts(cfg: TrainConfig) -> bool:
+    """Whether the network is whatever --init-from names: it is given, and no --model flag asks for another."""
+    return cfg.init_from != "scratch" and cfg.model == PRESETS[cfg.preset].model
 
 
 def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:

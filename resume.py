@@ -19,7 +19,7 @@ import torch
 
 import checkpoint
 import optim
-from config import TrainConfig, drift
+from config import TrainConfig, adopts, drift
 from runtime import Runtime, UserError, print0
 
 STATE = {  # the entries of a train state that resuming reads
@@ -84,8 +84,8 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     if saved is None:
         return None
     old = TrainConfig.from_dict(saved["config"])
-    if cfg.init_from != "scratch":  # which brought its own vocabulary
-        cfg = replace(cfg, model=replace(cfg.model, vocab_size=old.model.vocab_size))
+    if cfg.init_from != "scratch":  # which brought its own network, or at least its own vocabulary
+        cfg = replace(cfg, model=old.model if adopts(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size))
     harmless, refused = drift(old, cfg)
     for change in harmless:
         if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):

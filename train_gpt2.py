@@ -34,7 +34,7 @@ import reference
 import resume
 import shards
 import tokenizer
-from config import TrainConfig, parse, parse_duration
+from config import TrainConfig, adopts, parse, parse_duration
 from loader import Loader, to_device
 from metrics import RunLog, duration
 from model import GPT
@@ -56,7 +56,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
 
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)
-    cfg = replace(cfg, model=model.config)  # --init-from brings its own vocabulary: GPT-2's is not padded
+    cfg = replace(cfg, model=model.config)  # which --init-from may have brought, with a vocabulary that is not padded
     weights = optim.Weights(model, cfg)
     optimizers = optim.build(weights, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
@@ -277,10 +277,9 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
         import convert
 
         model = convert.open_model(cfg.init_from)
-    if replace(model.config, vocab_size=cfg.model.vocab_size) != cfg.model:
+    if not adopts(cfg) and replace(model.config, vocab_size=cfg.model.vocab_size) != cfg.model:
         raise UserError(
-            f"--init-from {cfg.init_from} is {model.config}, this run is {cfg.model}; choose the preset of that size, "
-            "or set what differs with --model.* flags"
+            f"--init-from {cfg.init_from} is {model.config}, and the --model flags ask for {cfg.model}; leave them out"
         )
     model.recompute = cfg.recompute
     return model.to(rt.device).train()

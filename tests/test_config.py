@@ -34,6 +34,8 @@ ANCESTORS = {  # what each preset must resolve to, and whose numbers these are
     "untied-124m": ("DDP-BASEMODEL-TRAIN", """
         model.tied_head=False total_batch_size=262144 horizon=38146 max_lr=6e-4 min_lr=6e-5 warmup_steps=700
         val_every=100 sample_every=1000 save_every=2000"""),
+    "finetune": ("nanoGPT, finetune_shakespeare", """
+        init_from=gpt2 total_batch_size=32768 sequence_length=1024 max_lr=3e-5"""),
     "overfit": ("DDP-BASEMODEL-TRAIN, its sanity run", "overfit_single_batch=True horizon=200"),
     "record8-124m": ("modded-nanogpt record 8", """
         model.n_layer=12 model.n_head=6 model.n_embd=768 model.head_size=128 model.bias=False model.tied_head=False

@@ -122,6 +122,7 @@ def tiny(words):
         return words
     size = [*TINY, *(["--steps-per-epoch", "2", "--epochs", "2"] if "--resume" in words else ["--max-steps", "2"])]
     words = ["log/gpt2-124m" if w == "gpt2" else w for w in words]  # for OpenAI's weights, which are not here
+    size += ["--init-from", "log/gpt2-124m"] if "finetune" in words and "--init-from" not in words else []
     fresh = [] if {"--resume", "--dry-run"} & set(words) else ["--out-dir", "log/new"]
     return [*words, *size, *fresh]
 

@@ -16,7 +16,7 @@ from conftest import ROOT, TINY
 import checkpoint
 import train_gpt2
 from config import PRESETS, parse
-from model import GPT
+from model import GPT, GPTConfig
 from runtime import Runtime, UserError
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
@@ -133,7 +133,7 @@ import json, sys, torch
 sys.path.insert(0, sys.argv[1])
 import optim, runtime
 from config import parse
-from model import GPT
+from model import GPT, GPTConfig
 def main():
     with runtime.session("cpu") as rt:
         for name in ("adamw", "muon"):
@@ -200,7 +200,6 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
 
 def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tmp_path):
     import convert
-    from model import GPTConfig
 
     convert.save_hf(GPT(GPTConfig(block_size=32, vocab_size=50257, n_layer=2, n_head=2, n_embd=32)), tmp_path / "hf")
     flags = ["--init-from", str(tmp_path / "hf"), "--model.vocab-size", "50304"]  # as the presets have it
@@ -208,8 +207,30 @@ def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tm
     assert checkpoint.load_model(run).config.vocab_size == 50257
     fit(tiny_args, run, *flags, "--max-steps", "5", "--resume", "auto")
     assert list(curve(run)) == list(range(6))
-    with pytest.raises(UserError, match="choose the preset of that size"):
+    with pytest.raises(UserError, match="the --model flags ask for"):
         fit(tiny_args, tmp_path / "other", *flags, "--model.n-layer", "3")
+
+
+def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
+    """Without --model flags, whatever the preset's: here another shape, and options of the speedrun."""
+    config = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
+    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(config), 7))
+
+    def tune(*flags, run="run", init=("--init-from", tmp_path, "--data-dir", tiny_data)):
+        words = [*(["finetune", *init] if init else []), "--total-batch-size", 256, "--sample-every", 0, *flags]
+        cfg = parse(
+            [*map(str, words), "--out-dir", str(tmp_path / run)], lambda p: checkpoint.read_train_state(p)["config"]
+        )
+        train_gpt2.train(cfg, CPU, {"signal": None})
+
+    short = ("--sequence-length", 32, "--no-compile")
+    tune(*short, "--max-steps", 2)
+    assert checkpoint.load_model(tmp_path / "run").config == config
+    tune(*short, "--max-steps", 4, "--resume", "auto")
+    tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt", init=())
+    assert list(curve(tmp_path / "run")) == list(range(6))
+    with pytest.raises(UserError, match=r"sequence-length 128 is above --model\.block-size 32"):
+        tune("--sequence-length", 128, run="long")
 
 
 def poisoned(tmp_path):
