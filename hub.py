@@ -97,6 +97,8 @@ def push(repo: str, kind: str, files: list[Path], card: str, public: bool) -> No
             raise UserError(f"{repo} exists and is public; add --public to push there, or choose another name")
         (readme := Path(temporary, "README.md")).write_text(card.replace("REPO", repo))
         files = files + [readme] * bool(card)
+        # what a run still writes to is sent as it is now
+        files = [Path(shutil.copy2(p, temporary)) if p.suffix == ".jsonl" else p for p in files]
         there = listing(api, repo, kind)
         todo = [p for p in files if not is_same(p, there.get(p.name))]
         for i in range(0, len(todo), COMMIT_FILES):
@@ -216,10 +218,14 @@ def push_model(path: Path, repo: str, public: bool = False, with_optimizer: bool
     push(repo, "model", [weights, *filter(Path.is_file, extra)], card, public)
 
 
-def pull_model(repo: str, out_dir: Path, revision: str | None = None) -> None:
-    """Download a pushed model, for infer.py and, if its optimizer was pushed too, `train_gpt2.py --resume`."""
+def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step: bool = False) -> None:
+    """Download a pushed model, for infer.py and, if its optimizer was pushed too, `train_gpt2.py --resume`: its newest
+    step, or all of them."""
     with pull(repo, "model", out_dir, revision) as (remote, fetch):
         names = [n for n in remote if MODEL_FILE.fullmatch(n)]
+        steps = {n: int(n[6:-3]) for n in names if n.endswith(".pt")}
+        newest = max((step for n, step in steps.items() if n.startswith("model")), default=-1)
+        names = [n for n in names if every_step or steps.get(n, newest) == newest]
         if not any(n.endswith((".pt", ".safetensors")) for n in names):
             raise UserError(f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
         fetch(dict.fromkeys(names))

@@ -12,6 +12,8 @@
 #   BUDGET_USD    with GPU_HOUR_USD, one GPU's price for an hour: stop training and save when this start has spent it
 #   PUSH_TO       owner/name: at the end push the newest checkpoint there (hub.py push-model) and wait for it; with its
 #                 optimizer if the run is not over (budget, time limit, failure), so that it can go on elsewhere
+#   PUSH_EVERY    with PUSH_TO: seconds after which new checkpoints go there already, with their optimizer (0: at the
+#                 end only): a machine that is taken away takes no more with it than those and --save-every steps
 #   REMOVE_POD    1: then remove this machine, by SHUTDOWN_CMD, or else runpodctl remove pod $RUNPOD_POD_ID; but only
 #                 once the weights are pushed or, without PUSH_TO, where PERSISTENT=1 says that OUT outlives the machine
 #                 (a RunPod network volume does; a pod's own /workspace disk is deleted with the pod)
@@ -57,12 +59,13 @@ marked() { grep -lzsFx "TRAIN_RUN_DIR=$OUT" /proc/[0-9]*/environ | cut -d/ -f3; 
 
 # ---- in the foreground: refuse what would hurt hours later, start the rest detached, show its first seconds ----
 if [[ -z ${TRAIN_SH_LOG:-} ]]; then
-    for name in MAX_RESTARTS RESTART_DELAY REMOVE_DELAY START_WAIT BUDGET_USD GPU_HOUR_USD; do
+    for name in MAX_RESTARTS RESTART_DELAY REMOVE_DELAY START_WAIT PUSH_EVERY BUDGET_USD GPU_HOUR_USD; do
         [[ ${!name:-0} =~ ^[0-9]+$ || ($name == *_USD && ${!name} =~ ^[0-9]*\.[0-9]+$) ]] ||
             die "$name=${!name}: must be a number, as in $name=3 ./train.sh"
     done
     [[ ${PUSH_TO:-a/b} =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]] ||
         die "PUSH_TO=$PUSH_TO: must be owner/name, as in PUSH_TO=me/gpt2-124m ./train.sh"
+    [[ ${PUSH_EVERY:-0} == 0 || -n ${PUSH_TO:-} ]] || die "PUSH_EVERY=$PUSH_EVERY needs PUSH_TO=owner/name to push to"
     [[ -z ${BUDGET_USD:-} || (${GPU_HOUR_USD:-0} =~ [1-9] && -z $(flag time-limit)) ]] ||
         die "BUDGET_USD=$BUDGET_USD sets --time-limit: give GPU_HOUR_USD, one GPU's price an hour, and no --time-limit"
     if [[ ${REMOVE_POD:-0} == 1 ]]; then
@@ -91,10 +94,10 @@ fi
 
 # ---- detached: run, restart, publish, leave ----
 child='' stopping=0 failures=0 outcome='' limit='' saved=''
-ranks() { grep -lsx "PPid:[[:space:]]*$child" /proc/[0-9]*/status | cut -d/ -f3; } # goes on where one has just ended
+children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ -f3; } # goes on where one has just ended
 stop() { # the ranks themselves save and exit 0; torchrun would give them 30 seconds and call that a failure
     say "asked to stop: the trainer saves and ends"
-    local pids; stopping=1 pids=$(ranks 2>/dev/null || true)
+    local pids; stopping=1 pids=$(children "$child" 2>/dev/null || true)
     [[ -z $child ]] || xargs kill -TERM <<<"${pids:-$child}" || true
 }
 trap stop TERM INT; trap '' HUP
@@ -127,8 +130,20 @@ if [[ -n ${BUDGET_USD:-} ]]; then
     limit=$(awk -v b="$BUDGET_USD" -v p="$GPU_HOUR_USD" -v n="$nproc" 'BEGIN {printf "%d", b / (p * n) * 3600}')
     say "budget: $BUDGET_USD USD at $GPU_HOUR_USD a GPU-hour, $nproc of them: $limit seconds, restarts included"
 fi
+publisher() { # beside the training: what is new since the last push
+    local newest last=''
+    while sleep "$PUSH_EVERY" && kill -0 $$; do
+        newest=$(weights | sort -V | tail -n 1)
+        if [[ $newest != "$last" && -f ${newest/model_/optim_} ]]; then
+            say "push of ${newest##*/} to $PUSH_TO, while training goes on"
+            if nice "$PY" "$HERE/hub.py" push-model "$OUT" "$PUSH_TO" --with-optimizer; then last=$newest
+            else say "that push failed; the next try is in $PUSH_EVERY seconds"; fi
+        fi
+    done
+}
 weights() { compgen -G "$OUT/model_*.pt" || true; }
-before=$(weights)
+before=$(weights) publishing=''
+[[ ${PUSH_EVERY:-0} == 0 ]] || { publisher & publishing=$!; }
 while [[ -z $outcome ]]; do
     start=("${cmd[@]}") from=$(stat -c %s "$TRAIN_SH_LOG") status=0
     # a checkpoint of our own is where a restart goes on; until there is one, whatever --resume was asked for stands
@@ -149,6 +164,10 @@ while [[ -z $outcome ]]; do
     fi
 done
 say "training $outcome"
+[[ -z $publishing ]] || {
+    xargs kill < <(echo "$publishing"; children "$publishing")
+    wait "$publishing"
+} 2>/dev/null || true
 
 leave() { # publish, then give the machine back if nothing would be lost by that
     if ((stopping)); then say "stopped by request: nothing is pushed, this machine stays"; return; fi

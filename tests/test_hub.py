@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,6 +299,34 @@ def test_pushed_model_comes_back_and_loads(run, hub, tiny, make_run, tmp_path):
     run("pull-model", "tester/bare", tmp_path / "bare")
     assert not list((tmp_path / "bare").glob("optim_*"))
     assert load_model(tmp_path / "bare", "cpu").config == tiny.config  # weights alone are a run folder too
+
+
+def test_a_run_is_pushed_as_it_grows_and_pulled_where_it_is(run, tiny, make_run, tmp_path):
+    import checkpoint
+    import metrics
+
+    out = make_run()
+    run("push-model", out, "tester/grows", "--with-optimizer")
+    checkpoint.write(out / "model_00030.pt", checkpoint.model_file(tiny, 30))
+    checkpoint.write(out / "optim_00030.pt", {"format": checkpoint.FORMAT, "step": 30})
+    done = threading.Event()
+
+    def grow():  # the run goes on meanwhile
+        while not done.wait(0.001):
+            with open(out / "metrics.jsonl", "a") as f:
+                f.write('\n{"step": 31, "train_loss": 3.0}')
+
+    run_on = threading.Thread(target=grow, daemon=True)
+    run_on.start()
+    run("push-model", out, "tester/grows", "--with-optimizer", timeout=30)
+    done.set()
+    run_on.join()
+    run("pull-model", "tester/grows", tmp_path / "new")
+    assert {p.name for p in (tmp_path / "new").glob("*.pt")} == {"model_00030.pt", "optim_00030.pt"}
+    assert checkpoint.latest_step(tmp_path / "new") == 30
+    assert {row["step"] for row in metrics.read_lines(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
+    run("pull-model", "tester/grows", tmp_path / "all", "--every-step")
+    assert checkpoint.complete_steps(tmp_path / "all") == [10, 30]
 
 
 def test_export_loads_in_transformers(run, tiny, make_run, tmp_path):

@@ -53,13 +53,13 @@ if deed == "usererror":
     sys.exit(1)
 if deed == "diskfail":
     print("error of the machine: [Errno 5] Input/output error; mend that, and go on as after a kill", file=sys.stderr)
-if deed in ("savefail", "ok", "limit") and rank0:
+if deed in ("savefail", "savehang", "ok", "limit") and rank0:
     save("00010")
 if deed == "limit" and rank0:
     print("stopped by the time limit at step 10, all saved; go on with: ...", flush=True)
 if deed.endswith("fail"):
     sys.exit(3)
-while deed == "hang":
+while deed.endswith("hang"):
     time.sleep(0.05)
 """
 
@@ -327,6 +327,22 @@ def test_a_run_that_is_not_over_is_pushed_with_what_resuming_needs(pod, plan):
     assert pod.read("removed") and "training finished" not in log
 
 
+def test_new_checkpoints_are_pushed_while_training_goes_on(pod):
+    pod.start(plan="savehang", PUSH_TO="me/mine", PUSH_EVERY="1")
+    pod.wait(lambda: pod.read("pushed"))
+    time.sleep(2.5)  # nothing new: nothing is pushed
+    out = pod.root / "log/gpt2-124m"
+    assert pod.read("pushed").splitlines() == [f"push-model {out} me/mine --with-optimizer"]
+    for kind in ("optim", "model"):
+        (out / f"{kind}_100000.pt").write_text("weights")
+    pod.wait(lambda: len(pod.read("pushed").splitlines()) == 2)
+    os.kill(pod.pid(), signal.SIGTERM)
+    log = pod.ended()
+    assert "push of model_100000.pt to me/mine, while training goes on" in log and "Terminated" not in log
+    time.sleep(2)
+    assert len(pod.read("pushed").splitlines()) == 2  # asked to stop, it pushes nothing more
+
+
 def test_the_only_copy_is_never_removed(pod):
     (pod.root / "push_fails").write_text("9")
     pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1", PERSISTENT="1")
@@ -381,6 +397,8 @@ def test_budget_becomes_a_time_limit(pod):
         ({"REMOVE_POD": "1"}, "only copy"),
         ({"REMOVE_POD": "1", "PERSISTENT": "1", "RUNPOD_POD_ID": ""}, "SHUTDOWN_CMD"),
         ({"PUSH_TO": "justaname"}, "owner/name"),
+        ({"PUSH_EVERY": "3600"}, "needs PUSH_TO"),
+        ({"PUSH_EVERY": "1h", "PUSH_TO": "me/x"}, "PUSH_EVERY=1h"),
         ({"BUDGET_USD": "5"}, "GPU_HOUR_USD"),
         ({"BUDGET_USD": "lots", "GPU_HOUR_USD": "1"}, "BUDGET_USD=lots"),
         ({"MAX_RESTARTS": "1.5"}, "MAX_RESTARTS=1.5"),
