@@ -400,6 +400,7 @@ def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_pa
         "--sequence-length 32 --total-batch-size 128 --micro-batch-size 2 --val-tokens 64 --no-compile --dtype float32"
     )
     args = [preset, *size.split(), "--data-dir", str(tiny_data), "--out-dir", str(tmp_path / "run")]
+    args += ["--init-from", "scratch"] if preset == "finetune" else []  # not what the Hub has
     short = [*args, "--save-every", "3", "--sample-every", "5", "--val-every", "5", "--hellaswag-every", "0"]
     for steps in ("3", "5"):
         train_gpt2.train(parse([*short, "--max-steps", steps, "--resume", "auto"], None), CPU, {"signal": None})
