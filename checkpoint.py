@@ -23,7 +23,7 @@ import torch
 
 from files import whole_file
 from model import GPT, GPTConfig
-from runtime import UserError, print0
+from runtime import WRITER, UserError, print0
 
 NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1
@@ -242,7 +242,7 @@ class Writer:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what was gathered for it a moment ago is there
         train = {"format": FORMAT, **train}
-        self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name=WRITER)
         self._thread.start()
 
     def copied(self) -> None:

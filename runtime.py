@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 
+WRITER = "checkpoint"  # name of the thread that a process does not end without
+
+
 class UserError(Exception):
     """Something the user can mend. The message gives the value, the rule and the command that mends it."""
 
@@ -78,12 +81,12 @@ def fail(why: str) -> None:
 
 
 def end(code: int) -> None:
-    """Exit. A rank finishes what its threads are writing, then skips the interpreter's own end, in which gloo was seen
+    """Exit. A rank finishes the checkpoint it is writing, then skips the interpreter's own end, in which gloo was seen
     to abort, and to wait for ever for a rank that is gone."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(code)
     for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
+        if thread.name == WRITER:  # no other: the pools of torch's compiler never end
             thread.join()
     atexit._run_exitfuncs()
     sys.stdout.flush()

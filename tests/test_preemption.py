@@ -267,3 +267,13 @@ def test_every_feature_on_two_ranks(tiny_args, tmp_path, torchrun):
     lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two)]
     assert [r.get("hellaswag_acc") for r in lines[0]] == [r.get("hellaswag_acc") for r in lines[1]]
     assert "sample 3:" in first and "hellaswag acc" in first
+
+
+def test_a_compiled_run_on_two_ranks_ends(tiny_args, tmp_path, torchrun, monkeypatch):
+    """Compiled for the first time: the compiler's pools of threads, which never end, must not keep a rank alive."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    run = [a for a in tiny_args if a != "--no-compile"]
+    run += ["--max-steps", "2", "--micro-batch-size", "2", "--recompute", "--zero-stage", "1"]
+    said = torchrun(2, "train_gpt2.py", "quickstart", *run, "--out-dir", tmp_path / "two", timeout=150).stdout
+    assert "the first step compiles" in said and "done: 2 steps" in said
+    assert_close(curve(tmp_path / "two"), curve(fit([*run, "--no-compile"], tmp_path / "one")))
