@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -302,10 +303,10 @@ def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     """Gradients averaged over the ranks by DDP, into buckets that the gradients themselves are views of."""
     if rt.world_size == 1:
         return forward
-    ids = [rt.device.index] if rt.device.type == "cuda" else None
-    return torch.nn.parallel.DistributedDataParallel(
-        forward, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    DDP, ids = torch.nn.parallel.DistributedDataParallel, [rt.device.index] if rt.device.type == "cuda" else None
+    # torch 2.13 calls it otherwise
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+    return DDP(forward, device_ids=ids, gradient_as_bucket_view=True, **{buffers: False})
 
 
 def refuse(
