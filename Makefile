@@ -42,7 +42,7 @@ quickstart: install ## tokens, a few minutes of training, samples, curves: no GP
 	@echo
 	@echo "Done: samples above, curves in log/quickstart/curves.png. Next, try:"
 	@echo "  $(PY) infer.py log/quickstart 'class Node:'          # complete your own beginning"
-	@echo "  $(PY) train_gpt2.py quickstart --max-steps 600 --out-dir log/longer   # train twice as long"
+	@echo "  $(PY) train_gpt2.py quickstart --max-steps 400 --out-dir log/longer   # train twice as long"
 	@echo "  $(PY) train_gpt2.py gpt2-124m --dry-run              # what GPT-2 would take on this machine"
 
 test: .venv/.installed-dev ## the whole suite, CPU and offline (PYTEST_ARGS=... for pytest)

@@ -235,6 +235,17 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cpu" and cpu_has_bfloat16() else torch.float32
 
 
+def keep_memory() -> None:
+    """Let malloc (glibc's) keep large blocks for the next step, whose pages the system would otherwise make anew: a
+    quickstart step is a tenth shorter or more, and takes a sixth more memory."""
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
 def missing_compiler(device: torch.device) -> str:
     """What torch.compile lacks to build what it writes, or an empty string: C++ on the CPU; for a GPU Triton's
     launchers, in C against the headers of Python."""

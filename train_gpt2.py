@@ -289,6 +289,8 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
 def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
     """The model as training and validation call it: one compiled graph of forward and loss. HellaSwag, sampling and
     checkpoints use the model itself and never meet the compiler."""
+    if rt.device.type == "cpu":
+        runtime.keep_memory()
     if not cfg.compile or rt.device.type == "mps":
         return model
     if missing := runtime.missing_compiler(rt.device):
@@ -304,7 +306,7 @@ def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     if rt.world_size == 1:
         return forward
     DDP, ids = torch.nn.parallel.DistributedDataParallel, [rt.device.index] if rt.device.type == "cuda" else None
-    # torch 2.13 calls it otherwise
+    # torch 2.13 has another name
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
     return DDP(forward, device_ids=ids, gradient_as_bucket_view=True, **{buffers: False})
 
