@@ -41,8 +41,9 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
             )
         return cfg.micro_batch_size
     choices = [b for b in range(min(64, share), 0, -1) if share % b == 0]
-    if rt.device.type != "cuda":  # main memory has no useful out-of-memory error: keep the logits near a quarter GB
-        return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= 2**27), 1)
+    if rt.device.type != "cuda":  # main memory has no useful out-of-memory error: keep the logits near half a GB
+        room = 2**27 if rt.device.type == "cpu" else 2**28  # on a CPU malloc may hold them twice: runtime.keep_memory
+        return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= room), 1)
     return probe(model, forward, cfg, rt, choices)
 
 
