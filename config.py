@@ -340,7 +340,7 @@ PRESETS: dict[str, TrainConfig] = {
 
 def adopts(cfg: TrainConfig) -> bool:
     """Whether the network is whatever --init-from names: it is given, and no --model flag asks for another."""
-    return cfg.init_from != "scratch" and cfg.model == PRESETS[cfg.preset].model
+    return cfg.init_from != "scratch" and cfg.preset in PRESETS and cfg.model == PRESETS[cfg.preset].model
 
 
 def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:

@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from config import PRESETS, TrainConfig, drift, parse, parse_duration
+from config import PRESETS, TrainConfig, adopts, drift, parse, parse_duration
 from model import GPTConfig
 from runtime import UserError
 
@@ -130,3 +130,9 @@ def test_no_dead_knob(cls):
     for f in dataclasses.fields(cls):
         read = re.compile(rf"(cfg|c|config|self|self\.config|old|new)\.{f.name}\b")
         assert any(read.search(text) for text in sources.values()), f"{f.name} is read nowhere"
+
+
+def test_the_network_is_that_of_init_from_unless_a_flag_says_otherwise():
+    assert adopts(PRESETS["finetune"]) and not adopts(PRESETS["gpt2-124m"])
+    assert not adopts(parse(["finetune", "--model.n-layer", "3"], nothing_saved))
+    assert not adopts(dataclasses.replace(PRESETS["finetune"], preset="of a later version"))  # as a checkpoint may say
