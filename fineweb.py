@@ -289,8 +289,11 @@ def mend(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
         print0(f"{out / shard.file} is gone: making it again")
         (part := out / ".mend").mkdir(exist_ok=True)
         until = sum(s.tokens for s in manifest.shards[: i + 1])
-        run(part, name, replace(manifest, shards=manifest.shards[:i], limit_tokens=until), paths, False)
-        shards.read_shard(part / shard.file, shard.sha256)
+        before = replace(manifest, shards=manifest.shards[:i], limit_tokens=until)
+        made = run(part, name, before, paths, False).shards[-1]
+        if made.sha256 != shard.sha256:
+            why = f"has sha256 {made.sha256} now, but {shards.MANIFEST} says {shard.sha256}: the source is another"
+            raise UserError(f"{out / shard.file} {why}; choose another --out")
         os.replace(part / shard.file, out / shard.file)
         shutil.rmtree(part)
 
