@@ -120,6 +120,8 @@ class TrainConfig:
     """Price of one GPU for an hour, for the cost lines."""
     dry_run: bool = setting(False, **HARMLESS)
     """Print the plan (parameters, memory, measured step time, ETA, cost) and exit."""
+    eval_only: bool = setting(False, **HARMLESS)
+    """Print val loss and HellaSwag of what --init-from names (gpt2, a run folder, a model_*.pt) and exit."""
     overfit_single_batch: bool = False
     """Train on the first batch again and again: the loss must collapse, or something is broken."""
 

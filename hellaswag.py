@@ -230,6 +230,11 @@ def evaluate(
     return summarize(score(model, examples, device, rt, check=check), examples)
 
 
+def in_words(found: dict[str, float]) -> str:
+    """The line that every script ends an evaluation with."""
+    return "hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**found)
+
+
 def download(path: Path, url: str) -> None:
     """Fetch the validation rows to `path`; what a broken connection left is continued. Raises UserError."""
     import urllib.request
@@ -299,7 +304,7 @@ def main() -> None:
     result = summarize(losses, examples)
     speed = f"{result['n'] / seconds:.1f} examples/s in {rt.dtype} on {rt.device}"
     print0(f"{args.style} style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
-    print0("hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**result))
+    print0(in_words(result))
 
 
 def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> None:

@@ -112,11 +112,11 @@ def describe(
 
 
 def record(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
-    """OUT/config.json: the resolved config, for people and plots."""
+    """OUT/config.json: the resolved config and the code that made the run, for people and plots."""
     if rt.is_main:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         resolved = {"out_dir": str(cfg.run_dir), "resolved_max_steps": max_steps, "world_size": rt.world_size}
-        text = json.dumps({**cfg.to_dict(), **resolved}, indent=2) + "\n"
+        text = json.dumps({**cfg.to_dict(), **resolved, "versions": runtime.versions()}, indent=2) + "\n"
         with whole_file(cfg.run_dir / "config.json") as f:
             f.write(text.encode())
 

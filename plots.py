@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LOSS, NORM = ("train_loss", "val_loss"), ("grad_norm",)
 OPENAI_HELLASWAG = {"OpenAI GPT-2 124M": 0.2955, "OpenAI GPT-2 1558M": 0.4893}  # acc_norm, completion style
+OPENAI_VAL_LOSS = 3.2924  # of OpenAI's 124M on FineWeb-Edu's val shard, as build-nanogpt's notebook has it
 COLORS, GREY = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2"], "#777777"
 VAL_STYLE = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1}
 
@@ -109,6 +110,9 @@ def draw_loss(ax: Axes, runs: list[Run], keys: Sequence[str], reference: bool) -
         label = "on track: two public FineWeb-Edu 10B runs of GPT-2 124M, with their margin"
         ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
         ax.set_ylim(bottom=min(ax.get_ylim()[0], *low))
+    if reference and ax.get_ylim()[0] < OPENAI_VAL_LOSS:
+        label = f"OpenAI GPT-2 124M on FineWeb-Edu: {OPENAI_VAL_LOSS}"
+        ax.axhline(OPENAI_VAL_LOSS, color=GREY, ls=":", lw=1.2, label=label)
     ax.legend(loc="upper right", fontsize=9)
 
 

@@ -1,10 +1,10 @@
-"""Stopping, and exact resume: the signals that end a run, what it saves besides its weights, how it is found again, and
-what may differ when it goes on."""
+"""Stopping, and exact resume: the signals and the bad updates that end a run, what it saves besides its weights, how it
+is found again, and what may differ when it goes on."""
 
 from __future__ import annotations
 
+import math
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -19,7 +19,10 @@ import torch
 
 import checkpoint
 import optim
+import runtime
+from checkpoint import Writer
 from config import TrainConfig, adopts, drift
+from loader import Loader
 from runtime import Runtime, UserError, print0
 
 STATE = {  # the entries of a train state that resuming reads
@@ -127,7 +130,7 @@ def train_state(
         "scaler": scaler.state_dict(),
         "config": cfg.to_dict(),
         "data": data_id,
-        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": runtime.versions(),
     }
 
 
@@ -170,3 +173,25 @@ def command(cfg: TrainConfig, step: int) -> str:
     words = [w for w in words if not w.startswith("--resume=")]
     path = checkpoint.model_path(cfg.run_dir, step)
     return shlex.join([*launcher().split(), "train_gpt2.py", *words, "--resume", str(path)])
+
+
+def refuse(
+    cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, w: Writer
+) -> None:
+    """A non-finite loss or gradient: no rank has updated. Names the place; raises UserError once --skip-bad-steps is
+    used up. Every rank comes here, because they have agreed on loss and norm, and is told of its own."""
+    losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
+    bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
+    bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]
+    read = 0 if cfg.overfit_single_batch else step
+    shard, window = data.step_windows(read, cfg.sequences_per_step, B, bad[0], rt.world_size).reshape(-1, 2)[0]
+    message = (
+        f"step {step}: loss {losses[bad[0]]}, gradient norm {norms[bad[0]]} on rank {bad[0]}, whose data start at "
+        f"{data.paths[shard].name} window {window}; the update was refused"
+    )
+    if skipped <= cfg.skip_bad_steps:
+        return print0(f"{message} ({skipped} of --skip-bad-steps {cfg.skip_bad_steps})")
+    w.wait()
+    good = checkpoint.latest_step(cfg.run_dir)
+    safe = f"the weights of step {good} are safe: {command(cfg, good)}" if good else "nothing was saved before it"
+    raise UserError(f"{message}; {safe}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")

@@ -6,10 +6,13 @@ Every other file asks this one instead of asking the machine. Importing it is fr
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
+import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -244,6 +247,18 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What made a run: torch, python and, in a clone, the commit, "-dirty" where files differ from it."""
+    import torch
+
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=40"]
+    known = {"torch": str(torch.__version__), "python": platform.python_version()}
+    with suppress(OSError, subprocess.SubprocessError):
+        known["commit"] = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return known
 
 
 def missing_compiler(device: torch.device) -> str:

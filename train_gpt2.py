@@ -109,9 +109,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             if not done and examples and due(cfg.hellaswag_every, step, last):
                 found = hellaswag.evaluate(model, examples, rt.device, rt, check)
                 record |= {"hellaswag_acc": found["acc"], "hellaswag_acc_norm": found["acc_norm"]}
-                print0(
-                    f"step {step:5d}/{max_steps} | hellaswag acc {found['acc']:.4f} acc_norm {found['acc_norm']:.4f}"
-                )
+                print0(f"step {step:5d}/{max_steps} | {hellaswag.in_words(found)}")
             if not done and step and (last or due(cfg.save_every, step, last)):
                 save(step, evaluated=True)
             if not done and step and due(cfg.sample_every, step, last) and rt.is_main:
@@ -144,7 +142,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 )
             else:
                 skipped += 1
-                refuse(cfg, rt, step, mine.item(), norm, skipped, data, B, writer)
+                resume.refuse(cfg, rt, step, mine.item(), norm, skipped, data, B, writer)
             scaler.update()
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -183,6 +181,20 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     plan.describe(cfg, rt, model, data, max_steps, 0, B)
     run = partial(accumulate, forward, rt=rt, scaler=torch.amp.GradScaler(rt.device.type, enabled=False))
     plan.estimate(cfg, rt, model, run, max_steps, B)
+
+
+def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
+    """--eval-only: val loss and HellaSwag of the weights that --init-from names, as a run reports them."""
+    if cfg.init_from == "scratch":
+        raise UserError("--eval-only wants trained weights: add --init-from gpt2, a run folder or a model_*.pt")
+    model = make_model(cfg, rt, None).eval()
+    cfg = replace(cfg, model=model.config)
+    data = Loader(local_data(cfg, rt), "val", cfg.sequence_length, cfg.model.vocab_size)
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: once is too short for that
+    loss, tokens = validate(model, data, cfg, rt, B, lambda: None), min(cfg.val_tokens // data.T, data.order.per_epoch)
+    print0(f"{cfg.init_from} on {tokens * data.T:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
+    if cfg.hellaswag_every and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data)):
+        print0(hellaswag.in_words(hellaswag.evaluate(model, examples, rt.device, rt)))
 
 
 def train_loader(cfg: TrainConfig, data_dir: str | Path) -> Loader:
@@ -311,40 +323,13 @@ def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     return DDP(forward, device_ids=ids, gradient_as_bucket_view=True, **{buffers: False})
 
 
-def refuse(
-    cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, writer
-) -> None:
-    """A non-finite loss or gradient: no rank has updated. Names the place; raises UserError once --skip-bad-steps is
-    used up. Every rank comes here, because they have agreed on loss and norm, and is told of its own."""
-    losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
-    bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
-    bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]
-    places = data.step_windows(
-        0 if cfg.overfit_single_batch else step, cfg.sequences_per_step, B, bad[0], rt.world_size
-    )
-    shard, window = places.reshape(-1, 2)[0]
-    message = (
-        f"step {step}: loss {losses[bad[0]]}, gradient norm {norms[bad[0]]} on rank {bad[0]}, whose data start at "
-        f"{data.paths[shard].name} window {window}; the update was refused"
-    )
-    if skipped <= cfg.skip_bad_steps:
-        return print0(f"{message} ({skipped} of --skip-bad-steps {cfg.skip_bad_steps})")
-    writer.wait()
-    good = checkpoint.latest_step(cfg.run_dir)
-    keep = (
-        f"the weights of step {good} are safe: {resume.command(cfg, good)}"
-        if good is not None
-        else "nothing was saved before it"
-    )
-    raise UserError(f"{message}; {keep}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")
-
-
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: resume.read(path)["config"])
-    signals = nullcontext() if cfg.dry_run else resume.signals()  # a dry run has nothing to save: Ctrl-C just ends it
+    only = dry_run if cfg.dry_run else evaluate if cfg.eval_only else None  # nothing to save: Ctrl-C just ends it
+    signals = nullcontext() if only else resume.signals()
     with signals as stop, runtime.session(cfg.device, cfg.dtype, cfg.deterministic) as rt:
-        if cfg.dry_run:
-            return dry_run(cfg, rt)
+        if only:
+            return only(cfg, rt)
         with files.locked(cfg.run_dir) if rt.is_main else nullcontext():
             train(cfg, rt, stop)
 

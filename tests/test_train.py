@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -417,6 +418,23 @@ def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
     out = capsys.readouterr().out
     assert "tokens/s" in out and "$" in out and "12 steps take" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_eval_only_says_what_the_run_said_and_leaves_nothing(tiny_args, tmp_path, torchrun, fails):
+    run = fit(tiny_args, tmp_path / "run", "--val-tokens", "1376")  # 43 windows: even neither by 2 ranks nor by 4
+    flags = ["quickstart", *tiny_args, "--val-tokens", "1376", "--init-from", run, "--eval-only"]
+    before = sorted(tmp_path.rglob("*"))
+    done = torchrun(2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "other")
+    assert f"{run} on 1,376 tokens" in done.stdout and f"val loss: {curve(run)[12][1]:.4f}" in done.stdout, done.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+    fails("train_gpt2.py", "quickstart", *tiny_args, "--eval-only", says=["--init-from gpt2"])
+
+
+def test_config_json_names_the_code(tiny_args, tmp_path):
+    made = json.loads((fit(tiny_args, tmp_path / "run", "--max-steps", "1") / "config.json").read_text())["versions"]
+    assert made["torch"] == str(torch.__version__)
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert head.returncode or made["commit"].removesuffix("-dirty") == head.stdout.strip()
 
 
 def test_recompute_gives_the_same_bits(tiny_args, tmp_path):
