@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from glob import glob
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -187,11 +188,32 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
+    """Why a torch that is built for CUDA cannot use the GPU of this machine; an empty string if all is as it should."""
+    import torch
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if torch.version.cuda is None or hidden or not glob(devices) or torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()
+    except Exception as e:
+        return str(e).strip().split("\n")[0]
+    return "it finds none"
+
+
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """`auto` is cuda, then mps, then cpu; a name is checked against what is there. Raises UserError."""
+    """`auto` is cuda, then mps, then cpu; a name is checked against what is there. Raises UserError, also rather than
+    take the CPU of a machine that is paid for its GPU."""
     import torch
 
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name in ("auto", "cuda") and (why := unusable_gpu()):
+        raise UserError(
+            f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({why}); `nvidia-smi` shows the newest "
+            "CUDA that the driver runs: install a torch built for that or an older one, and make install "
+            "SYSTEM_TORCH=1, or take a machine with a newer driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
+        )
     if name == "auto":
         name = next(k for k, there in available.items() if there)
     kind = name.split(":")[0]

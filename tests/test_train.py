@@ -488,6 +488,29 @@ def test_bad_input_is_one_message(tiny_args, tmp_path, flags, says):
         assert s in str(e.value)
 
 
+def test_a_gpu_that_torch_cannot_use_is_not_paid_for_in_vain(tmp_path, monkeypatch):
+    """A pod whose driver is older than the torch there: it must not train on its CPU at the price of its GPUs."""
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore words")
+
+    (tmp_path / "nvidia0").touch()
+    there = str(tmp_path / "nvidia[0-9]*")
+    unusable = train_gpt2.runtime.unusable_gpu
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(train_gpt2.runtime, "unusable_gpu", lambda: unusable(there))
+    assert train_gpt2.runtime.pick_device("auto").type == "cpu"  # the tests hide GPUs, as a user may
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name in ("auto", "cuda"):
+        with pytest.raises(UserError, match=r"too old \(found version 12040\)\.\).*export CUDA_VISIBLE_DEVICES="):
+            train_gpt2.runtime.pick_device(name)
+    assert train_gpt2.runtime.pick_device("cpu").type == "cpu"
+    (tmp_path / "nvidia0").unlink()
+    assert train_gpt2.runtime.pick_device("auto").type == "cpu"
+
+
 def test_command_line_end_to_end(tiny_args, tmp_path, run_script, fails):
     done = run_script("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run")
     assert "val loss" in done.stdout and "eta" in done.stdout
