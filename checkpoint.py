@@ -268,6 +268,8 @@ class Writer:
         memo: dict = {}
         try:
             device = next(iter(model["model"].values())).device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread's is cuda:0, which need not be ours
             # a stream of its own: on a GPU the copy then goes on beside the next forward and backward
             with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
                 model, train = to_host(model, memo), to_host(train, memo)

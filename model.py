@@ -333,8 +333,9 @@ class GPT(nn.Module):
             yield new
 
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
-        """idx (B, T) continued to (B, T + max_new_tokens): what `stream`, with the same arguments, yields."""
-        return torch.cat((idx, *(new[:, None] for new in self.stream(idx, max_new_tokens, *args, **kwargs))), dim=1)
+        """idx (B, T) continued to (B * num_samples, T + max_new_tokens) by `stream`, whose arguments are the same."""
+        new = [t[:, None] for t in self.stream(idx, max_new_tokens, *args, **kwargs)]
+        return torch.cat((idx.repeat_interleave(len(new[0]) // len(idx), dim=0), *new), dim=1) if new else idx
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator=None) -> Tensor:

@@ -10,6 +10,8 @@ from torch import nn
 from config import TrainConfig
 from runtime import Runtime, UserError
 
+STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}  # of a parameter
+
 
 class Weights:
     """What the optimizers step on: the parameters of the model or, where those are to be bfloat16, their float32 twins
@@ -123,13 +125,30 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: 
     return cfg.max_lr * factor
 
 
-def full_state(optimizers: list[torch.optim.Optimizer]) -> list[dict] | None:
+def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
     """State dicts of the whole optimizers on rank 0 (None elsewhere), whatever shards them. Every rank must call it."""
-    for optimizer in optimizers:
-        if hasattr(optimizer, "consolidate_state_dict"):
-            optimizer.consolidate_state_dict(to=0)
-    sharded_elsewhere = any(hasattr(o, "consolidate_state_dict") and o.rank != 0 for o in optimizers)
-    return None if sharded_elsewhere else [o.state_dict() for o in optimizers]
+    states = [gathered(o, rt) if hasattr(o, "consolidate_state_dict") else o.state_dict() for o in optimizers]
+    return states if rt.is_main else None
+
+
+def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
+    """The state dict of a ZeroRedundancyOptimizer, complete on rank 0, in host memory where others sent it. Its own
+    consolidate_state_dict sends pickles that it unpacks byte by byte, 16 MB a second: minutes for a large model."""
+    whole, local = torch.optim.Optimizer.state_dict(optimizer), optimizer.optim.state
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    names = STATE[type(optimizer.optim)]
+    here = torch.tensor([bool(local.get(p)) for p in params], device=rt.device, dtype=torch.int32)
+    for i, (p, ranks) in enumerate(zip(params, torch.stack(rt.gather(here), dim=1).tolist(), strict=True)):
+        if not any(ranks):  # before the first step
+            continue
+        owner = ranks.index(1)
+        state = dict(local[p]) if owner == rt.rank else {k: p.new_empty(() if k == "step" else p.shape) for k in names}
+        for name in names:
+            rt.broadcast(state[name], owner)
+            if owner != rt.rank:
+                state[name] = state[name].cpu() if rt.is_main else None
+        whole["state"][i] = state
+    return whole
 
 
 def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
@@ -140,7 +159,7 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
     for optimizer, state in zip(optimizers, states, strict=True):
         params = [p for g in optimizer.param_groups for p in g["params"]]
         for i, saved in state["state"].items():
-            if saved.keys() not in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}) or any(
+            if saved.keys() not in map(set, STATE.values()) or any(
                 t.numel() != 1 and t.shape != params[i].shape for t in saved.values()
             ):
                 raise ValueError(f"the state of parameter {i} is not that of a tensor of {list(params[i].shape)}")

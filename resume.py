@@ -125,7 +125,7 @@ def train_state(
     return {
         "step": step,
         "max_steps": max_steps,
-        "optimizers": optim.full_state(optimizers),
+        "optimizers": optim.full_state(optimizers, rt),
         "rng": rt.gather(rng.to(rt.device)),
         "scaler": scaler.state_dict(),
         "config": cfg.to_dict(),

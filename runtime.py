@@ -161,6 +161,13 @@ class Runtime:
         dist.all_gather(parts, tensor)
         return parts
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill `tensor` (one shape on all ranks) with rank `source`'s. Every rank must call it."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.broadcast(tensor, source)
+
     def any(self, flag: object) -> bool:
         """Whether `flag` is set on any rank: all of them get the same answer. Every rank must call it."""
         import torch
@@ -369,7 +376,13 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         why = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
         fail(f"{why}; go on from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
-        watchdog = threading.Timer(60, os._exit, (1,))  # this can wait for a rank that is gone, too
+        why = sys.exception()
+
+        def give_up() -> None:
+            print(f"error: {why}" if why else "the other ranks do not answer", file=sys.stderr, flush=True)
+            os._exit(1)
+
+        watchdog = threading.Timer(60, give_up)  # this can wait for a rank that is gone, too
         watchdog.daemon = True
         watchdog.start()
         if broken and not gloo:  # destroying it would wait for ranks that may not come

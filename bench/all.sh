@@ -43,8 +43,8 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     train train 300 "$PRESET" --steps 8 ${PEERS:+--peers "$PEERS"} --only ours ${PEERS:+nanogpt-compiled build-nanogpt}
     part attention 60 $PY bench/attention.py $([[ -n $gpu ]] || echo --batch 2 --rounds 2 --repeats 1)
     part hellaswag 90 $PY bench/hellaswag.py --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
-    part generate 90 $PY bench/generate.py --rounds 1
-    [[ -z $gpu ]] || part generate-64 60 $PY bench/generate.py --rounds 2 --samples 64 --no-loop
+    part generate 150 $PY bench/generate.py --rounds 1
+    [[ -z $gpu ]] || part generate-64 120 $PY bench/generate.py --rounds 2 --samples 64 --no-loop
     part checkpoint 120 $PY bench/checkpoint.py --dir "$OUT" ${gpu:+--sequence-length 1024 --micro-batch-size 64}
     # shellcheck disable=SC2086
     part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
@@ -53,7 +53,7 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     small=${gpu:+--total-batch-size=131072} # enough for the clock; the whole batch only adds micro-steps
     small=${small:---total-batch-size=4096}
     for size in 124m 350m 774m 1558m; do
-        train growth:$size 200 gpt2-$size --steps 4 --only ours -- "$small"
+        train growth:$size 200 gpt2-$size --steps 4 --only ours -- "$small" ${gpu:+--micro-batch-size=16} # auto compiles each it tries
     done
     for T in 2048 4096; do
         train longer:$T 120 "$PRESET" --steps 4 --only ours -- "$small" --sequence-length=$T --model.block-size=$T

@@ -2,6 +2,7 @@
 
     python bench/checkpoint.py gpt2-124m
     python bench/checkpoint.py gpt2-124m --sequence-length 1024 --micro-batch-size 16      # on a GPU
+    torchrun --standalone --nproc_per_node=2 bench/checkpoint.py llmc-124m                 # ZeRO-1: gathering its state
 
 Both write the same content with fsync, into a folder beneath --dir. "Copy alone" is Writer.save until what it was given
 may change, with nothing beside it. In training, copying and writing run beside the next forward and backward; training
@@ -79,6 +80,11 @@ def main() -> None:
         step()
         for optimizer in optimizers:
             optimizer.step()  # the moments exist from now on
+        if rt.world_size > 1:
+            for _ in range(args.rounds):
+                timed("gather", lambda: optim.full_state(optimizers, rt))
+            each = " ".join(f"{t:.2f}" for t in times["gather"])
+            return runtime.print0(f"{args.preset} on {rt.world_size} ranks: its state is gathered in {each} s")
         for i in range(1, args.rounds + 1):
             timed("synchronous save", synchronous)
             timed("load and restore", load)

@@ -155,7 +155,8 @@ def table(profiler, seconds: float, kind: str) -> None:
     rows = []
     for row in profiler.key_averages():
         own = row.self_cpu_time_total if kind == "cpu" else row.self_device_time_total
-        if own and (kind == "cpu" or str(row.device_type).endswith("CUDA")):
+        # a compiled graph and an optimizer's step have rows of their own, over the kernels' that they enclose
+        if own and (kind == "cpu" or (str(row.device_type).endswith("CUDA") and not row.is_user_annotation)):
             rows.append((own / 1e6, row.count, row.key))
     rows.sort(reverse=True)
     busy = sum(own for own, _, _ in rows)

@@ -123,7 +123,7 @@ def make_run(folder: Path) -> None:
     optimizers = optim.build(optim.Weights(model, PRESETS["quickstart"]), PRESETS["quickstart"], RT)
     sum(p.sum() for p in model.parameters()).backward()
     optimizers[0].step()
-    state = {"step": 7, "max_steps": 9, "optimizers": optim.full_state(optimizers), "rng": [torch.get_rng_state()]}
+    state = {"step": 7, "max_steps": 9, "optimizers": optim.full_state(optimizers, RT), "rng": [torch.get_rng_state()]}
     state |= {"scaler": {}, "config": PRESETS["quickstart"].to_dict(), "data": "0123", "versions": {"torch": "2"}}
     state |= {"record": {"step": 7}, "best": {"step": 7, "val_loss": 3.0}, "evaluated": True}
     checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(model, 7, val_loss=3.0, preset="quickstart"))

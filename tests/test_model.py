@@ -120,8 +120,9 @@ def test_cache_equals_full_forward(options):
 def test_samples_share_one_reading_of_the_prompt():
     model, idx = make(), make_idx(B=2, T=6)
     apart = model.generate(idx.repeat_interleave(3, 0), 10, generator=torch.Generator().manual_seed(3))
-    steps = model.stream(idx, 10, generator=torch.Generator().manual_seed(3), num_samples=3)
-    assert torch.equal(torch.stack(list(steps), 1), apart[:, 6:])
+    together = model.generate(idx, 10, generator=torch.Generator().manual_seed(3), num_samples=3)
+    assert torch.equal(together, apart)
+    assert torch.equal(model.generate(idx, 0), idx)
 
 
 def test_padded_ids_are_never_drawn():

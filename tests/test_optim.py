@@ -85,7 +85,7 @@ def test_state_round_trip_continues_bit_for_bit(kind, dtype):
     saved = {k: v.clone() for k, v in a.state_dict().items()}
     b = optim.Weights(GPT.from_state_dict(SMALL, saved), cfg)
     ob = optim.build(b, cfg, CPU)
-    optim.load_state(ob, copy.deepcopy(optim.full_state(oa)))
+    optim.load_state(ob, copy.deepcopy(optim.full_state(oa, CPU)))
     for s in (1, 2):
         step(a, oa, s)
         step(b, ob, s)

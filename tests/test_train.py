@@ -142,13 +142,22 @@ def main():
             model = GPT(cfg.model)
             optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
             for p in model.parameters():
-                p.grad = torch.ones_like(p)
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             for o in optimizers:
                 o.step()
             moments = {o: 1 if type(o.optim) is torch.optim.Muon else 2 for o in optimizers}
             sizes = [[n * p.numel() for g in o.param_groups for p in g["params"]] for o, n in moments.items()]
             held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
             shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
+            for o, found in zip(optimizers, optim.full_state(optimizers, rt) or [None] * 2):
+                o.consolidate_state_dict()  # torch's own way says what must be in it
+                if rt.is_main:
+                    wanted = o.state_dict()
+                    assert found["param_groups"] == wanted["param_groups"]
+                    assert found["state"].keys() == wanted["state"].keys()
+                    for i, state in wanted["state"].items():
+                        assert state.keys() == found["state"][i].keys()
+                        assert all(torch.equal(t, found["state"][i][k]) for k, t in state.items())
             bound = 1 / rt.world_size + sum(map(max, sizes)) / sum(map(sum, sizes))
             runtime.print0(json.dumps({"optimizer": name, "shares": [s.item() for s in shares], "bound": bound}))
 runtime.run_cli(main)
