@@ -247,6 +247,7 @@ _record8 = TrainConfig(
     weight_decay=0.0,
     grad_clip=0.0,
     weights="bfloat16",
+    zero_stage=1,  # the record's ranks, too, share out Muon's work
     val_every=125,
 )
 

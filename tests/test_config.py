@@ -42,7 +42,7 @@ ANCESTORS = {  # what each preset must resolve to, and whose numbers these are
         model.norm=rmsnorm model.positions=rope model.activation=relu2 model.qk_norm=True
         model.zero_init_projections=True horizon=4578 total_batch_size=524288 warmup_steps=0 schedule=trapezoid
         cooldown_steps=1308 optimizer=muon muon_lr=0.02 muon_momentum=0.95 max_lr=0.002 embed_lr=0.3 weight_decay=0
-        muon_weight_decay=0 grad_clip=0 min_lr=0 beta1=0.9 beta2=0.95 weights=bfloat16"""),
+        muon_weight_decay=0 grad_clip=0 min_lr=0 beta1=0.9 beta2=0.95 weights=bfloat16 zero_stage=1"""),
 }  # fmt: skip
 
 
