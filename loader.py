@@ -132,7 +132,7 @@ class Loader:
     ) -> Iterator[torch.Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, step by step from `first_step` (always the same
         step with fixed=True), read ahead by a thread into pinned memory where there is a GPU."""
-        ready: Queue = Queue(maxsize=2)
+        ready: Queue = Queue(maxsize=16)  # steps: on 8 GPUs two seconds, in which a slow disk reads the next shard
         stop = threading.Event()
 
         def work() -> None:
