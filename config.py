@@ -19,8 +19,7 @@ import tyro
 from model import GPTConfig, misfit
 from runtime import UserError
 
-HARMLESS = {"harmless": True}  # may change when a run is resumed: it moves no loss, or the schedule says so
-
+HARMLESS = {"harmless": True}  # may change when a run is resumed: it trains on as before, or the schedule says so
 
 GPT2_124M = GPTConfig(vocab_size=50304)
 
@@ -103,12 +102,13 @@ class TrainConfig:
     device: str = setting("auto", **HARMLESS)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting("auto", **HARMLESS)
     weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: the model's own weights and gradients; the optimizer keeps float32 twins, which checkpoints hold."""
+    """bfloat16: the model's own weights and gradients (added up in it over micro-steps); the optimizer keeps float32
+    twins, which checkpoints hold."""
     deterministic: bool = setting(False, **HARMLESS)
     """Same bits from run to run on a GPU, too, at some speed; a CPU always gives them."""
     compile: bool = setting(True, **HARMLESS)
     recompute: bool = setting(False, **HARMLESS)
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
     zero_stage: Literal[0, 1] = setting(0, **HARMLESS)
     """1 shards the optimizer state over the ranks (ZeRO-1)."""
     tracker: Literal["none", "tensorboard", "wandb"] = setting("none", **HARMLESS)
@@ -216,7 +216,7 @@ def parse_duration(text: str) -> float:
 def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
     """A GPT-2 size with the learning rate GPT-3 (Brown et al. 2020, table 2.1) gives a model of that size."""
     model = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=50304)
-    return TrainConfig(preset=name, model=model, max_lr=max_lr, min_lr=max_lr / 10, steps_per_epoch=19_073)
+    return TrainConfig(preset=name, model=model, max_lr=max_lr, min_lr=round(max_lr / 10, 9), steps_per_epoch=19_073)
 
 
 _small = GPTConfig(block_size=256, vocab_size=50304, n_layer=4, n_head=4, n_embd=128)
@@ -296,11 +296,12 @@ PRESETS: dict[str, TrainConfig] = {
             max_lr=3e-5,
             min_lr=3e-6,
             warmup_steps=5,
-            val_every=10,
+            val_every=25,
+            val_tokens=131_072,
             hellaswag_every=0,
             sample_every=50,
-            save_every=50,
-            keep=2,
+            save_every=25,  # as often as val: it is the best that is wanted, which is seldom the last
+            keep=1,
         ),
         TrainConfig(
             preset="overfit",
@@ -352,7 +353,7 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     if name is not None and name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
     base = PRESETS[name or "gpt2-124m"]
     words = [w for arg in rest for w in arg.split("=", 1)]

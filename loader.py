@@ -15,8 +15,8 @@ A shard that a manifest knows must have its sha256 when it is read: damage on di
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from queue import Queue
 
@@ -27,6 +27,7 @@ import shards
 from runtime import Runtime, UserError
 
 
+@lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
     """A permutation of range(n) fixed by integers `key` for ever: the argsort of splitmix64 hashes (Steele et al.
     2014), because numpy does not promise the same stream of random numbers from release to release."""
@@ -50,29 +51,21 @@ class Order:
     def __init__(self, windows: list[int], seed: int, shuffle: bool):
         self.windows, self.seed, self.shuffle = np.asarray(windows), seed, shuffle
         self.per_epoch = int(self.windows.sum())
-        self._permutations: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
-    def _within(self, epoch: int, shard: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.windows[shard])
-        if (epoch, shard) not in self._permutations:
-            self._permutations[epoch, shard] = permutation(int(self.windows[shard]), self.seed, epoch, 1, shard)
-            while len(self._permutations) > 4:
-                self._permutations.popitem(last=False)
-        return self._permutations[epoch, shard]
+    def _permuted(self, n: int, *key: int) -> np.ndarray:
+        return permutation(n, self.seed, *key) if self.shuffle else np.arange(n)
 
     def span(self, start: int, count: int) -> np.ndarray:
         """(count, 2) int64 of (shard, window) for the stream positions start .. start + count - 1."""
         pieces, end = [], start + count
         while start < end:
             epoch, position = divmod(start, self.per_epoch)
-            n = len(self.windows)
-            visit = permutation(n, self.seed, epoch, 0) if self.shuffle else np.arange(n)
+            visit = self._permuted(len(self.windows), epoch, 0)
             ends = np.cumsum(self.windows[visit])
             i = int(np.searchsorted(ends, position, side="right"))
             shard, first = int(visit[i]), position - (int(ends[i - 1]) if i else 0)
             take = min(end - start, int(self.windows[shard]) - first)
-            within = self._within(epoch, shard)[first : first + take]
+            within = self._permuted(int(self.windows[shard]), epoch, 1, shard)[first : first + take]
             pieces.append(np.stack([np.full(take, shard), within], axis=1))
             start += take
         return np.concatenate(pieces)
@@ -96,20 +89,15 @@ class Loader:
                 f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
                 "use a smaller --sequence-length or more data (python fineweb.py --help)"
             )
-        self._resident: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._shard = lru_cache(maxsize=2)(self._read_shard)  # a step may straddle two
 
-    def _shard(self, i: int) -> np.ndarray:
-        """Tokens of shard i, read whole and front to back; the two used last stay in memory."""
-        if i not in self._resident:
-            while len(self._resident) > 1:
-                self._resident.popitem(last=False)
-            path = self.paths[i]
-            tokens = shards.read_shard(path, self.sha256.get(path.name))
-            if len(tokens) != self.tokens[i]:
-                raise UserError(f"{path} had {self.tokens[i]:,} tokens when the run began and has {len(tokens):,} now")
-            self._resident[i] = tokens
-        self._resident.move_to_end(i)
-        return self._resident[i]
+    def _read_shard(self, i: int) -> np.ndarray:
+        """Tokens of shard i, read whole and front to back."""
+        path = self.paths[i]
+        tokens = shards.read_shard(path, self.sha256.get(path.name))
+        if len(tokens) != self.tokens[i]:
+            raise UserError(f"{path} had {self.tokens[i]:,} tokens when the run began and has {len(tokens):,} now")
+        return tokens
 
     def read(self, windows: np.ndarray) -> np.ndarray:
         """(n, T + 1) uint16 for (n, 2) of (shard, window). Raises UserError for an id above the vocabulary."""

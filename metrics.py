@@ -101,7 +101,8 @@ class RunLog:
         """One line: `step` and whatever was measured there."""
         if self._file is None:
             return
-        line = json.dumps(record).encode() + b"\n"
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = json.dumps(finite).encode() + b"\n"  # JSON has no NaN, which a refused update may be of
         try:
             if self._file.write(line) != len(line):  # the last bytes of a disk; a torn line is left out when read
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -15,8 +15,8 @@ STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon:
 
 class Weights:
     """What the optimizers step on: the parameters of the model or, where those are to be bfloat16, their float32 twins
-    (master weights, Micikevicius et al. 2018), so that no small update is rounded away. The model and its gradients
-    then take half the room and half the all-reduce; checkpoints hold the twins."""
+    (master weights, Micikevicius et al. 2018), so that no small update is rounded away. Gradients then take
+    half the way between ranks; checkpoints hold the twins."""
 
     def __init__(self, model: nn.Module, cfg: TrainConfig):
         self.model, self.named = model, dict(model.named_parameters())  # a tied head appears once

@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -126,28 +127,29 @@ def estimate(
     rt: Runtime,
     model: GPT,
     run: Callable[[torch.Tensor], torch.Tensor],
+    update: Callable[[], None],
     steps: int,
     B: int,
 ) -> None:
-    """--dry-run: memory, step time measured on the spot (`run` does forward and backward of (n, B, T + 1) tokens; its
-    first call compiles), ETA and dollars."""
+    """--dry-run: memory, step time measured on the spot (`run` does forward and backward of (n, B, T + 1) tokens, its
+    first call compiles; `update` the optimizer's part), ETA and dollars."""
     batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
-    times = []
+    runs, updates = [], []
     for _ in range(4):
-        rt.synchronize()
-        t0 = time.perf_counter()
-        run(batch)
-        rt.synchronize()
-        times.append((time.perf_counter() - t0) / len(batch))
-    step_s, peak = min(times) * (cfg.sequences_per_step // rt.world_size // B), runtime.peak_flops(rt.device)
+        for times, work in ((runs, partial(run, batch)), (updates, update)):
+            rt.synchronize()
+            t0 = time.perf_counter()
+            work()
+            rt.synchronize()
+            times.append(time.perf_counter() - t0)
+    micro_steps, peak = cfg.sequences_per_step // rt.world_size // B, runtime.peak_flops(rt.device)
+    step_s = min(runs) / len(batch) * micro_steps + min(updates)
     hours, rate = steps * step_s / 3600, cfg.total_batch_size / step_s
-    moments = 2 / rt.world_size if cfg.zero_stage else 2
-    state_gib = model.num_params() * 4 * (2 + moments) / 2**30
     mfu = f"{rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size):.1%}" if peak else "unknown"
     usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
     print0(
-        f"dry run: peak memory so far {rt.peak_memory() / 2**30:.1f} GiB; weights, gradients and optimizer state are "
-        f"{state_gib:.1f} GiB of a rank\n"
-        f"step {step_s * 1e3:,.0f} ms, measured over micro-steps: {rate:,.0f} tokens/s, MFU {mfu}; without evaluation\n"
+        f"dry run: peak memory of a rank {rt.peak_memory() / 2**30:.1f} GiB, with gradients and optimizer state\n"
+        f"step {step_s * 1e3:,.0f} ms ({micro_steps} micro-steps, and {min(updates) * 1e3:,.0f} ms to update): "
+        f"{rate:,.0f} tokens/s, MFU {mfu}; without evaluation\n"
         f"{steps} steps take {duration(hours * 3600)}; {usd}"
     )

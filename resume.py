@@ -167,12 +167,12 @@ def launcher() -> str:
 def command(cfg: TrainConfig, step: int) -> str:
     """The command that goes on from `step`: what was typed, from the checkpoint that was saved."""
     words = sys.argv[1:]
-    if "--resume" in words:
+    while "--resume" in words:
         at = words.index("--resume")
         words = words[:at] + words[at + 2 :]
     words = [w for w in words if not w.startswith("--resume=")]
     path = checkpoint.model_path(cfg.run_dir, step)
-    return shlex.join([*launcher().split(), "train_gpt2.py", *words, "--resume", str(path)])
+    return f"{launcher()} {shlex.join(['train_gpt2.py', *words, '--resume', str(path)])}"
 
 
 def refuse(

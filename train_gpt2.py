@@ -77,6 +77,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     began, limit = time.monotonic(), parse_duration(cfg.time_limit)
 
     def save(step: int, evaluated: bool) -> None:
+        nonlocal best  # of the steps that are saved: one that is not cannot be kept
+        if (loss := record.get("val_loss")) is not None and (best is None or loss < best["val_loss"]):
+            best = {"step": step, "val_loss": loss}
         state = resume.train_state(cfg, rt, step, optimizers, scaler, data_id, max_steps)
         if rt.is_main:
             file = checkpoint.model_file(model, step, val_loss=record.get("val_loss"), preset=cfg.preset)
@@ -101,11 +104,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             # evaluate, checkpoint, sample: what a checkpoint carries as done is not done again
             if not done and due(cfg.val_every, step, last):
                 record["val_loss"] = validate(forward, val_data, cfg, rt, B, check)
-                if best is None or record["val_loss"] < best["val_loss"]:
-                    best = {"step": step, "val_loss": record["val_loss"]}
                 print0(f"step {step:5d}/{max_steps} | val loss: {record['val_loss']:.4f}")
                 if cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name:
-                    print0(reference.on_track(step, record["val_loss"]) or "")
+                    if line := reference.on_track(step, record["val_loss"]):
+                        print0(line)
             if not done and examples and due(cfg.hellaswag_every, step, last):
                 found = hellaswag.evaluate(model, examples, rt.device, rt, check)
                 record |= {"hellaswag_acc": found["acc"], "hellaswag_acc_norm": found["acc_norm"]}
@@ -176,11 +178,21 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     data = None if fixed and not Path(cfg.data_dir).is_dir() else train_loader(cfg, cfg.data_dir)
     model = make_model(cfg, rt, None)
     cfg = replace(cfg, model=model.config)
+    weights = optim.Weights(model, cfg)
+    optimizers = optim.build(weights, cfg, rt)
     forward = compiled(model, cfg, rt)
     B, max_steps = plan.micro_batch_size(cfg, rt, model, forward), cfg.horizon(data.order.per_epoch if data else 0)
     plan.describe(cfg, rt, model, data, max_steps, 0, B)
     run = partial(accumulate, forward, rt=rt, scaler=torch.amp.GradScaler(rt.device.type, enabled=False))
-    plan.estimate(cfg, rt, model, run, max_steps, B)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(weights.gradients(), cfg.grad_clip or math.inf)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        weights.publish()
+
+    plan.estimate(cfg, rt, model, run, update, max_steps, B)
 
 
 def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
@@ -191,8 +203,8 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     cfg = replace(cfg, model=model.config)
     data = Loader(local_data(cfg, rt), "val", cfg.sequence_length, cfg.model.vocab_size)
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: once is too short for that
-    loss, tokens = validate(model, data, cfg, rt, B, lambda: None), min(cfg.val_tokens // data.T, data.order.per_epoch)
-    print0(f"{cfg.init_from} on {tokens * data.T:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
+    loss, tokens = validate(model, data, cfg, rt, B, lambda: None), val_windows(data, cfg) * data.T
+    print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
     if cfg.hellaswag_every and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data)):
         print0(hellaswag.in_words(hellaswag.evaluate(model, examples, rt.device, rt)))
 
@@ -222,6 +234,11 @@ def accumulate(
     return total
 
 
+def val_windows(data: Loader, cfg: TrainConfig) -> int:
+    """How many sequences of the val split are evaluated."""
+    return min(cfg.val_tokens // data.T, data.order.per_epoch)
+
+
 @torch.no_grad()
 def validate(
     forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None]
@@ -229,7 +246,7 @@ def validate(
     """Mean cross-entropy (nats a token) over the first val_tokens of the val split, whatever the ranks and B. Batches
     keep one shape, so that nothing is compiled twice: rows beyond the end are padding that the loss ignores. `check` is
     called before each of them, equally often on all ranks."""
-    count, stride = min(cfg.val_tokens // data.T, data.order.per_epoch), B * rt.world_size
+    count, stride = val_windows(data, cfg), B * rt.world_size
     windows = data.order.span(0, count)
     total = torch.zeros(2, device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
     for i in range(0, count, stride):

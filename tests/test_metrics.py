@@ -50,6 +50,13 @@ def test_resumed_log_has_no_step_twice_and_forgives_a_torn_line(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_a_refused_update_leaves_a_line_that_is_json(tmp_path):
+    log = RunLog(tmp_path, 0, "none", {})
+    log.write({"step": 0, "train_loss": math.nan, "grad_norm": math.inf, "lr": 1.0})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "train_loss": null, "grad_norm": null, "lr": 1.0}\n'
+
+
 def test_other_ranks_write_nothing(tmp_path):
     log = RunLog(tmp_path / "run", 0, "none", {}, main=False)
     log.write({"step": 0})

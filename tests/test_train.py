@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -293,7 +295,7 @@ def test_float16_skips_overflows_and_resumes_with_its_scale(tiny_args, tmp_path,
     whole = fit(flags, tmp_path / "whole")
     scales = [float(x) for x in re.findall(r"overflow at loss scale (\S+);", capsys.readouterr().out)]
     found = curve(whole)
-    skipped = [step for step, (_, _, norm) in found.items() if norm is not None and not math.isfinite(norm)]
+    skipped = [step for step, (loss, _, norm) in found.items() if loss is not None and norm is None]
     assert (
         len(scales) == len(skipped) < 30 and skipped[:3] == [0, 1, 2] and skipped[-1] > 10
     )  # it grows and is cut again
@@ -427,6 +429,24 @@ def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
     out = capsys.readouterr().out
     assert "tokens/s" in out and "$" in out and "12 steps take" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch):
+    """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has."""
+    said = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])
+    monkeypatch.setattr(train_gpt2, "validate", lambda *args: next(said))
+    run = fit(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "4", "--keep", "1")
+    assert checkpoint.complete_steps(run) == [4, 12]
+
+
+def test_the_command_that_goes_on_can_be_typed(tmp_path, monkeypatch):
+    cfg = parse(["quickstart", "--out-dir", str(tmp_path / "a run")], None)
+    monkeypatch.setattr(sys, "argv", ["x", "quickstart", "--resume", "auto", "--resume=none", "--resume", "old.pt"])
+    words = ["train_gpt2.py", "quickstart", "--resume", str(tmp_path / "a run" / "model_00003.pt")]
+    assert shlex.split(train_gpt2.resume.command(cfg, 3)) == ["python", *words]
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    assert train_gpt2.resume.command(cfg, 3).startswith("torchrun [as on each node] --nproc_per_node=8 train_gpt2.py")
 
 
 def test_eval_only_says_what_the_run_said_and_leaves_nothing(tiny_args, tmp_path, torchrun, fails):
