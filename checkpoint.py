@@ -138,9 +138,9 @@ def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         if step is None:  # pulled from a Hub without the optimizer, say: any whole model will do for inference
             models = [p for p in sorted(path.glob("model_*.pt")) if NAME.fullmatch(p.name) and is_whole(p)]
             if not models:
-                raise UserError(
-                    f"{path} holds no complete checkpoint (model_*.pt); train one: python train_gpt2.py --help"
-                )
+                runs = ", ".join(sorted({str(p.parent) for p in path.glob("*/model_*.pt")}))
+                mend = f"give one of {runs}" if runs else "train one: python train_gpt2.py --help"
+                raise UserError(f"{path} holds no complete checkpoint (model_*.pt); {mend}")
             path = models[-1]
         else:
             path = model_path(path, step)

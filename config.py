@@ -21,7 +21,7 @@ from runtime import UserError
 
 HARMLESS = {"harmless": True}  # may change when a run is resumed: it trains on as before, or the schedule says so
 
-GPT2_124M = GPTConfig(vocab_size=50304)
+GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
 
 
 def setting(default, **metadata):
@@ -33,7 +33,7 @@ class TrainConfig:
     """Everything a run depends on. A period (--*-every) of 0 turns that thing off."""
 
     preset: Annotated[str, tyro.conf.Suppress] = setting("gpt2-124m", **HARMLESS)
-    model: GPTConfig = GPT2_124M  # padded from 50257 to a multiple of 128, for the matmul kernels
+    model: GPTConfig = GPT2_124M
 
     data_dir: str = setting("data/fineweb-edu", **HARMLESS)  # the fingerprint of the shards decides, not their place
     """Folder of token shards, or hf://OWNER/NAME to pull them first."""
@@ -44,7 +44,7 @@ class TrainConfig:
     shuffle: bool = True
     """Two-level shuffle (shards, then windows inside a shard); off reads the shards front to back."""
     epochs: int = setting(1, **HARMLESS)
-    """Passes over the data, when --max-steps is 0."""
+    """Passes over the data; given without --max-steps, it decides, whatever the preset has."""
     steps_per_epoch: int = setting(0, **HARMLESS)
     """Optimizer steps counted as one epoch; 0 asks the data."""
     max_steps: int = setting(0, **HARMLESS)
@@ -175,7 +175,12 @@ class TrainConfig:
             return self.max_steps
         if self.steps_per_epoch:
             return self.epochs * self.steps_per_epoch
-        return self.epochs * windows_per_epoch // self.sequences_per_step
+        if steps := self.epochs * windows_per_epoch // self.sequences_per_step:
+            return steps
+        raise UserError(
+            f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens) are "
+            f"not one step of --total-batch-size {self.total_batch_size}; use a smaller one, or --max-steps"
+        )
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -357,9 +362,12 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
         raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
     base = PRESETS[name or "gpt2-124m"]
     words = [w for arg in rest for w in arg.split("=", 1)]
+    flags = {w.replace("_", "-") for w in words}
     path = words[words.index("--resume") + 1] if "--resume" in words[:-1] else "none"
     if name is None and path not in ("none", "auto"):
         base = replace(TrainConfig.from_dict(read_saved(path)), out_dir=str(Path(path).parent))
+    if "--epochs" in flags and "--max-steps" not in flags:
+        base = replace(base, max_steps=0)
     return tyro.cli(
         TrainConfig,
         default=base,

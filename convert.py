@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -172,17 +173,22 @@ def import_old(old: Path, out_dir: Path) -> None:
     import checkpoint
     from model import GPT, GPTConfig
 
+    if not old.is_file():
+        raise UserError(f"no checkpoint {old}; check the path")
     inert = type("Inert", (), {})  # what any pickled config becomes: attributes, no code
     try:
         configs = [name for name in checkpoint.pickled_names(old) if re.fullmatch(r"[\w.]+ \w*Config", name)]
         with torch.serialization.safe_globals([(inert, name.replace(" ", ".")) for name in configs]):
             state = checkpoint.read_tensors(old, configs)
+        if "model" not in state:
+            raise ValueError("it has no entry 'model'")
         weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", k): v.float() for k, v in state["model"].items()}
         weights = {k: v for k, v in weights.items() if not k.endswith(MASKS)}
         wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
         tied = torch.equal(weights.setdefault("lm_head.weight", wte), wte)
         layers = len({k.split(".")[2] for k in weights if k.startswith("transformer.h.")})
-        (V, C), args = wte.shape, state.get("model_args") or vars(state.get("config", inert()))
+        (V, C), config = wte.shape, state.get("config", inert())
+        args = state.get("model_args") or (config if isinstance(config, dict) else vars(config))
         if type(nh := args.get("n_head", C // 64)) is not int or nh < 1 or C % nh:
             raise ValueError(f"n_head is {nh!r} for a width of {C}")
         config = GPTConfig(len(wpe), V, layers, nh, C, "transformer.ln_f.bias" in weights, tied)
@@ -193,8 +199,10 @@ def import_old(old: Path, out_dir: Path) -> None:
         raise UserError(
             f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
         ) from None
-    if (target := checkpoint.model_path(out_dir, step)).exists():
-        raise UserError(f"{target} is there already, and import overwrites nothing; choose another folder")
+    if there := sorted(out_dir.glob("model_*.pt")):
+        raise UserError(f"{there[0]} is there already, and an import joins no other run; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(target, checkpoint.model_file(model, step))
-    print0(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
+    checkpoint.write(target := checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
+    known = f"try: python infer.py {shlex.quote(str(out_dir))} 'Hello,'"
+    known = known if V >= tokenizer.VOCAB_SIZE else f"of {V} tokens, and so not GPT-2's: this project cannot read them"
+    print0(f"{model.num_params():,} parameters are in {target}; {known}")

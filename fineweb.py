@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -218,6 +219,9 @@ def writing(out: Path):
     try:
         with locked(out):
             yield
+    except KeyboardInterrupt:
+        print0("\nstopped; the same command goes on")
+        raise
     except OSError as e:
         raise UserError(f"cannot write to {out}: {e}; once that is mended, the same command goes on") from None
 
@@ -258,16 +262,15 @@ def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source
     drop = (lambda path: None) if paths or keep_source else Path.unlink
     began, seen = time.monotonic(), 0
     total, start = (limit, done) if limit else (sum(sizes), sum(sizes[:first]))
-    form = "{desc} {percentage:.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
+    form = "{desc} {percentage:.0f}%|{bar}| [{elapsed}<{remaining}]"
     pace = 0.2 if sys.stderr.isatty() else 20  # seconds; a log file needs few lines
     bar = tqdm(total=total, initial=start, desc=name, mininterval=pace, bar_format=form)
 
     def report(size: float, done: int) -> None:
         nonlocal seen
         seen += size
-        bar.set_postfix_str(
-            f"{done / 1e6:,.1f}M tokens, {seen / 1e6 / (time.monotonic() - began):.0f} MB/s", refresh=False
-        )
+        rate = seen / 1e6 / (time.monotonic() - began)
+        bar.set_description_str(f"{name}: {done / 1e6:,.1f}M tokens, {rate:.0f} MB/s", refresh=False)
         bar.update(min(done - bar.n if limit else size, total - bar.n))
 
     with bar:
@@ -337,9 +340,10 @@ def main() -> None:
     time_ = "nothing left to do" if was_complete else f"{time.monotonic() - began:.1f} s"
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({time_})")
     if len(manifest.shards) == 1:
-        print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")
+        return print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")
     # gpt2-124m takes half a million tokens a step: nothing for a few of them
-    print0(f"next: python train_gpt2.py {'quickstart ' if tokens < 100_000_000 else ''}--data-dir {out}")
+    small, to = tokens < 100_000_000, "" if library else f" --out-dir {shlex.quote(f'log/{out.name}')}"
+    print0(f"next: python train_gpt2.py {'quickstart ' * small}--data-dir {shlex.quote(str(out))}{to * small}")
 
 
 if __name__ == "__main__":

@@ -296,6 +296,8 @@ def main() -> None:
     examples = load_examples(args.data, args.limit, args.style)
     with runtime.session(args.device, args.dtype) as rt:
         model = open_model(args.model).to(rt.device)
+        if model.config.vocab_size < tokenizer.VOCAB_SIZE:
+            raise UserError(f"{args.model} knows {model.config.vocab_size} tokens, fewer than GPT-2's; give a GPT-2")
         start = time.perf_counter()
         losses = score(model, examples, rt.device, rt, progress=rt.is_main and sys.stderr.isatty())
         seconds = time.perf_counter() - start

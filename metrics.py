@@ -122,7 +122,8 @@ class RunLog:
         for line in self._outliers.check(record):
             print0(f"outlier: {line}")
         now = time.monotonic()
-        if self._file is None or (self._printed and now - self._printed < 1):
+        soon = now - self._printed < 1 and record["step"] < max_steps - 1
+        if self._file is None or (self._printed and soon):
             return
         self._printed = now
         line = (

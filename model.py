@@ -48,7 +48,7 @@ def misfit(config: object) -> str:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; the options below the line are what later recipes change."""
+    """Shape of the network. The defaults are GPT-2 124M; from `positions` on it is what later recipes change."""
 
     block_size: int = 1024
     vocab_size: int = 50257
@@ -57,7 +57,7 @@ class GPTConfig:
     n_embd: int = 768
     bias: bool = True
     tied_head: bool = True
-    # ---
+
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     activation: Literal["gelu", "relu2"] = "gelu"

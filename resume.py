@@ -95,6 +95,8 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
             print0(f"resume: {change}")
     if saved["data"] != data_id:
         refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on")
+    for change in refused if cfg.allow_drift else ():
+        print0(f"resume, by --allow-drift: {change}")
     if refused and not cfg.allow_drift:
         raise UserError(
             f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}. "
@@ -105,8 +107,9 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
             optim.lr_factor(saved["step"], m, c) * c.max_lr for m, c in ((saved["max_steps"], old), (max_steps, cfg))
         )
         print0(
-            f"resume: {saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans those, so "
-            f"the learning rate at step {saved['step']} moves from {before:.3e} to {after:.3e}"
+            f"resume: {saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans those, and "
+            f"the learning rate at step {saved['step']} "
+            + (f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}")
         )
     return saved
 
@@ -172,7 +175,8 @@ def command(cfg: TrainConfig, step: int) -> str:
         words = words[:at] + words[at + 2 :]
     words = [w for w in words if not w.startswith("--resume=")]
     path = checkpoint.model_path(cfg.run_dir, step)
-    return f"{launcher()} {shlex.join(['train_gpt2.py', *words, '--resume', str(path)])}"
+    script = sys.argv[0] if sys.argv[0].endswith("train_gpt2.py") else "train_gpt2.py"
+    return f"{launcher()} {shlex.join([script, *words, '--resume', str(path)])}"
 
 
 def refuse(

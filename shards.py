@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import re
+import shlex
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -111,7 +112,7 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
 def _make(data_dir: Path) -> str:
     """The command that makes a folder of shards, by what it is called."""
     known = {"fineweb-edu": "", "fineweb": " --source fineweb", "stdlib": " --source stdlib"}
-    return f"python fineweb.py{known.get(data_dir.name, ' --source FILE...')} --out {data_dir}"
+    return f"python fineweb.py{known.get(data_dir.name, ' --source FILE...')} --out {shlex.quote(str(data_dir))}"
 
 
 def _layout(path: Path) -> tuple[int, int]:

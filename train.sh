@@ -85,8 +85,8 @@ runtime.run_cli(lambda: config.parse(sys.argv[1:], lambda path: {}))' "$@") || e
     TRAIN_SH_LOG=$log setsid nohup bash "${BASH_SOURCE[0]}" "$@" </dev/null >>"$log" 2>&1 &
     echo $! >"$OUT/train.pid"; exec 9>&-
     echo "started: $nproc process(es)$( ((gpus)) || echo ' on the CPU'), run folder $OUT, pid $!"
-    echo "follow:  tail -f $log"
-    echo "stop:    kill \$(cat $OUT/train.pid)    # it saves first; the same command goes on from there"
+    echo "follow:  tail -f ${log@Q}"
+    echo "stop:    kill \$(cat ${OUT@Q}/train.pid)    # it saves first; the same command goes on from there"
     ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n +1 -f --pid=$! "$log" || true
     kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; its log: $log"
     exit 0

@@ -52,8 +52,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     saved = resume.find(cfg, data_id, max_steps)
     start = saved["step"] if saved else 0
     if saved and (start > max_steps or (start == max_steps and saved["evaluated"])):
-        further = f"--max-steps {2 * max_steps}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
-        return print0(f"{cfg.run_dir} is complete at step {start}; go on with {further}, for example")
+        further = f"--max-steps {2 * start}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
+        return print0(f"{cfg.run_dir} is complete at step {start}; go on with --resume auto {further}, for example")
 
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)
@@ -161,10 +161,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         log.write(record)
         took = duration(time.monotonic() - began)
         said = f"done: {max_steps} steps in {took}; {checkpoint.model_path(cfg.run_dir, max_steps)}"
+        if best and best["step"] < max_steps:
+            said += f"\nbest val loss {best['val_loss']:.4f}: {checkpoint.model_path(cfg.run_dir, best['step'])}"
     except resume.Stopped:
         record = record if done else {"step": step}  # half an evaluation is none
         save(step, evaluated=done)
-        why = f"signal {stop['signal']}" if stop["signal"] else "the time limit or another rank's signal"
+        why = "the time limit" if time.monotonic() - began > limit else "the time limit or another rank's signal"
+        why = f"signal {stop['signal']}" if stop["signal"] else why
         said = f"stopped by {why} at step {step}, all saved; go on with: {resume.command(cfg, step)}"
     log.close()
     writer.wait()
@@ -175,7 +178,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: the plan and its price; needs no data where the preset fixes the number of steps."""
     fixed = cfg.max_steps or cfg.steps_per_epoch
-    data = None if fixed and not Path(cfg.data_dir).is_dir() else train_loader(cfg, cfg.data_dir)
+    data = None if fixed and not Path(cfg.data_dir).is_dir() else train_loader(cfg, Path(cfg.data_dir))
     model = make_model(cfg, rt, None)
     cfg = replace(cfg, model=model.config)
     weights = optim.Weights(model, cfg)
@@ -199,13 +202,15 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     """--eval-only: val loss and HellaSwag of the weights that --init-from names, as a run reports them."""
     if cfg.init_from == "scratch":
         raise UserError("--eval-only wants trained weights: add --init-from gpt2, a run folder or a model_*.pt")
-    model = make_model(cfg, rt, None).eval()
-    cfg = replace(cfg, model=model.config)
+    import convert
+
+    model = convert.open_model(cfg.init_from).to(rt.device)
+    cfg = replace(cfg, model=model.config, sequence_length=min(cfg.sequence_length, model.config.block_size))
     data = Loader(local_data(cfg, rt), "val", cfg.sequence_length, cfg.model.vocab_size)
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: once is too short for that
     loss, tokens = validate(model, data, cfg, rt, B, lambda: None), val_windows(data, cfg) * data.T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
-    if cfg.hellaswag_every and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data)):
+    if (cfg.hellaswag_every or cfg.hellaswag_data) and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data)):
         print0(hellaswag.in_words(hellaswag.evaluate(model, examples, rt.device, rt)))
 
 
@@ -301,16 +306,20 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
         where = cfg.run_dir if cfg.resume == "auto" else Path(cfg.resume)
         where = where if where.is_dir() else where.parent
         model = checkpoint.load_model(checkpoint.model_path(where, saved["step"]))
+        print0(f"resumed from {checkpoint.model_path(where, saved['step'])}")
     elif cfg.init_from == "scratch":
         model = GPT(cfg.model)
     else:
         import convert
 
         model = convert.open_model(cfg.init_from)
-    if not adopts(cfg) and replace(model.config, vocab_size=cfg.model.vocab_size) != cfg.model:
-        raise UserError(
-            f"--init-from {cfg.init_from} is {model.config}, and the --model flags ask for {cfg.model}; leave them out"
-        )
+        print0(f"weights of {cfg.init_from}")
+    theirs, asked = vars(replace(model.config, vocab_size=cfg.model.vocab_size)), vars(cfg.model)
+    if other := [k for k in theirs if theirs[k] != asked[k] and not adopts(cfg)]:
+        ours = ", ".join(f"{k} is {theirs[k]}, not {asked[k]}" for k in other)
+        raise UserError(f"of --init-from {cfg.init_from} {ours}; leave the --model flags out")
+    if (T := cfg.sequence_length) > (limit := model.config.block_size):
+        raise UserError(f"--sequence-length {T} is beyond what {cfg.init_from} reads; add --sequence-length {limit}")
     model.recompute = cfg.recompute
     return model.to(rt.device).train()
 

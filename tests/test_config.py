@@ -132,6 +132,17 @@ def test_no_dead_knob(cls):
         assert any(read.search(text) for text in sources.values()), f"{f.name} is read nowhere"
 
 
+def test_epochs_count_where_they_are_given():
+    """Though the preset, or the checkpoint, has a number of steps."""
+    for words in (["--epochs", "2"], ["--epochs=2"], ["--resume", "a/model_00001.pt", "--epochs", "2"]):
+        preset = [] if "--resume" in words else ["quickstart"]
+        cfg = parse([*preset, *words], lambda path: PRESETS["quickstart"].to_dict())
+        assert cfg.horizon(1000) == 2 * 1000 // cfg.sequences_per_step
+    assert parse(["quickstart", "--epochs", "2", "--max-steps", "7"], None).horizon(1000) == 7
+    with pytest.raises(UserError, match="not one step"):
+        PRESETS["gpt2-124m"].__class__(epochs=3).horizon(100)
+
+
 def test_the_network_is_that_of_init_from_unless_a_flag_says_otherwise():
     assert adopts(PRESETS["finetune"]) and not adopts(PRESETS["gpt2-124m"])
     assert not adopts(parse(["finetune", "--model.n-layer", "3"], nothing_saved))

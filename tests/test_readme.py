@@ -129,7 +129,13 @@ def tiny(words):
 
 def as_here(command):
     """The command as it is run here: scripts with their arguments, or an empty list where it is for another machine."""
-    stand_ins = {"OWNER/NAME": "tester/NAME", "model_19073": "model_00002", " /shared/": " ", " /lambda/nfs/": " "}
+    stand_ins = {
+        "OWNER/NAME": "tester/NAME",
+        "model_19073": "model_00002",
+        " /shared/": " ",
+        " /lambda/nfs/": " ",
+        " 25000": " 4",
+    }
     for there, here in stand_ins.items():
         command = command.replace(there, here)
     words = shlex.split(command)

@@ -459,6 +459,22 @@ def test_eval_only_says_what_the_run_said_and_leaves_nothing(tiny_args, tmp_path
     fails("train_gpt2.py", "quickstart", *tiny_args, "--eval-only", says=["--init-from gpt2"])
 
 
+def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is_and_fine_tuned_after_a_hint(
+    tiny_args, tmp_path, fails, run_script
+):
+    run, data = fit(tiny_args, tmp_path / "run"), tiny_args[tiny_args.index("--data-dir") + 1]
+    flags = ["--init-from", run, "--data-dir", data, "--device", "cpu", "--dtype", "float32"]
+    said = run_script("train_gpt2.py", "--eval-only", *flags, "--val-tokens", "1024").stdout
+    assert f"on 1,024 tokens of {data}" in said and f"val loss: {curve(run)[12][1]:.4f}" in said
+    tune = ["finetune", *flags, "--out-dir", tmp_path / "tuned"]
+    fails("train_gpt2.py", *tune, "--max-steps", "2", says=["add --sequence-length 32"])
+    few = [*tune, "--sequence-length", "32"]
+    fails("train_gpt2.py", *few, says=["--epochs 2 of this data", "not one step of --total-batch-size 32768"])
+    assert not list(tmp_path.glob("tuned/*"))
+    few += ["--max-steps", "2", "--model.n-layer", "3"]
+    fails("train_gpt2.py", *few, says=["n_layer is 2, not 3", "leave the --model flags out"])
+
+
 def test_config_json_names_the_code(tiny_args, tmp_path):
     made = json.loads((fit(tiny_args, tmp_path / "run", "--max-steps", "1") / "config.json").read_text())["versions"]
     assert made["torch"] == str(torch.__version__)
