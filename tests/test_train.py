@@ -219,7 +219,7 @@ def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tm
     assert checkpoint.load_model(run).config.vocab_size == 50257
     fit(tiny_args, run, *flags, "--max-steps", "5", "--resume", "auto")
     assert list(curve(run)) == list(range(6))
-    with pytest.raises(UserError, match="the --model flags ask for"):
+    with pytest.raises(UserError, match="n_layer is 2, not 3; leave the --model flags out"):
         fit(tiny_args, tmp_path / "other", *flags, "--model.n-layer", "3")
 
 
@@ -241,7 +241,7 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     tune(*short, "--max-steps", 4, "--resume", "auto")
     tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt", init=())
     assert list(curve(tmp_path / "run")) == list(range(6))
-    with pytest.raises(UserError, match=r"sequence-length 128 is above --model\.block-size 32"):
+    with pytest.raises(UserError, match=r"sequence-length 128 is beyond .*add --sequence-length 32"):
         tune("--sequence-length", 128, run="long")
 
 
