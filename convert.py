@@ -119,6 +119,14 @@ def open_model(name: str | Path) -> GPT:
     return load_hf(name)
 
 
+def open_gpt2(name: str | Path) -> GPT:
+    """open_model, of a model that knows all of GPT-2's tokens. Raises UserError."""
+    model = open_model(name)
+    if (V := model.config.vocab_size) < tokenizer.VOCAB_SIZE:
+        raise UserError(f"{name} knows {V} tokens, fewer than GPT-2's; give a GPT-2")
+    return model
+
+
 def save_hf(model: GPT, out_dir: str | Path) -> None:
     """Write config, float32 weights and tokenizer into the new or empty folder `out_dir`, whole or not at all. Rows
     that only pad the vocabulary are left out, absent biases become zeros. Raises UserError for what GPT-2 has not."""
@@ -203,6 +211,7 @@ def import_old(old: Path, out_dir: Path) -> None:
         raise UserError(f"{there[0]} is there already, and an import joins no other run; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(target := checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
-    known = f"try: python infer.py {shlex.quote(str(out_dir))} 'Hello,'"
-    known = known if V >= tokenizer.VOCAB_SIZE else f"of {V} tokens, and so not GPT-2's: this project cannot read them"
-    print0(f"{model.num_params():,} parameters are in {target}; {known}")
+    hint = f"try: python infer.py {shlex.quote(str(out_dir))} 'Hello,'"
+    if V < tokenizer.VOCAB_SIZE:
+        hint = f"of {V} tokens, and so not GPT-2's: this project cannot read them"
+    print0(f"{model.num_params():,} parameters are in {target}; {hint}")

@@ -291,13 +291,11 @@ def main() -> None:
         n = len(load_examples(args.data))
         return print0(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
     import runtime
-    from convert import open_model
+    from convert import open_gpt2
 
     examples = load_examples(args.data, args.limit, args.style)
     with runtime.session(args.device, args.dtype) as rt:
-        model = open_model(args.model).to(rt.device)
-        if model.config.vocab_size < tokenizer.VOCAB_SIZE:
-            raise UserError(f"{args.model} knows {model.config.vocab_size} tokens, fewer than GPT-2's; give a GPT-2")
+        model = open_gpt2(args.model).to(rt.device)
         start = time.perf_counter()
         losses = score(model, examples, rt.device, rt, progress=rt.is_main and sys.stderr.isatty())
         seconds = time.perf_counter() - start

@@ -174,13 +174,10 @@ class Decoder:
 
 def load(args: Args) -> GPT:
     """The model that the command line names, ready for inference. Raises UserError."""
-    from convert import open_model
+    from convert import open_gpt2
 
     device = pick_device(args.device)
-    model = open_model(args.model)
-    if model.config.vocab_size < tokenizer.VOCAB_SIZE:
-        raise UserError(f"{args.model} knows {model.config.vocab_size} tokens, fewer than GPT-2's; give a GPT-2")
-    return prepare(model, device, pick_dtype(args.dtype, device))
+    return prepare(open_gpt2(args.model), device, pick_dtype(args.dtype, device))
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ class Loader:
                 f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
                 "use a smaller --sequence-length or more data (python fineweb.py --help)"
             )
-        self._shard = lru_cache(maxsize=2)(self._read_shard)  # a step may straddle two
+        self._shard = lru_cache(maxsize=1)(self._read_shard)  # the next one comes into memory beside it
 
     def _read_shard(self, i: int) -> np.ndarray:
         """Tokens of shard i, read whole and front to back."""

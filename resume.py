@@ -197,5 +197,7 @@ def refuse(
         return print0(f"{message} ({skipped} of --skip-bad-steps {cfg.skip_bad_steps})")
     w.wait()
     good = checkpoint.latest_step(cfg.run_dir)
-    safe = f"the weights of step {good} are safe: {command(cfg, good)}" if good else "nothing was saved before it"
+    safe = "nothing was saved before it"
+    if good is not None:
+        safe = f"the weights of step {good} are safe: {command(cfg, good)}"
     raise UserError(f"{message}; {safe}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")

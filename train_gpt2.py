@@ -314,10 +314,10 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
 
         model = convert.open_model(cfg.init_from)
         print0(f"weights of {cfg.init_from}")
-    theirs, asked = vars(replace(model.config, vocab_size=cfg.model.vocab_size)), vars(cfg.model)
-    if other := [k for k in theirs if theirs[k] != asked[k] and not adopts(cfg)]:
-        ours = ", ".join(f"{k} is {theirs[k]}, not {asked[k]}" for k in other)
-        raise UserError(f"of --init-from {cfg.init_from} {ours}; leave the --model flags out")
+    there, asked = vars(replace(model.config, vocab_size=cfg.model.vocab_size)), vars(cfg.model)
+    if there != asked and not adopts(cfg):
+        other = ", ".join(f"{k} is {there[k]}, not {asked[k]}" for k in there if there[k] != asked[k])
+        raise UserError(f"of --init-from {cfg.init_from} {other}; leave the --model flags out")
     if (T := cfg.sequence_length) > (limit := model.config.block_size):
         raise UserError(f"--sequence-length {T} is beyond what {cfg.init_from} reads; add --sequence-length {limit}")
     model.recompute = cfg.recompute
