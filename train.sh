@@ -14,7 +14,7 @@
 #                 optimizer if the run is not over (budget, time limit, failure), so that it can go on elsewhere
 #   PUSH_EVERY    with PUSH_TO: seconds after which new checkpoints go there already, with their optimizer (0: at the
 #                 end only): a machine that is taken away takes no more with it than those and --save-every steps
-#   REMOVE_POD    1: then remove this machine, by SHUTDOWN_CMD, or else runpodctl remove pod $RUNPOD_POD_ID; but only
+#   REMOVE_POD    1: then remove this machine, by SHUTDOWN_CMD, or else runpodctl pod delete $RUNPOD_POD_ID; but only
 #                 once the weights are pushed or, without PUSH_TO, where PERSISTENT=1 says that OUT outlives the machine
 #                 (a RunPod network volume does; a pod's own /workspace disk is deleted with the pod)
 #   REMOVE_DELAY  seconds in which `kill` can still keep the machine (60); KEEP_ON_FAILURE=1 keeps it after a failure
@@ -191,8 +191,9 @@ leave() { # publish, then give the machine back if nothing would be lost by that
         say "$saved: this machine goes in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
         ((stopping)) || attend sleep "${REMOVE_DELAY:-60}" || true
         ((!stopping)) || { say "this machine stays: asked to stop"; return; }
-        say "running: ${SHUTDOWN_CMD:-runpodctl remove pod $RUNPOD_POD_ID}"
-        if [[ -n ${SHUTDOWN_CMD:-} ]]; then bash -c "$SHUTDOWN_CMD"; else runpodctl remove pod "$RUNPOD_POD_ID"; fi ||
+        say "running: ${SHUTDOWN_CMD:-runpodctl pod delete $RUNPOD_POD_ID}"
+        if [[ -n ${SHUTDOWN_CMD:-} ]]; then bash -c "$SHUTDOWN_CMD"
+        else runpodctl pod delete "$RUNPOD_POD_ID" || runpodctl remove pod "$RUNPOD_POD_ID"; fi || # 2's words, 1's words
             say "THAT FAILED (exit code $?): this machine still runs and costs money; remove it by hand"
     fi
 }

@@ -117,7 +117,7 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
         assert f"steps {stopped} to {steps}" in said and "restart 1 of 3" in said, said
         assert said.index("training finished") < said.index("the weights are at tester/life") < said.index("runpodctl")
         removed = (tmp_path / "removed").read_text().split()
-        assert removed[:3] == ["remove", "pod", "pod7"] and f"model_{steps:05d}.pt" in removed, removed
+        assert removed[:3] == ["pod", "delete", "pod7"] and f"model_{steps:05d}.pt" in removed, removed
         # on another machine, which knows nothing but the Hub
         empty = {"PATH": os.environ["PATH"], "HOME": str(home), **server.env(), "HF_HOME": str(home / "hf")}
 

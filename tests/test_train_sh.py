@@ -315,7 +315,7 @@ def test_push_then_remove(pod):
     pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1")
     log = pod.ended()
     assert pod.read("pushed").splitlines() == [f"push-model {pod.root}/log/gpt2-124m me/gpt2"] * 2
-    assert pod.read("removed") == "remove pod pod7\n"
+    assert pod.read("removed") == "pod delete pod7\n"
     assert log.index("push to") < log.index("the weights are at me/gpt2") < log.index("running: runpodctl")
 
 
@@ -371,6 +371,15 @@ def test_shutdown_command_of_another_cloud_and_its_failure(pod):
     pod.start(REMOVE_POD="1", PERSISTENT="1", SHUTDOWN_CMD=f"echo off > {pod.root}/off; exit 4", RUNPOD_POD_ID="")
     log = pod.ended()
     assert pod.read("off") == "off\n" and not pod.read("removed") and "THAT FAILED (exit code 4)" in log
+
+
+@pytest.mark.parametrize("words, gone", [("remove pod", True), ("terminate pod", False)])
+def test_a_runpodctl_of_other_words(pod, words, gone):
+    """Version 1 says `remove pod`, 2 `pod delete`; one that knows neither must not pass for success."""
+    pod.tool("runpodctl", f'#!/bin/sh\n[ "$1 $2" = "{words}" ] || exit 1\necho "$@" > {pod.root}/removed\n')
+    pod.start(REMOVE_POD="1", PERSISTENT="1")
+    log = pod.ended()
+    assert pod.read("removed") == ("remove pod pod7\n" if gone else "") and ("THAT FAILED" in log) != gone
 
 
 def test_kill_in_the_last_seconds_keeps_the_pod(pod):
