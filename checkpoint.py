@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from cli import WRITER, UserError, print0
 from files import whole_file
 from model import GPT, GPTConfig
-from runtime import WRITER, UserError, print0
 
 NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1

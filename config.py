@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from cli import UserError
 from model import GPTConfig, misfit
-from runtime import UserError
 
 HARMLESS = {"harmless": True}  # may change when a run is resumed: it trains on as before, or the schedule says so
 

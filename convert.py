@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizer
-from runtime import UserError, print0
+from cli import UserError, print0
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import UserError
+from cli import UserError
 
 CHUNK = 8 << 20  # bytes of text tokenized together: enough for every core, little beside the shards in memory
 PIECE = 1 << 16  # characters of a text file tokenized as one; the pieces of a chunk go to different cores

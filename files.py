@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime import UserError
+from cli import UserError
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from typing import Literal
 import numpy as np
 
 import shards
+from cli import UserError, print0, run_cli
 from documents import Chunk, ahead, read
 from files import locked
-from runtime import UserError, print0, run_cli
 from shards import Manifest, Shard
 from tokenizer import EOT, bulk_encoder
 

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tokenizer
+from cli import UserError, print0, run_cli
 from files import whole_file
-from runtime import Runtime, UserError, print0, run_cli
+from runtime import Runtime
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli import UserError, print0, run_cli
 from files import locked
-from runtime import UserError, print0, run_cli
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 import tokenizer
-from runtime import UserError, pick_device, pick_dtype, printable, run_cli
+from cli import UserError, printable, run_cli
+from runtime import pick_device, pick_dtype
 
 if TYPE_CHECKING:
     import torch

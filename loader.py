@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 import shards
-from runtime import Runtime, UserError
+from cli import UserError
+from runtime import Runtime
 
 
 @lru_cache(maxsize=8)

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cli import UserError, print0
 from files import whole_file
-from runtime import UserError, print0
 
 
 def duration(seconds: float) -> str:

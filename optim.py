@@ -7,8 +7,9 @@ import math
 import torch
 from torch import nn
 
+from cli import UserError
 from config import TrainConfig
-from runtime import Runtime, UserError
+from runtime import Runtime
 
 STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}  # of a parameter
 

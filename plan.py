@@ -14,12 +14,13 @@ import torch
 
 import runtime
 import shards
+from cli import UserError, print0
 from config import TrainConfig
 from files import whole_file
 from loader import Loader
 from metrics import duration
 from model import GPT
-from runtime import Runtime, UserError, print0
+from runtime import Runtime
 
 
 def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.nn.Module) -> int:

@@ -19,9 +19,9 @@ import numpy as np
 import tyro
 
 import metrics
+from cli import UserError, print0, printable, run_cli
 from files import whole_file
 from reference import TOKENS, expected, read_reference
-from runtime import UserError, print0, printable, run_cli
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,9 +21,10 @@ import checkpoint
 import optim
 import runtime
 from checkpoint import Writer
+from cli import UserError, print0
 from config import TrainConfig, adopts, drift
 from loader import Loader
-from runtime import Runtime, UserError, print0
+from runtime import Runtime
 
 STATE = {  # the entries of a train state that resuming reads
     "step": int, "max_steps": int, "optimizers": list, "rng": list, "scaler": dict, "config": dict, "data": str,

@@ -1,13 +1,11 @@
-"""The environment, absorbed once: device, dtype, ranks, clocks, peak FLOP/s, and how a script fails.
+"""The environment, absorbed once: device, dtype, ranks, clocks, peak FLOP/s.
 
 Every other file asks this one instead of asking the machine. Importing it is free: torch is imported on use.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
-import json
 import os
 import platform
 import re
@@ -17,100 +15,17 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from glob import glob
 from typing import TYPE_CHECKING
 
+from cli import UserError, env_rank, fail
+from cli import print0 as print0  # the ranks' one voice, looked for here, too
+
 if TYPE_CHECKING:
     import torch
-
-
-WRITER = "checkpoint"  # name of the thread that a process does not end without
-
-
-class UserError(Exception):
-    """Something the user can mend. The message gives the value, the rule and the command that mends it."""
-
-
-def thread_waits(brief: bool = False, load: str = "/proc/loadavg") -> None:
-    """Choose how torch's CPU threads wait for each other, unless OMP_WAIT_POLICY is set; before torch is imported.
-
-    Asleep: in training no slower alone, and three times faster (measured on 2 cores) when another process wants a core,
-    be it a browser or a second rank. brief: the waits will be many and short, as one token's are; then to spin for a
-    moment is 1.4 times faster on a machine that has nothing else to do, and 4 times slower on one that has.
-    """
-    if "OMP_WAIT_POLICY" in os.environ:
-        return
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    try:
-        with open(load) as f:
-            others = int(f.read().split()[3].split("/")[0]) - 1  # threads that run just now, this one left out
-    except (OSError, ValueError, IndexError):  # not Linux
-        return
-    if brief and others <= (os.cpu_count() or 1) / 4:
-        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-
-
-def run_cli(main: Callable[[], object], brief_waits: bool = False) -> None:
-    """Run a script's main: a UserError ends it with one message and exit code 1, never with a traceback."""
-    thread_waits(brief_waits)
-    try:
-        main()
-        end(0)
-    except UserError as e:
-        if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
-            time.sleep(3)
-        fail(f"error: {e}")
-    except KeyboardInterrupt:
-        end(130)
-    except OSError as e:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds may have nowhere to go
-        if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
-            end(141)
-        # a disk that is full, a network volume that stumbled: it may pass, so train.sh tries again
-        fail(f"error of the machine: {e}; mend that, and go on as after a kill")
-
-
-def fail(why: str) -> None:
-    """Exit with a message. Under torchrun it stands in that one's report, too, below which nothing more is printed."""
-    print(why := printable(why), file=sys.stderr, flush=True)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the format of torch.distributed.elastic's ErrorHandler
-        told = {"message": why, "extraInfo": {"py_callstack": why, "timestamp": str(int(time.time()))}}
-        with suppress(OSError), open(report, "w") as f:
-            json.dump({"message": told}, f)
-    end(1)
-
-
-def end(code: int) -> None:
-    """Exit. A rank finishes the checkpoint it is writing, then skips the interpreter's own end, in which gloo was seen
-    to abort, and to wait for ever for a rank that is gone."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        sys.exit(code)
-    for thread in threading.enumerate():
-        if thread.name == WRITER:  # no other: the pools of torch's compiler never end
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def printable(text: str) -> str:
-    """Text from outside with terminal control codes (all but newline and tab) replaced: it cannot drive the screen."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
-def env_rank() -> int:
-    """Rank of this process as torchrun tells it; 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
-
-
-def print0(*args: object) -> None:
-    """Print on rank 0 only, at once; names of files and what came from elsewhere cannot drive the terminal."""
-    if env_rank() == 0:
-        print(printable(" ".join(map(str, args))), flush=True)
 
 
 @dataclass(frozen=True)

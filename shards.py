@@ -19,8 +19,8 @@ from tokenize import TokenError
 
 import numpy as np
 
+from cli import UserError, print0
 from files import whole_file
-from runtime import UserError, print0
 from tokenizer import EOT, VOCAB_SIZE
 
 SHARD_TOKENS = 100_000_000  # build-nanogpt's and llm.c's size for a shard of FineWeb

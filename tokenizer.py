@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from runtime import UserError
+from cli import UserError
 
 if TYPE_CHECKING:
     import gigatoken

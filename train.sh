@@ -75,8 +75,8 @@ if [[ -z ${TRAIN_SH_LOG:-} ]]; then
             die "REMOVE_POD=1 needs runpodctl and RUNPOD_POD_ID, as on a RunPod pod; elsewhere set SHUTDOWN_CMD='...'"
     fi
     # what the trainer would refuse, said at once and by itself: a restart would not mend it
-    [[ ! -f $HERE/config.py ]] || (cd "$HERE" && "$PY" -c 'import sys, config, runtime
-runtime.run_cli(lambda: config.parse(sys.argv[1:], lambda path: {}))' "$@") || exit 1
+    [[ ! -f $HERE/config.py ]] || (cd "$HERE" && "$PY" -c 'import sys, cli, config
+cli.run_cli(lambda: config.parse(sys.argv[1:], lambda path: {}))' "$@") || exit 1
     mkdir -p "$OUT" && exec 9>>"$OUT/train.lock" # all that follows inherits it: taken while any part of the run lives
     flock -n 9 || die "a run is in $OUT already (processes: $(marked | tr '\n' ' ')): one run a folder. Stop it with:" \
         "kill \$(cat $OUT/train.pid), or give another --out-dir"

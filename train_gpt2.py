@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+import cli
 import runtime
 
-runtime.thread_waits()  # before torch is imported
+cli.thread_waits()  # before torch is imported
 import torch
 
 import checkpoint
@@ -35,11 +36,12 @@ import reference
 import resume
 import shards
 import tokenizer
+from cli import UserError, print0
 from config import TrainConfig, adopts, parse, parse_duration
 from loader import Loader, to_device
 from metrics import RunLog, duration
 from model import GPT
-from runtime import Runtime, UserError, print0
+from runtime import Runtime
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
@@ -283,7 +285,7 @@ def samples(
     new = model.stream(idx, min(tokens, cfg.model.block_size - len(prompt)), generator=generator)
     with rt.autocast():
         out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
-    return "\n".join(f"sample {i}: {runtime.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
+    return "\n".join(f"sample {i}: {cli.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
 
 
 def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
@@ -361,4 +363,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

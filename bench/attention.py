@@ -20,6 +20,7 @@ sys.path[0] = str(ROOT)
 
 import tyro  # noqa: E402
 
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

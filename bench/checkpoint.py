@@ -22,6 +22,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 
@@ -84,7 +85,7 @@ def main() -> None:
             for _ in range(args.rounds):
                 timed("gather", lambda: optim.full_state(optimizers, rt))
             each = " ".join(f"{t:.2f}" for t in times["gather"])
-            return runtime.print0(f"{args.preset} on {rt.world_size} ranks: its state is gathered in {each} s")
+            return cli.print0(f"{args.preset} on {rt.world_size} ranks: its state is gathered in {each} s")
         for i in range(1, args.rounds + 1):
             timed("synchronous save", synchronous)
             timed("load and restore", load)
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

@@ -24,6 +24,7 @@ sys.path[0] = str(ROOT)
 
 import tyro  # noqa: E402
 
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 
@@ -132,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main, brief_waits=True)  # as infer.py
+    cli.run_cli(main, brief_waits=True)  # as infer.py

@@ -21,6 +21,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 WAYS = ("plain", "plain compiled", "chunked", "chunked compiled", "torch's", "torch's chunked", "products alone")
@@ -137,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

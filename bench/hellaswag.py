@@ -22,6 +22,7 @@ sys.path[0] = str(ROOT)  # not bench/, where this file would stand before the he
 
 import tyro  # noqa: E402
 
+import cli  # noqa: E402
 import hellaswag  # noqa: E402
 import runtime  # noqa: E402
 
@@ -106,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

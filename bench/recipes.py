@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import metrics  # noqa: E402
 import shards  # noqa: E402
-from runtime import UserError, run_cli  # noqa: E402
+from cli import UserError, run_cli  # noqa: E402
 from tokenizer import VOCAB_SIZE  # noqa: E402
 
 SIZES = {  # flags that every recipe shares

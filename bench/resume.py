@@ -22,6 +22,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 WAYS = ("default", "deterministic", "deterministic recompute", "dtype=float16", "dtype=float16 deterministic")
@@ -49,7 +50,7 @@ def run(command: list[str], kill_at: Path | None = None) -> str:
         said.seek(0)
         text = said.read()
     if process.returncode != (-signal.SIGKILL if kill_at else 0):
-        raise runtime.UserError(f"{' '.join(command)} ended with {process.returncode}: {text[-1500:]}")
+        raise cli.UserError(f"{' '.join(command)} ended with {process.returncode}: {text[-1500:]}")
     return text
 
 
@@ -86,7 +87,7 @@ def main() -> None:
             run([*base, str(killed)], kill_at=killed / f"model_{half:05d}.pt")
             resumed = run([*base, str(killed), "--resume", "auto"])
             if f"steps {half} to {args.steps}" not in resumed:
-                raise runtime.UserError(f"it did not resume at step {half}: {resumed[-500:]}")
+                raise cli.UserError(f"it did not resume at step {half}: {resumed[-500:]}")
             lines = metrics.read_lines(whole / "metrics.jsonl")
             ms = statistics.median(line["step_ms"] for line in lines[2:] if "step_ms" in line)
             loss = next(line["train_loss"] for line in reversed(lines) if "train_loss" in line)
@@ -95,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

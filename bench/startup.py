@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 
@@ -63,7 +64,7 @@ def main() -> None:
             env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "BENCH_BEGAN": str(time.time())}
             done = subprocess.run([sys.executable, __file__, *flags], env=env, capture_output=True, text=True)
             if done.returncode:
-                raise runtime.UserError(done.stderr[-1500:])
+                raise cli.UserError(done.stderr[-1500:])
             rows.append(json.loads(done.stdout.splitlines()[-1]))
     print("| seconds | compile cache empty | full |\n|---|---|---|")
     for name in rows[0]:
@@ -73,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

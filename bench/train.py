@@ -24,6 +24,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
 import runtime  # noqa: E402
 
 CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute")
@@ -79,7 +80,7 @@ def peer_model(name: str, folder: Path, shape, lr: float):
 
 def child(args: Args) -> None:
     """One contender, one round: prints a JSON line."""
-    runtime.thread_waits()
+    cli.thread_waits()
     import torch
 
     import optim
@@ -180,7 +181,7 @@ def main() -> None:
             command += ["--", *args.flags] if args.flags else []
             done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
             if done.returncode:
-                raise runtime.UserError(f"{name} failed: {done.stderr[-1500:]}")
+                raise cli.UserError(f"{name} failed: {done.stderr[-1500:]}")
             if "--profile" in command:
                 print(done.stderr[done.stderr.index("one profiled step") :])
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
@@ -205,4 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.run_cli(main)
+    cli.run_cli(main)

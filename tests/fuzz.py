@@ -45,9 +45,10 @@ import optim
 import plots
 import resume
 import shards
+from cli import UserError
 from config import PRESETS, TrainConfig
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError
+from runtime import Runtime
 
 SECONDS = 10  # for one input
 SLACK = 200 << 20  # bytes an input may add to this process besides FACTOR times its size (a library's first use, say)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import checkpoint
+from cli import UserError
 from model import GPT, GPTConfig
-from runtime import UserError
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 

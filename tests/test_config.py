@@ -7,9 +7,9 @@ import re
 import pytest
 from conftest import ROOT
 
+from cli import UserError
 from config import PRESETS, TrainConfig, adopts, drift, parse, parse_duration
 from model import GPTConfig
-from runtime import UserError
 
 
 def nothing_saved(path):

@@ -8,8 +8,8 @@ import torch
 
 import convert
 import tokenizer
+from cli import UserError
 from model import GPT, GPTConfig
-from runtime import UserError
 
 TINY = GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32)
 

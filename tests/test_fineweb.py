@@ -24,7 +24,7 @@ import documents as reading
 import fineweb
 import shards
 import tokenizer
-from runtime import UserError
+from cli import UserError
 
 
 def make(*args):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import checkpoint
 import hellaswag
 import tokenizer
+from cli import UserError
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError
+from runtime import Runtime
 
 CPU = torch.device("cpu")
 WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly guitar ball river jumps".split()

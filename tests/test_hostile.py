@@ -18,19 +18,19 @@ import pytest
 import torch
 
 import checkpoint
+import cli
 import convert
 import fineweb
 import hellaswag
 import hub
 import infer
 import plots
-import runtime
 import shards
 import tokenizer
 import train_gpt2
+from cli import UserError
 from config import PRESETS
 from model import GPT, GPTConfig
-from runtime import UserError
 from train_gpt2 import samples
 
 
@@ -167,7 +167,7 @@ def test_a_run_folder_pulled_from_the_hub(bomb, run_script, tmp_path):
         assert sorted(p.name for p in (tmp_path / "data").iterdir()) == names
         server.faults.append(fault)
         done = run_script("hub.py", "pull-data", "evil/tokens", tmp_path / "more", env=server.env(), check=False)
-        assert done.returncode == 1 and runtime.printable(done.stdout + done.stderr) == done.stdout + done.stderr
+        assert done.returncode == 1 and cli.printable(done.stdout + done.stderr) == done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------- sizes that a file states
@@ -276,11 +276,11 @@ def test_nothing_drives_the_terminal(call, run_script, tmp_path, capsys):
     text.write_text("some words " * 50)
     call(fineweb, "--source", text, "--out", tmp_path / f"data{CODES}", "--shard-size", 20)
     said = "".join(capsys.readouterr()).replace("\r", "")  # the progress bar's
-    assert "is ready" in said and runtime.printable(said) == said
-    assert runtime.printable(Path(tmp_path / f"data{CODES}/manifest.json").read_text()).count("\ufffd") == 0
+    assert "is ready" in said and cli.printable(said) == said
+    assert cli.printable(Path(tmp_path / f"data{CODES}/manifest.json").read_text()).count("\ufffd") == 0
     for args in (["infer.py", f"{CODES}.pt", "Hi"], ["train_gpt2.py", f"preset{CODES}"]):
         done = run_script(*args, check=False)
-        assert done.returncode == 1 and runtime.printable(done.stderr) == done.stderr
+        assert done.returncode == 1 and cli.printable(done.stderr) == done.stderr
 
 
 def test_samples_of_a_run_drive_no_terminal():
@@ -293,4 +293,4 @@ def test_samples_of_a_run_drive_no_terminal():
         model.transformer.ln_f.weight.zero_()
         model.lm_head.weight[ids] = 9.0
     said = samples(model, PRESETS["quickstart"], fuzz.RT, lambda: False)
-    assert "\ufffd" in said and runtime.printable(said) == said
+    assert "\ufffd" in said and cli.printable(said) == said

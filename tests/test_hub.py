@@ -19,7 +19,7 @@ from hub_server import Fault
 import convert
 import hub as hub_script
 import shards
-from runtime import UserError
+from cli import UserError
 
 SHARDS = 3
 

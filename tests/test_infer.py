@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import write_model
 
+import cli
 import infer
-import runtime
 import tokenizer
+from cli import UserError
 from config import PRESETS
 from model import GPT
-from runtime import UserError
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +161,13 @@ def test_the_decoder_reads_a_position_as_the_model_does(preset, monkeypatch):
 def test_threads_spin_only_on_an_idle_machine(running, spins, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {})
     (tmp_path / "loadavg").write_text(f"0.50 0.60 0.70 {running}/345 6789\n")
-    runtime.thread_waits(load=str(tmp_path / "loadavg"))
+    cli.thread_waits(load=str(tmp_path / "loadavg"))
     assert os.environ == {"OMP_WAIT_POLICY": "PASSIVE"}  # training sleeps
     os.environ.clear()
-    runtime.thread_waits(brief=True, load=str(tmp_path / "loadavg"))
+    cli.thread_waits(brief=True, load=str(tmp_path / "loadavg"))
     assert ("GOMP_SPINCOUNT" in os.environ) == spins
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
-    runtime.thread_waits(brief=True)
+    cli.thread_waits(brief=True)
     assert os.environ == {"OMP_WAIT_POLICY": "ACTIVE"}  # what a user has set stays
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import shards
+from cli import UserError
 from loader import Loader, Order, permutation, to_device
-from runtime import Runtime, UserError
+from runtime import Runtime
 
 GOLDEN = [0, 7, 5, 6, 3, 1, 2, 4]  # of permutation(8, 1337, 0)
 CPU = Runtime(torch.device("cpu"), torch.float32)

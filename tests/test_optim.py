@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import optim
+from cli import UserError
 from config import PRESETS
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError
+from runtime import Runtime
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)

@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 
 import plots
+from cli import UserError
 from reference import expected, on_track, read_reference
-from runtime import UserError
 
 REF = read_reference()
 ROWS = [int(s) for s in REF["step"]]

@@ -20,13 +20,14 @@ from test_nodes import agent, ranks_of, wait_for
 from test_train import CPU, assert_close, curve, fit, same_bits, weights
 
 import checkpoint
+import cli
 import runtime
 import shards
 import tokenizer
 import train_gpt2
+from cli import UserError
 from config import parse
 from model import GPT
-from runtime import UserError
 
 
 def command_line(argv, log, largest_file):
@@ -38,7 +39,7 @@ def command_line(argv, log, largest_file):
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.argv = ["train_gpt2.py", *argv]
     torch.set_num_threads(1)
-    runtime.run_cli(train_gpt2.main)
+    cli.run_cli(train_gpt2.main)
 
 
 @pytest.fixture(scope="module")

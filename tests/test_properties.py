@@ -12,17 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cli
 import config
 import fineweb
 import optim
 import runtime
 import shards
 import tokenizer
+from cli import UserError
 from config import PRESETS, TrainConfig
 from documents import Chunk
 from loader import Loader, Order
 from model import GPTConfig
-from runtime import UserError
 
 # derandomize: the same examples every time, so that a suite that passed passes again
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -131,7 +132,7 @@ def test_manifest_round_trip_and_no_name_in_it_leads_out(manifest):
         assert Path(folder, shards.MANIFEST).read_bytes() == first
         for name in [s.file for s in manifest.shards] + [f["path"] for f in manifest.source["files"]]:
             inside = Path(folder, "x", name).resolve()
-            assert inside.is_relative_to(Path(folder, "x").resolve()) and runtime.printable(name) == name
+            assert inside.is_relative_to(Path(folder, "x").resolve()) and cli.printable(name) == name
 
 
 # ------------------------------------------------------------------------- config and schedule

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shards
-from runtime import UserError
+from cli import UserError
 from shards import Manifest, Shard
 from tokenizer import EOT
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 import tokenizer
-from runtime import UserError
+from cli import UserError
 
 TRICKY = [
     "",

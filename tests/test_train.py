@@ -18,9 +18,10 @@ from conftest import ROOT, TINY
 
 import checkpoint
 import train_gpt2
+from cli import UserError
 from config import PRESETS, parse
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError
+from runtime import Runtime
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
 
@@ -161,8 +162,8 @@ def main():
                         assert state.keys() == found["state"][i].keys()
                         assert all(torch.equal(t, found["state"][i][k]) for k, t in state.items())
             bound = 1 / rt.world_size + sum(map(max, sizes)) / sum(map(sum, sizes))
-            runtime.print0(json.dumps({"optimizer": name, "shares": [s.item() for s in shares], "bound": bound}))
-runtime.run_cli(main)
+            cli.print0(json.dumps({"optimizer": name, "shares": [s.item() for s in shares], "bound": bound}))
+cli.run_cli(main)
 """
 
 

@@ -51,11 +51,12 @@ from test_train import curve, same_bits
 from test_train_sh import Pod, alive
 
 import checkpoint
+import cli
 import runtime
 import shards
 import train_gpt2
+from cli import UserError
 from metrics import read_lines
-from runtime import UserError
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["__main__", "torture", "torch._dynamo", "tyro", "fineweb", "hub", "convert"])
@@ -77,7 +78,7 @@ def child(script: str, argv: list[str], log: str, out: str, env: dict[str, str],
     resource_tracker.register = resource_tracker.unregister = lambda *_: None  # it would mourn the killed at the end
     if prepare:
         prepare()
-    runtime.run_cli(importlib.import_module(script).main)
+    cli.run_cli(importlib.import_module(script).main)
 
 
 @dataclass
