@@ -30,7 +30,7 @@ from runtime import Runtime
 if TYPE_CHECKING:
     import torch
 
-    from model import GPT
+    from model import GPT, GPTConfig
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -104,13 +104,20 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
     return examples
 
 
-def examples_at_hand(data: str) -> list[Example]:
-    """The rows in `data`, or those that were downloaded, or none with a line that says how to get them: training needs
-    no network."""
-    if not data and not DEFAULT_PATH.exists():
-        print0(f"HellaSwag is off: no {DEFAULT_PATH}; download it with: python hellaswag.py")
-        return []
-    return load_examples(data or DEFAULT_PATH)
+def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
+    """The rows in `data`, or those that were downloaded; none, and a line that says why, where there are none or the
+    model cannot read them: neither keeps a run from training."""
+    examples, why = [], f"no {DEFAULT_PATH}; download it with: python hellaswag.py"
+    if model.vocab_size < tokenizer.VOCAB_SIZE:
+        why = f"the model has {model.vocab_size} tokens, fewer than GPT-2's"
+    elif data or DEFAULT_PATH.exists():
+        examples = load_examples(data or DEFAULT_PATH)
+        longest = max(len(ending) for e in examples for ending in e.endings)
+        if longest <= model.block_size:
+            return examples
+        why = f"an ending has {longest} tokens, the model reads {model.block_size}"
+    print0(f"HellaSwag is off: {why}")
+    return []
 
 
 @dataclass(frozen=True)

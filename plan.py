@@ -108,6 +108,8 @@ def describe(
     )
     if data and not (data.paths[0].parent / shards.MANIFEST).exists():
         print0(f"warning: no {shards.MANIFEST} beside these shards: headers, sizes and ids are checked, hashes are not")
+    if cfg.warmup_steps >= max_steps:
+        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never comes to its peak")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
     if epochs > 4.5 and not cfg.overfit_single_batch:
         print0(f"warning: {epochs:.0f} passes over the same data; past 4 they teach little; --max-steps sets the end")

@@ -70,7 +70,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         resume.restore(saved, optimizers, scaler, rt)
     plan.describe(cfg, rt, model, data, max_steps, start, B)
     plan.record(cfg, rt, max_steps)
-    examples = hellaswag.examples_at_hand(cfg.hellaswag_data) if cfg.hellaswag_every else []
+    examples = hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
+    sample_every = cfg.sample_every if cfg.model.vocab_size >= tokenizer.VOCAB_SIZE else 0
+    if cfg.sample_every and not sample_every:
+        print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
     writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
     batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
@@ -116,7 +119,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 print0(f"step {step:5d}/{max_steps} | {hellaswag.in_words(found)}")
             if not done and step and (last or due(cfg.save_every, step, last)):
                 save(step, evaluated=True)
-            if not done and step and due(cfg.sample_every, step, last) and rt.is_main:
+            if not done and step and due(sample_every, step, last) and rt.is_main:
                 log.text(step, samples(model, cfg, rt, asked))
             if last:
                 break
@@ -212,7 +215,8 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: once is too short for that
     loss, tokens = validate(model, data, cfg, rt, B, lambda: None), val_windows(data, cfg) * data.T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
-    if (cfg.hellaswag_every or cfg.hellaswag_data) and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data)):
+    wanted = cfg.hellaswag_every or cfg.hellaswag_data
+    if wanted and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model)):
         print0(hellaswag.in_words(hellaswag.evaluate(model, examples, rt.device, rt)))
 
 
@@ -279,10 +283,9 @@ def samples(
     """Continuations of the sample prompt, one a line group, as far as they have come when this rank is asked to stop;
     their own generator leaves training's randomness alone."""
     enc = tokenizer.encoding()
-    prompt = enc.encode_ordinary(cfg.sample_prompt) or [tokenizer.EOT]
+    prompt = enc.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
     idx = torch.tensor([prompt] * count, device=rt.device)
-    generator = torch.Generator(rt.device).manual_seed(cfg.seed)
-    new = model.stream(idx, min(tokens, cfg.model.block_size - len(prompt)), generator=generator)
+    new = model.stream(idx, tokens, generator=torch.Generator(rt.device).manual_seed(cfg.seed))
     with rt.autocast():
         out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
     return "\n".join(f"sample {i}: {cli.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))

@@ -135,7 +135,7 @@ def test_a_trapezoid_is_extended_as_if_it_had_been_planned_so(tiny_args, tmp_pat
 SHARE = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
-import optim, runtime
+import cli, optim, runtime
 from config import parse
 from model import GPT, GPTConfig
 def main():
@@ -244,6 +244,23 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     assert list(curve(tmp_path / "run")) == list(range(6))
     with pytest.raises(UserError, match=r"sequence-length 128 is beyond .*add --sequence-length 32"):
         tune("--sequence-length", 128, run="long")
+
+
+def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, capsys):
+    """Samples and HellaSwag are GPT-2's tokens, of which a model of another vocabulary or a short context has too few;
+    a prompt that is longer than the context loses its beginning."""
+    row = {"ctx": "a", "endings": [" word" * 40, "b", "c", "d"], "label": 0}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    text = ["--sample-every", "2", "--hellaswag-every", "2", "--hellaswag-data", str(tmp_path / "rows.jsonl")]
+    text += ["--max-steps", "2", "--warmup-steps", "2", "--sample-prompt", "long " * 50]
+    fit(tiny_args, tmp_path / "few", *text)
+    said = capsys.readouterr().out
+    assert "HellaSwag is off: the model has 256 tokens" in said and "samples are off: the model has 256" in said
+    assert "warning: --warmup-steps 2 of 2 steps" in said
+    fit(tiny_args, tmp_path / "short", *text, "--model.vocab-size", "50304", "--warmup-steps", "1")
+    said = capsys.readouterr().out
+    assert "HellaSwag is off: an ending has 41 tokens, the model reads 32" in said and "sample 3: " in said
+    assert "warm" not in said
 
 
 def poisoned(tmp_path):
