@@ -9,7 +9,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabula
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -257,10 +257,12 @@ class GPT(nn.Module):
         return 6 * (self.num_params() - looked_up + head) + 12 * self.config.n_layer * self.config.n_embd * T
 
     def hidden(
-        self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T); with a cache, idx continues the positions it holds. A row may be
-        a tree of texts instead of one: then positions (B, T), and mask (B, 1, T, T) bool, true where i sees j."""
+        self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | None = None, mask: Tensor | None = None,
+        blocks: Sequence[Callable] = (),
+    ) -> Tensor:  # fmt: skip
+        """Hidden states (B, T, C), for `logits`, of idx (B, T); with a cache, idx continues the positions it holds. A
+        row may be a tree of texts instead of one: then positions (B, T), and mask (B, 1, T, T) bool, true where i sees
+        j. `blocks` are called instead of the model's own: the same ones, compiled."""
         T, start, limit = idx.size(1), cache.length if cache is not None else 0, self.config.block_size
         assert positions is not None or start + T <= limit, f"{start + T} positions, block_size {limit}"
         if start and T > 1:  # new position i sees all old ones and the new ones up to i
@@ -277,27 +279,28 @@ class GPT(nn.Module):
         else:
             turns = self.turns[:, where, None]
         with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
-            for block in self.transformer.h:
+            for block in blocks or self.transformer.h:
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(block, x, turns, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, turns, cache, mask)
         if cache is not None:
             cache.length += T
-        return self.transformer.ln_f(x)
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
-        logits, cap = self.lm_head(x), self.config.logit_softcap
+        logits, cap = self.lm_head(self.transformer.ln_f(x)), self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats a token, of hidden states (B, T, C) and targets (B, T)."""
+        return F.cross_entropy(self.logits(x).view(-1, self.config.vocab_size).float(), targets.reshape(-1))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets."""
         x = self.hidden(idx)
-        if targets is None:
-            return self.logits(x), None
-        logits = self.logits(x).view(-1, self.config.vocab_size)
-        return None, F.cross_entropy(logits.float(), targets.reshape(-1))
+        return (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache in the precision the model runs in, but float32 on a CPU, where that is faster."""

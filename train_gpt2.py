@@ -329,9 +329,22 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
     return model.to(rt.device).train()
 
 
+class Compiled(torch.nn.Module):
+    """A GPT compiled block by block: all blocks share one graph, and the head with the loss is another."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model  # DDP takes its parameters from here; the list below is no place for modules
+        self.blocks = [torch.compile(block, dynamic=False) for block in model.transformer.h]
+        self.loss = torch.compile(model.loss, dynamic=False)
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, self.loss(self.model.hidden(idx, blocks=self.blocks), targets)
+
+
 def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
-    """The model as training and validation call it: one compiled graph of forward and loss. HellaSwag, sampling and
-    checkpoints use the model itself and never meet the compiler."""
+    """The model as training and validation call it. HellaSwag, sampling and checkpoints use the model itself and never
+    meet the compiler."""
     if rt.device.type == "cpu":
         runtime.keep_memory()
     if not cfg.compile or rt.device.type == "mps":
@@ -341,7 +354,12 @@ def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
         return model
     torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes, and validation is a graph
     print0("the first step compiles, which takes a while; --no-compile starts at once and is slower from then on")
-    return torch.compile(model, dynamic=False)
+    if rt.device.type == "cuda" and rt.world_size == 1:
+        return torch.compile(model, dynamic=False)  # one graph can fuse across blocks
+    # Between ranks Dynamo would cut that graph up, a piece for each of DDP's buckets, and compile each piece by itself;
+    # on a CPU one graph is no faster. Block by block the first step comes sooner, and gradients travel as early.
+    torch._dynamo.config.optimize_ddp = False
+    return Compiled(model)
 
 
 def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
