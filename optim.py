@@ -126,6 +126,27 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: 
     return cfg.max_lr * factor
 
 
+def clip(weights: Weights, optimizers: list, scaler: torch.amp.GradScaler, limit: float) -> torch.Tensor:
+    """Take the loss scale out of the gradients, then clip them to a global norm of `limit` (0: not). Returns the norm
+    they had, on the device."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    return torch.nn.utils.clip_grad_norm_(weights.gradients(), limit or math.inf)
+
+
+def step(optimizers: list[torch.optim.Optimizer], weights: Weights, scaler: torch.amp.GradScaler) -> None:
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    weights.publish()
+
+
+def finish(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
+    """After a step, taken or refused: the next loss scale, no gradients."""
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
 def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
     """State dicts of the whole optimizers on rank 0 (None elsewhere), whatever shards them. Every rank must call it."""
     states = [gathered(o, rt) if hasattr(o, "consolidate_state_dict") else o.state_dict() for o in optimizers]

@@ -18,7 +18,7 @@ from cli import UserError, print0
 from config import TrainConfig
 from files import whole_file
 from loader import Loader
-from metrics import duration
+from metrics import Pace, duration
 from model import GPT
 from runtime import Runtime
 
@@ -145,14 +145,14 @@ def estimate(
             work()
             rt.synchronize()
             times.append(time.perf_counter() - t0)
-    micro_steps, peak = cfg.sequences_per_step // rt.world_size // B, runtime.peak_flops(rt.device)
+    micro_steps = cfg.sequences_per_step // rt.world_size // B
     step_s = min(runs) / len(batch) * micro_steps + min(updates)
-    hours, rate = steps * step_s / 3600, cfg.total_batch_size / step_s
-    mfu = f"{rate * model.flops_per_token(cfg.sequence_length) / (peak * rt.world_size):.1%}" if peak else "unknown"
+    hours, speed = steps * step_s / 3600, Pace(cfg, rt, model).step(step_s)
+    mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
     print0(
         f"dry run: peak memory of a rank {rt.peak_memory() / 2**30:.1f} GiB, with gradients and optimizer state\n"
         f"step {step_s * 1e3:,.0f} ms ({micro_steps} micro-steps, and {min(updates) * 1e3:,.0f} ms to update): "
-        f"{rate:,.0f} tokens/s, MFU {mfu}; without evaluation\n"
+        f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}; without evaluation\n"
         f"{steps} steps take {duration(hours * 3600)}; {usd}"
     )

@@ -9,9 +9,10 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import optim
 import runtime
 from checkpoint import Writer
 from cli import UserError, print0
-from config import TrainConfig, adopts, drift
+from config import TrainConfig, adopts, drift, parse_duration
 from loader import Loader
+from metrics import duration
 from runtime import Runtime
 
 STATE = {  # the entries of a train state that resuming reads
@@ -46,6 +48,80 @@ def read(path: str | Path) -> dict[str, Any]:
 
 class Stopped(Exception):
     """All ranks have agreed to stop."""
+
+
+class Stopper:
+    """Whether and why to stop: a signal (a handler sets stop["signal"]), or --time-limit, counted from here."""
+
+    def __init__(self, stop: dict[str, Any], time_limit: str, rt: Runtime):
+        self.stop, self.limit, self.rt, self.began = stop, parse_duration(time_limit), rt, time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return bool(self.stop["signal"]) or self.seconds() > self.limit
+
+    def check(self, timed: bool) -> None:
+        """Raise Stopped on all ranks if any was asked to. timed=False ignores --time-limit, as in the first evaluation,
+        so that at least one step runs."""
+        if self.rt.any(self.asked() if timed else self.stop["signal"]):
+            raise Stopped
+
+    def why(self) -> str:
+        if self.stop["signal"]:
+            return f"signal {self.stop['signal']}"
+        return "the time limit" if self.seconds() > self.limit else "the time limit or another rank's signal"
+
+
+@dataclass
+class RunState:
+    """Where a run stands. A checkpoint carries it, so that a resumed run does nothing twice."""
+
+    step: int = 0
+    record: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # what was measured at this step so far
+    best: dict[str, Any] | None = None  # step and val loss of the best saved step
+    evaluated: bool = False  # whether this step's evaluations are done
+
+    @staticmethod
+    def of(saved: dict[str, Any] | None) -> RunState:
+        return RunState(saved["step"], saved["record"], saved["best"], saved["evaluated"]) if saved else RunState()
+
+    @property
+    def best_step(self) -> int | None:
+        return self.best and self.best["step"]
+
+    def saved(self) -> dict[str, Any]:
+        return {"record": self.record, "best": self.best, "evaluated": self.evaluated}
+
+    def keep_best(self) -> None:
+        """Call before a save: only a saved step can be kept as the best."""
+        loss = self.record.get("val_loss")
+        if loss is not None and (self.best is None or loss < self.best["val_loss"]):
+            self.best = {"step": self.step, "val_loss": loss}
+
+    def forget_unfinished(self) -> None:
+        """Drop the results of an evaluation that was cut short."""
+        if not self.evaluated:
+            self.record = {"step": self.step}
+
+
+def is_complete(saved: dict[str, Any], max_steps: int) -> bool:
+    return saved["step"] > max_steps or (saved["step"] == max_steps and saved["evaluated"])
+
+
+def nothing_left(cfg: TrainConfig, step: int) -> str:
+    further = f"--max-steps {2 * step}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
+    return f"{cfg.run_dir} is complete at step {step}; go on with --resume auto {further}, for example"
+
+
+def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
+    """What a finished run prints."""
+    said = f"done: {end.step} steps in {duration(seconds)}; {checkpoint.model_path(cfg.run_dir, end.step)}"
+    if end.best and end.best_step < end.step:
+        said += f"\nbest val loss {end.best['val_loss']:.4f}: {checkpoint.model_path(cfg.run_dir, end.best_step)}"
+    return said
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from test_train import CPU, assert_close, curve, fit, same_bits, weights
 
 import checkpoint
 import cli
+import evals
 import runtime
 import shards
 import tokenizer
@@ -184,7 +185,7 @@ def test_a_signal_ends_hellaswag(tiny_args, tmp_path, long_evaluation, start):
 
 def test_a_signal_ends_sampling(tiny_args, tmp_path):
     cfg, polls = parse(["quickstart", *tiny_args, "--model.vocab-size", "50304"], None), iter([False] * 3 + [True])
-    said = train_gpt2.samples(GPT(cfg.model), cfg, CPU, lambda: next(polls))
+    said = evals.samples(GPT(cfg.model), cfg, CPU, lambda: next(polls))
     prompt = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
     assert all(len(tokenizer.encoding().encode_ordinary(s.split(": ", 1)[1])) <= prompt + 9 for s in said.splitlines())
 

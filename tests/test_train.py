@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, TINY
 
 import checkpoint
+import evals
 import train_gpt2
 from cli import UserError
 from config import PRESETS, parse
@@ -452,7 +453,7 @@ def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
 def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch):
     """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has."""
     said = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])
-    monkeypatch.setattr(train_gpt2, "validate", lambda *args: next(said))
+    monkeypatch.setattr(evals, "validate", lambda *args: next(said))
     run = fit(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "4", "--keep", "1")
     assert checkpoint.complete_steps(run) == [4, 12]
 

@@ -1,0 +1,108 @@
+"""What a run measures of itself from time to time: validation loss, HellaSwag, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+import cli
+import hellaswag
+import reference
+import tokenizer
+from cli import print0
+from config import TrainConfig
+from loader import Loader, to_device
+from model import GPT
+from runtime import Runtime
+
+
+def due(every: int, step: int, last: bool) -> bool:
+    """Whether something with period `every` (0: never) comes at `step`; the last step has everything that is on."""
+    return every > 0 and (step % every == 0 or last)
+
+
+class Evals:
+    """The evaluations of a run, each at its own period. HellaSwag and samples call the model itself, because their
+    shapes change; validation calls the compiled `forward`."""
+
+    def __init__(
+        self, cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.nn.Module, data: Loader,
+        val_data: Loader | None, B: int, max_steps: int,
+    ):  # fmt: skip
+        self.cfg, self.rt, self.model, self.forward, self.val_data, self.B = cfg, rt, model, forward, val_data, B
+        self.max_steps, self.sample_every = max_steps, cfg.sample_every
+        self.comparable = cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name  # with the runs of reference.py
+        self.examples = hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
+        if cfg.sample_every and cfg.model.vocab_size < tokenizer.VOCAB_SIZE:
+            self.sample_every = 0
+            print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
+
+    def measure(self, step: int, check: Callable[[], None]) -> dict[str, Any]:
+        """What is due at `step`: val_loss, hellaswag_acc and hellaswag_acc_norm. `check` may raise, to stop."""
+        cfg, found, last, head = self.cfg, {}, step == self.max_steps, f"step {step:5d}/{self.max_steps}"
+        if due(cfg.val_every, step, last):
+            loss = found["val_loss"] = validate(self.forward, self.val_data, cfg, self.rt, self.B, check)
+            print0(f"{head} | val loss: {loss:.4f}")
+            if self.comparable and (line := reference.on_track(step, loss)):
+                print0(line)
+        if self.examples and due(cfg.hellaswag_every, step, last):
+            score = hellaswag.evaluate(self.model, self.examples, self.rt.device, self.rt, check)
+            found |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
+            print0(f"{head} | {hellaswag.in_words(score)}")
+        return found
+
+    def samples(self, step: int, asked: Callable[[], bool]) -> str:
+        """What the model writes at `step`, or an empty string where samples are not due."""
+        if not (step and due(self.sample_every, step, step == self.max_steps)):
+            return ""
+        return samples(self.model, self.cfg, self.rt, asked)
+
+
+def val_windows(data: Loader, cfg: TrainConfig) -> int:
+    """How many sequences of the val split are evaluated."""
+    return min(cfg.val_tokens // data.T, data.order.per_epoch)
+
+
+@torch.no_grad()
+def validate(
+    forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None]
+) -> float:
+    """Mean cross-entropy (nats a token) over the first val_tokens of the val split, whatever the ranks and B. Batches
+    keep one shape, so that nothing is compiled twice: rows beyond the end are padding that the loss ignores. `check` is
+    called before each of them, equally often on all ranks."""
+    count, stride = val_windows(data, cfg), B * rt.world_size
+    windows = data.order.span(0, count)
+    total = torch.zeros(2, device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
+    for i in range(0, count, stride):
+        check()
+        rows = data.read(windows[i : i + stride][rt.rank :: rt.world_size])
+        if not len(rows):
+            continue
+        tokens = np.zeros((B, data.T + 1), np.uint16)
+        tokens[: len(rows)] = rows
+        x, y = to_device(torch.from_numpy(tokens), rt.device)
+        y[len(rows) :] = -100  # cross_entropy's ignore_index
+        with rt.autocast():
+            _, loss = forward(x, y)
+        total += torch.stack([loss.to(total.dtype) * len(rows), total.new_tensor(len(rows))])
+    loss_sum, n = rt.all_reduce(total).tolist()
+    return loss_sum / n
+
+
+@torch.no_grad()
+def samples(
+    model: GPT, cfg: TrainConfig, rt: Runtime, asked: Callable[[], bool], count: int = 4, tokens: int = 48
+) -> str:
+    """Continuations of the sample prompt, one a line group, as far as they have come when this rank is asked to stop;
+    their own generator leaves training's randomness alone."""
+    enc = tokenizer.encoding()
+    prompt = enc.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
+    idx = torch.tensor([prompt] * count, device=rt.device)
+    new = model.stream(idx, tokens, generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+    with rt.autocast():
+        out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
+    return "\n".join(f"sample {i}: {cli.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
