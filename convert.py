@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import tokenizer
 from cli import UserError, print0
+from hf import open_hub
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,18 +41,14 @@ def _download(name: str) -> Path:
     """Folder with config and weights of a repository of the Hub (HF_ENDPOINT, HF_TOKEN and its cache are honoured)."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise UserError(f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME); check the path")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import get_session
-
-    get_session().timeout = 30  # seconds; a network that swallows packets would hang otherwise
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
-        if not list(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin*"]))
-        return folder
-    except (OSError, ValueError, RuntimeError) as e:  # what huggingface_hub and its HTTP client raise
-        why = f"the Hub did not give it ({type(e).__name__}: {str(e).splitlines()[0]})"
-        raise UserError(f"no folder {name!r} here, and {why}; check the name, the network, HF_TOKEN") from e
+        with open_hub(name) as (api, name):
+            folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
+            if not list(folder.glob("*.safetensors")):
+                folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin*"]))
+            return folder
+    except UserError as e:
+        raise UserError(f"no folder {name!r} here, and {e}") from None
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

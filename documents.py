@@ -94,22 +94,33 @@ def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], 
         used(path)
 
 
-def ahead(items: Iterable, steps: int) -> Iterator:
-    """The same items, made by a thread of their own that is at most `steps` of them ahead of the caller."""
-    room, made = threading.Semaphore(steps - 1), queue.SimpleQueue()
+def ahead(items: Iterable, steps: int, join: bool = False) -> Iterator:
+    """The same items, made by a thread of their own that is at most `steps` of them ahead of the caller. join: closing
+    the iterator waits for the thread (a thread that still reads when the process ends may abort it)."""
+    room, made, closed = threading.Semaphore(steps - 1), queue.SimpleQueue(), threading.Event()
+    end = object()
 
     def work() -> None:
         try:
             for item in items:
                 made.put((item, None))
                 room.acquire()
-            made.put((None, None))
+                if closed.is_set():
+                    return
+            made.put((end, None))
         except BaseException as e:
-            made.put((None, e))
+            made.put((end, e))
 
-    threading.Thread(target=work, daemon=True).start()  # daemon: a download must not outlive Ctrl-C
-    while (got := made.get()) != (None, None):
+    thread = threading.Thread(target=work, daemon=True)  # daemon: a download must not outlive Ctrl-C
+    thread.start()
+    try:
+        while (got := made.get())[0] is not end:
+            room.release()
+            yield got[0]
         if got[1] is not None:
             raise got[1]
+    finally:
+        closed.set()
         room.release()
-        yield got[0]
+        if join:
+            thread.join()

@@ -33,6 +33,7 @@ import shards
 from cli import UserError, print0, run_cli
 from documents import Chunk, ahead, read
 from files import locked
+from hf import open_hub
 from shards import Manifest, Shard
 from tokenizer import EOT, bulk_encoder
 
@@ -72,29 +73,12 @@ class Args:
 # ------------------------------------------------------------------------- sources: which files, in which order
 
 
-@contextmanager
-def hub_errors(repo: str):
-    """What the Hub, or the way to it, has against a request becomes a UserError."""
-    from huggingface_hub import constants, errors
-
-    try:
-        yield
-    except (errors.HTTPError, OSError, ValueError) as e:
-        raise UserError(
-            f"cannot get {repo} from the Hub at {constants.ENDPOINT}: {' '.join(str(e).split())[:300]}. "
-            "Check the name and --subset; if it is private or gated: hf auth login. When the network is back, the same "
-            "command goes on where it stopped; without network: python fineweb.py --source stdlib"
-        ) from None
-
-
 def hub_source(repo: str, subset: str) -> dict:
     """The parquet files of a Hub dataset at its present revision. Raises UserError."""
-    from huggingface_hub import HfApi
-
     folder = subset.rpartition("/")[0] or None
-    with hub_errors(repo):
-        revision = HfApi().dataset_info(repo, expand=["sha"], timeout=10).sha
-        tree = HfApi().list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
+    with open_hub(repo, hint="; without network: python fineweb.py --source stdlib") as (api, repo):
+        revision = api.dataset_info(repo, expand=["sha"], timeout=10).sha
+        tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and shards.INSIDE.fullmatch(f.path)}
     files = [{"path": p, "bytes": sizes[p]} for p in sorted(sizes) if p.startswith(subset) and p.endswith(".parquet")]
     if not files:
@@ -104,14 +88,13 @@ def hub_source(repo: str, subset: str) -> dict:
 
 def download(source: dict, first: int, folder: Path) -> Iterator[Path]:
     """Fetch the files of a Hub source, from index `first` on, into `folder`; a file that was begun is resumed."""
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     where = {"repo_type": "dataset", "revision": source["revision"], "local_dir": folder}
     for file in source["files"][first:]:
-        with hub_errors(source["name"]):
-            path = hf_hub_download(source["name"], file["path"], **where)
+        with open_hub(source["name"]) as (api, repo):
+            path = api.hf_hub_download(repo, file["path"], **where)
         yield Path(path)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -244,32 +243,22 @@ def in_words(found: dict[str, float]) -> str:
 
 
 def download(path: Path, url: str) -> None:
-    """Fetch the validation rows to `path`; what a broken connection left is continued. Raises UserError."""
+    """Fetch the validation rows to `path`. Raises UserError."""
     import urllib.request
+    from http.client import HTTPException
 
-    part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    have = part.stat().st_size if part.exists() else 0
     try:
-        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        with urllib.request.urlopen(request, timeout=20) as answer, open(part, "ab") as f:
-            if answer.status != 206:  # the whole file comes
-                f.truncate(0)
-            while chunk := answer.read(1 << 20):
-                f.write(chunk)
-            os.fsync(f.fileno())
-            if answer.length:  # what the answer announced and did not bring
-                raise OSError(f"the connection broke, {answer.length:,} bytes are missing")
-    except (OSError, ValueError) as e:
-        if getattr(e, "code", 0) != 416:  # 416: all of it was there already
-            raise UserError(
-                f"cannot download {url} ({e}); check the network and run the same command again, or put it at {path}"
-            ) from None
-    rows = part.read_bytes().count(b"\n")
-    if rows != VAL_ROWS:
-        part.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            content = answer.read()
+    except (OSError, ValueError, HTTPException) as e:
+        raise UserError(
+            f"cannot download {url} ({e}); check the network and run the same command again, or put it at {path}"
+        ) from None
+    if (rows := content.count(b"\n")) != VAL_ROWS:
         raise UserError(f"{url} gave {rows} rows, not HellaSwag's {VAL_ROWS}; run the same command again")
-    os.replace(part, path)
+    with whole_file(path) as f:
+        f.write(content)
 
 
 @dataclass(frozen=True)

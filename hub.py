@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from cli import UserError, print0, run_cli
 from files import locked
+from hf import open_hub
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
@@ -34,42 +35,6 @@ STAGE = ".incoming"  # in the target folder: what is being downloaded, until its
 COMMIT_FILES = 10  # files a commit: what an interrupted upload has to look at again
 MODEL_FILE = re.compile(r"(model|optim)_\d+\.pt|[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
 CARD_FACTS = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
-
-
-@contextmanager
-def open_hub(repo: str, write: bool = False) -> Iterator[tuple[HfApi, str]]:
-    """A client and the full name of `repo` (owner put on, hf:// taken off). What the Hub, the network or the library
-    answers in the block becomes one UserError, which never shows the token; so does a missing token for a write."""
-    import httpx2
-    from huggingface_hub import HfApi, constants, get_session, get_token
-
-    where, name = constants.ENDPOINT, repo.removeprefix("hf://").removeprefix("datasets/").strip("/")
-    if where.startswith("http://"):  # a mirror on the local network has no Xet storage
-        constants.HF_HUB_DISABLE_XET = True
-    # huggingface_hub waits without limit by default: a network that swallows packets would hang instead of failing
-    get_session().timeout = httpx2.Timeout(300, connect=10)
-    if write and not get_token():
-        raise UserError(f"a push to {name} needs a token: run `hf auth login`, or set HF_TOKEN to one that may write")
-    try:
-        user = HfApi().whoami()["name"] if write else ""
-        yield HfApi(), f"{user}/{name}" if write and "/" not in name else name
-    except (OSError, ValueError, RuntimeError, httpx2.HTTPError) as error:
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-            chain.append(cause)
-        kinds = {kind.__name__ for e in chain for kind in type(e).__mro__}
-        status = next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
-        why = str(error).replace(get_token() or "\0", "***")
-        if kinds & {"TransportError", "OfflineModeIsEnabled"}:
-            why = f"cannot reach {where} ({type(chain[-1]).__name__}); check the network and HF_HUB_OFFLINE"
-        elif "HFValidationError" in kinds:
-            why = f"{name!r} is not the name of a repository; write OWNER/NAME"
-        elif status:
-            mend = "check the name; run `hf auth login`, or set HF_TOKEN to a token that may do this (write to push)"
-            why = f"{where} answered {status} for {name}; {mend if status in (401, 403, 404) else 'wait a little'}"
-        elif kinds & {"JSONDecodeError", "FileMetadataError"}:
-            why = f"{where} does not answer as a Hub does; is a log-in page or a proxy in between?"
-        raise UserError(f"{why}. The same command, run again, continues where this one stopped") from None
 
 
 def listing(api: HfApi, repo: str, kind: str, revision: str | None = None) -> dict[str, RepoFile]:
@@ -190,7 +155,6 @@ def load(path: Path) -> tuple:
     """The .pt file that a file or run folder stands for, its model, and a card with the run's figures at its step."""
     import checkpoint
     import metrics
-    from model import is_a
 
     model, facts = checkpoint.load(path)
     c, step = model.config, facts["step"]
@@ -199,7 +163,7 @@ def load(path: Path) -> tuple:
         facts |= row if row["step"] <= step else {}
     if batch := metrics.tokens_per_step(weights.parent):
         facts["tokens"] = step * batch
-    facts = {k: v for k, v in facts.items() if is_a(v, float)}
+    facts = {k: v for k, v in facts.items() if isinstance(v, int | float)}
     card = f"---\npipeline_tag: text-generation\ntags: [gpt2]\n---\n# GPT-2\n\n{model.num_params():,} parameters: "
     card += f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}.\n\n| | |\n|-|-|\n"
     return weights, model, card + "".join(f"| {k} | {facts[k]:,} |\n" for k in CARD_FACTS if k in facts) + "\n"

@@ -14,36 +14,24 @@ A shard that a manifest knows must have its sha256 when it is read: damage on di
 
 from __future__ import annotations
 
-import threading
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from queue import Queue
 
 import numpy as np
 import torch
 
 import shards
 from cli import UserError
+from documents import ahead
 from runtime import Runtime
 
 
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) fixed by integers `key` for ever: the argsort of splitmix64 hashes (Steele et al.
-    2014), because numpy does not promise the same stream of random numbers from release to release."""
-
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    with np.errstate(over="ignore"):
-        state = np.zeros(1, np.uint64)
-        for k in key:
-            state = mix(state ^ np.uint64(k % 2**64))
-        return np.argsort(mix(state ^ mix(np.arange(n, dtype=np.uint64))), kind="stable")
+    """A permutation of range(n) fixed by integers `key`. RandomState, because its stream is frozen (numpy's NEP 19)."""
+    return np.random.RandomState([k % 2**32 for k in key]).permutation(n)
 
 
 class Order:
@@ -121,34 +109,14 @@ class Loader:
     ) -> Iterator[torch.Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, step by step from `first_step` (always the same
         step with fixed=True), read ahead by a thread into pinned memory where there is a GPU."""
-        ready: Queue = Queue(maxsize=16)  # steps: on 8 GPUs two seconds, in which a slow disk reads the next shard
-        stop = threading.Event()
 
-        def work() -> None:
-            step = first_step
-            while not stop.is_set():
-                try:
-                    windows = self.step_windows(step, sequences, B, rt.rank, rt.world_size)
-                    batch = torch.from_numpy(self.read(windows.reshape(-1, 2)).reshape(*windows.shape[:2], self.T + 1))
-                    ready.put(batch.pin_memory() if rt.device.type == "cuda" else batch)
-                except Exception as e:  # carried to the training thread, which raises it
-                    ready.put(e)
-                    return
-                step += 0 if fixed else 1
+        def read() -> Iterator[torch.Tensor]:
+            for step in itertools.repeat(first_step) if fixed else itertools.count(first_step):
+                windows = self.step_windows(step, sequences, B, rt.rank, rt.world_size)
+                batch = torch.from_numpy(self.read(windows.reshape(-1, 2)).reshape(*windows.shape[:2], self.T + 1))
+                yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        thread = threading.Thread(target=work, daemon=True, name="loader")
-        thread.start()
-        try:
-            while True:
-                batch = ready.get()
-                if isinstance(batch, Exception):
-                    raise batch
-                yield batch
-        finally:  # unblock the thread so that it can see the flag
-            stop.set()
-            while not ready.empty():
-                ready.get_nowait()
-            thread.join()  # a thread that still reads when the process ends may abort it
+        return ahead(read(), 16, join=True)  # steps: on 8 GPUs two seconds, in which a slow disk reads the next shard
 
 
 def to_device(tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from cli import UserError
-from config import PRESETS, TrainConfig, adopts, drift, parse, parse_duration
+from config import MAY_CHANGE, PRESETS, TrainConfig, adopts, drift, parse, parse_duration
 from model import GPTConfig
 
 
@@ -122,6 +122,7 @@ def test_drift_names_fields():
     new = dataclasses.replace(old, seed=2, val_every=7)
     harmless, refused = drift(old, new)
     assert harmless == ["val_every: 50 -> 7"] and refused == ["seed: 1337 -> 2"]
+    assert MAY_CHANGE < {f.name for f in dataclasses.fields(TrainConfig)}
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, GPTConfig])

@@ -30,8 +30,8 @@ import tokenizer
 import train_gpt2
 from cli import UserError
 from config import PRESETS
+from evals import samples
 from model import GPT, GPTConfig
-from train_gpt2 import samples
 
 
 class Bomb:
