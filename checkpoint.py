@@ -27,7 +27,7 @@ from model import GPT, GPTConfig
 
 NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1
-# What a file of tensors and plain containers names. weights_only allows more: a bytearray, say, of any length it likes.
+# The only globals that tensors and plain containers need; weights_only allows more, e.g. bytearrays of any length.
 PLAIN = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (\w+Storage|[a-z]+[0-9]+|Size|device)"
 )
@@ -61,7 +61,7 @@ def model_path(out_dir: str | Path, step: int) -> Path:
 
 
 def missing(path: Path) -> UserError:
-    """What to say of a checkpoint that is not there: which ones are."""
+    """The error for a missing checkpoint; it lists those that exist."""
     here = sorted(p.name for p in path.parent.glob("model_*.pt")) if path.parent.is_dir() else []
     return UserError(
         f"no checkpoint {path}; {path.parent} has {', '.join(here) or 'none'} (train: python train_gpt2.py)"

@@ -54,15 +54,15 @@ def run_cli(main: Callable[[], object], brief_waits: bool = False) -> None:
     except KeyboardInterrupt:
         end(130)
     except OSError as e:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds may have nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drop what can no longer be written
         if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
             end(141)
         # a disk that is full, a network volume that stumbled: it may pass, so train.sh tries again
-        fail(f"error of the machine: {e}; mend that, and go on as after a kill")
+        fail(f"system error: {e}; fix that, then resume as after a kill")
 
 
 def fail(why: str) -> None:
-    """Exit with a message. Under torchrun it stands in that one's report, too, below which nothing more is printed."""
+    """Exit with a message; under torchrun also put it in torchrun's error report, which is printed last."""
     print(why := printable(why), file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the format of torch.distributed.elastic's ErrorHandler
         told = {"message": why, "extraInfo": {"py_callstack": why, "timestamp": str(int(time.time()))}}
@@ -72,8 +72,8 @@ def fail(why: str) -> None:
 
 
 def end(code: int) -> None:
-    """Exit. A rank finishes the checkpoint it is writing, then skips the interpreter's own end, in which gloo was seen
-    to abort, and to wait for ever for a rank that is gone."""
+    """Exit. A rank finishes the checkpoint it is writing, then skips interpreter shutdown, where gloo was seen
+    to abort, or to wait forever for a dead rank."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(code)
     for thread in threading.enumerate():

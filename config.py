@@ -46,7 +46,7 @@ class TrainConfig:
     shuffle: bool = True
     """Two-level shuffle (shards, then windows inside a shard); off reads the shards front to back."""
     epochs: int = 1
-    """Passes over the data; given without --max-steps, it decides, whatever the preset has."""
+    """Passes over the data; given without --max-steps, it overrides the preset's max-steps."""
     steps_per_epoch: int = 0
     """Optimizer steps counted as one epoch; 0 asks the data."""
     max_steps: int = 0
@@ -107,7 +107,7 @@ class TrainConfig:
     """bfloat16: the model's own weights and gradients (added up in it over micro-steps); the optimizer keeps float32
     twins, which checkpoints hold."""
     deterministic: bool = False
-    """Same bits from run to run on a GPU, too, at some speed; a CPU always gives them."""
+    """Bit-identical runs on a GPU, too, somewhat slower; on a CPU they always are."""
     compile: bool = True
     recompute: bool = False
     """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
@@ -293,7 +293,7 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
 # fmt: on
 
 
-def adopts(cfg: TrainConfig) -> bool:
+def model_from_init(cfg: TrainConfig) -> bool:
     """Whether the network is whatever --init-from names: it is given, and no --model flag asks for another."""
     return cfg.init_from != "scratch" and cfg.preset in PRESETS and cfg.model == PRESETS[cfg.preset].model
 

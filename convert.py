@@ -205,10 +205,10 @@ def import_old(old: Path, out_dir: Path) -> None:
             f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
         ) from None
     if there := sorted(out_dir.glob("model_*.pt")):
-        raise UserError(f"{there[0]} is there already, and an import joins no other run; choose another folder")
+        raise UserError(f"{there[0]} exists, and an import never joins another run; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(target := checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
     hint = f"try: python infer.py {shlex.quote(str(out_dir))} 'Hello,'"
     if V < tokenizer.VOCAB_SIZE:
-        hint = f"of {V} tokens, and so not GPT-2's: this project cannot read them"
+        hint = f"its {V} tokens are not GPT-2's: they cannot be decoded here"
     print0(f"{model.num_params():,} parameters are in {target}; {hint}")

@@ -14,7 +14,7 @@ from cli import UserError
 
 CHUNK = 8 << 20  # bytes of text tokenized together: enough for every core, little beside the shards in memory
 PIECE = 1 << 16  # characters of a text file tokenized as one; the pieces of a chunk go to different cores
-CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token runs over this place and none looks back: cut here, ids are the same
+CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token spans this point or looks back past it: cutting keeps the ids
 
 
 class Chunk(NamedTuple):
@@ -32,7 +32,7 @@ def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
     with open(path, encoding="utf-8", newline="") as file:
         while block:
             block = file.read(CHUNK)
-            searched = max(0, len(rest) - 1)  # in vain: text without a space is not looked through again and again
+            searched = max(0, len(rest) - 1)  # already searched: text without spaces is not rescanned
             rest, start, pieces = rest + block, 0, []
             while cut := CUT.search(rest, max(start + PIECE, searched)):
                 pieces.append(rest[start : cut.end()])

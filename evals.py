@@ -52,7 +52,7 @@ class Evals:
         if self.examples and due(cfg.hellaswag_every, step, last):
             score = hellaswag.evaluate(self.model, self.examples, self.rt.device, self.rt, check)
             found |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
-            print0(f"{head} | {hellaswag.in_words(score)}")
+            print0(f"{head} | {hellaswag.summary_line(score)}")
         return found
 
     def samples(self, step: int, asked: Callable[[], bool]) -> str:

@@ -61,7 +61,7 @@ class Args:
     limit_tokens: int | None = None
     """Stop after so many tokens."""
     subset: str | None = None
-    """Of a Hub dataset only the parquet files whose path starts so."""
+    """Only a Hub dataset's parquet files under this path prefix."""
     text_column: str = "text"
     """Column (parquet) or field (jsonl) that holds the text."""
     keep_source: bool = False
@@ -197,8 +197,8 @@ def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manife
 
 
 @contextmanager
-def writing(out: Path):
-    """Hold the folder, one run at a time; what its disk has against being written to becomes a UserError."""
+def locked_output(out: Path):
+    """Lock the folder for this run; errors in writing to it become a UserError."""
     try:
         with locked(out):
             yield
@@ -209,13 +209,13 @@ def writing(out: Path):
         raise UserError(f"cannot write to {out}: {e}; once that is mended, the same command goes on") from None
 
 
-def begin(out: Path, name: str, wish: Manifest, old: Manifest | None) -> Manifest:
-    """What to go on from, after every reason not to: other parameters, files of others, damage. Raises UserError."""
+def check_resumable(out: Path, name: str, planned: Manifest, old: Manifest | None) -> Manifest:
+    """The manifest to continue from. Raises UserError for other parameters, foreign files and damage."""
     ours = {s.file: s.tokens for s in old.shards} if old else {}
-    was, now = ({**m.source, **vars(m)} for m in (old or wish, wish))
+    was, now = ({**m.source, **vars(m)} for m in (old or planned, planned))
     for what in [k for k in now if ours and k not in ("source", "shards", "complete") and now[k] != was[k]]:
         if what == "revision":
-            raise UserError(f"{out} was begun when the source's files were others; remove it, or choose another --out")
+            raise UserError(f"{out} was begun with another version of the source; remove it, or choose another --out")
         raise UserError(f"{out} was made with {what} {was[what]}, not {now[what]}"[:400] + "; choose another --out")
     for path in shards.shard_files(out):
         if path.name not in ours and not (old and path == next_shard(out, name, old)):
@@ -225,11 +225,11 @@ def begin(out: Path, name: str, wish: Manifest, old: Manifest | None) -> Manifes
             raise UserError(f"{out / file} is damaged; remove it, and the same command makes it again")
     if ours:
         return old
-    shards.write_manifest(out, wish)  # from here on, the shards in this folder are ours
-    return wish
+    shards.write_manifest(out, planned)  # from here on, the shards in this folder are ours
+    return planned
 
 
-def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source: bool) -> Manifest:
+def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source: bool) -> Manifest:
     """Make the shards that are missing, from local paths or else from the Hub. Raises UserError."""
     from tqdm import tqdm
 
@@ -267,7 +267,7 @@ def run(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source
     return manifest
 
 
-def mend(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
+def remake_missing(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
     """Make again what the manifest knows and is gone (removed because it was damaged): those bytes, or a UserError."""
     for i, shard in enumerate(manifest.shards):
         if (out / shard.file).exists():
@@ -276,7 +276,7 @@ def mend(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
         (part := out / ".mend").mkdir(exist_ok=True)
         until = sum(s.tokens for s in manifest.shards[: i + 1])
         before = replace(manifest, shards=manifest.shards[:i], limit_tokens=until)
-        made = run(part, name, before, paths, False).shards[-1]
+        made = make_shards(part, name, before, paths, False).shards[-1]
         if made.sha256 != shard.sha256:
             why = f"has sha256 {made.sha256} now, but {shards.MANIFEST} says {shard.sha256}: the source is another"
             raise UserError(f"{out / shard.file} {why}; choose another --out")
@@ -301,7 +301,7 @@ def main() -> None:
     paths = {} if on_hub else library_files() if library else given_files(args.source)
     name = first.rpartition("/")[2] if on_hub or library else common_name(list(paths))
     out = args.out or Path("data") / name
-    with writing(out):
+    with locked_output(out):
         old = shards.read_manifest(out)
         repo, subset = HUB.get(first, (first, ""))
         subset = subset if args.subset is None else args.subset
@@ -314,17 +314,17 @@ def main() -> None:
         total = sum(f["bytes"] for f in source["files"])
         size = min(shards.SHARD_TOKENS, total / 24, (args.limit_tokens or total) / 10)
         size = args.shard_size or max(1, int(float(f"{size:.0e}")))
-        wish = Manifest({**source, "column": args.text_column}, args.format, size, args.limit_tokens)
-        manifest = begin(out, name, wish, old)
-        mend(out, name, manifest, list(paths))
+        planned = Manifest({**source, "column": args.text_column}, args.format, size, args.limit_tokens)
+        manifest = check_resumable(out, name, planned, old)
+        remake_missing(out, name, manifest, list(paths))
         if not (was_complete := manifest.complete):
-            manifest = run(out, name, manifest, list(paths), args.keep_source)
+            manifest = make_shards(out, name, manifest, list(paths), args.keep_source)
     tokens, documents = (sum(getattr(s, key) for s in manifest.shards) for key in ("tokens", "documents"))
     time_ = "nothing left to do" if was_complete else f"{time.monotonic() - began:.1f} s"
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({time_})")
     if len(manifest.shards) == 1:
         return print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")
-    # gpt2-124m takes half a million tokens a step: nothing for a few of them
+    # too little for gpt2-124m, which takes half a million tokens a step
     small, to = tokens < 100_000_000, "" if library else f" --out-dir {shlex.quote(f'log/{out.name}')}"
     print0(f"next: python train_gpt2.py {'quickstart ' * small}--data-dir {shlex.quote(str(out))}{to * small}")
 

@@ -237,7 +237,7 @@ def evaluate(
     return summarize(score(model, examples, device, rt, check=check), examples)
 
 
-def in_words(found: dict[str, float]) -> str:
+def summary_line(found: dict[str, float]) -> str:
     """The line that every script ends an evaluation with."""
     return "hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**found)
 
@@ -301,7 +301,7 @@ def main() -> None:
     result = summarize(losses, examples)
     speed = f"{result['n'] / seconds:.1f} examples/s in {rt.dtype} on {rt.device}"
     print0(f"{args.style} style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
-    print0(in_words(result))
+    print0(summary_line(result))
 
 
 def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> None:

@@ -140,7 +140,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
             manifest = shards.read_manifest(out / STAGE)
             known = {s.file: s.sha256 for s in manifest.shards}
         if odd := known.keys() - remote.keys() | {n for n, sha256 in here.items() if known.get(n) != sha256}:
-            raise UserError(f"{min(odd)} is not one thing in {repo}, its manifest and {out}; pull into an empty folder")
+            raise UserError(f"{min(odd)} differs between {repo}, its manifest and {out}; pull into an empty folder")
         if not (train := sorted(n for n in known if shards.SHARD_NAME.fullmatch(n)["split"] == "train")):
             raise UserError(f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
         left_out = set(train[limit_shards:]) - here.keys() if limit_shards else set()

@@ -205,7 +205,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def tokens_per_step(out_dir: Path) -> int | None:
-    """What a step of a run is worth, by its config.json; None where that does not say."""
+    """Tokens per step of a run, from its config.json; None if it does not say."""
     try:
         size = json.loads((out_dir / "config.json").read_text())["total_batch_size"]
     except (OSError, ValueError, TypeError, LookupError, RecursionError):

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 REAL_VOCAB = 50257  # ids that GPT-2's tokenizer knows; those above only pad the vocabulary to a round size
 # For lengths that keep changing: cuDNN's, torch's choice on Hopper, plans each for 0.4 s (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-LARGEST = 2**20  # of any size in a config: what a file says is not believed without limit
+LARGEST = 2**20  # upper bound of every size in a config, which may come from a file
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class GPTConfig:
         return config
 
     def wrong(self) -> str:
-        """Which value is that of no network, and the rule; an empty string if all is well."""
+        """Why this config is invalid (value and rule); an empty string if it is valid."""
         for f in fields(self):
             value = getattr(self, f.name)
             if (allowed := get_args(f.type)) and value not in allowed:
@@ -85,7 +85,7 @@ class KVCache:
         self.at: Tensor | None = None  # (1,) int64: `length` on the device, for a step whose shapes never change
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, nh, T, hs) of new positions; return all so far (B, nh, length + T, hs), with `at` all."""
+        """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs), or with `at` the full buffers."""
         if self.at is not None:
             return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
         start, end = self.length, self.length + k.size(2)
@@ -97,16 +97,16 @@ class KVCache:
         self.k, self.v = self.k.repeat_interleave(n, dim=1), self.v.repeat_interleave(n, dim=1)
 
 
-def rope_turns(config: GPTConfig) -> Tensor:
+def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs/2) of the angle by which each pair of channels turns at each position."""
     frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2, device="cpu").float() / config.head_size)
     angles = torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021): turn channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs/2)."""
-    cos, sin = turns.to(x.dtype)
+    cos, sin = cos_sin.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -118,13 +118,13 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # queries, keys, values together
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, turns: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).unbind(2)  # (B, T, nh, hs)
         if self.config.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        if turns is not None:
-            q, k = rotate(q, turns), rotate(k, turns)
+        if cos_sin is not None:
+            q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache is not None:
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
@@ -162,8 +162,8 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, turns: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), turns, cache, mask)
+    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cos_sin, cache, mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -189,7 +189,7 @@ class GPT(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.positions == "rope":
-            self.register_buffer("turns", rope_turns(config), persistent=False)
+            self.register_buffer("cos_sin", rope_table(config), persistent=False)
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
             if name.endswith("c_proj.weight"):
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight
         if config.positions == "rope":
-            model.turns = rope_turns(config).to(model.device)
+            model.cos_sin = rope_table(config).to(model.device)
         return model
 
     @property
@@ -254,19 +254,19 @@ class GPT(nn.Module):
         if cache is not None and cache.at is not None:  # the same shapes at every position: what is ahead is masked
             where, seen = cache.at, torch.arange(cache.k.size(3), device=idx.device) <= cache.at
             mask = torch.zeros(seen.shape, dtype=cache.k.dtype, device=idx.device).masked_fill(~seen, -math.inf)[None]
-        x, turns = self.transformer.wte(idx), None
+        x, cos_sin = self.transformer.wte(idx), None
         if self.config.norm == "rmsnorm":
             x = F.rms_norm(x, x.shape[-1:])
         if self.config.positions == "learned":
             x = x + self.transformer.wpe.weight[where]
         else:
-            turns = self.turns[:, where, None]
+            cos_sin = self.cos_sin[:, where, None]
         with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
             for block in blocks or self.transformer.h:
                 if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(block, x, turns, None, mask, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, turns, cache, mask)
+                    x = block(x, cos_sin, cache, mask)
         if cache is not None:
             cache.length += T
         return x

@@ -11,7 +11,10 @@ from cli import UserError
 from config import TrainConfig
 from runtime import Runtime
 
-STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}  # of a parameter
+OPTIMIZER_STATE = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}  # of a parameter
 
 
 class Weights:
@@ -29,12 +32,12 @@ class Weights:
                 p.data = p.data.bfloat16()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def copy_to_model(self) -> None:
         """Round the twins into the model, after a step."""
         if self.pairs:
             torch._foreach_copy_(*zip(*self.pairs, strict=True))
 
-    def gradients(self) -> list[nn.Parameter]:
+    def take_gradients(self) -> list[nn.Parameter]:
         """The float32 parameters with their gradients, which leave the model."""
         for p, twin in self.pairs:
             twin.grad, p.grad = p.grad.float(), None
@@ -131,13 +134,13 @@ def clip(weights: Weights, optimizers: list, scaler: torch.amp.GradScaler, limit
     they had, on the device."""
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    return torch.nn.utils.clip_grad_norm_(weights.gradients(), limit or math.inf)
+    return torch.nn.utils.clip_grad_norm_(weights.take_gradients(), limit or math.inf)
 
 
 def step(optimizers: list[torch.optim.Optimizer], weights: Weights, scaler: torch.amp.GradScaler) -> None:
     for optimizer in optimizers:
         scaler.step(optimizer)
-    weights.publish()
+    weights.copy_to_model()
 
 
 def finish(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
@@ -158,7 +161,7 @@ def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
     consolidate_state_dict sends pickles that it unpacks byte by byte, 16 MB a second: minutes for a large model."""
     whole, local = torch.optim.Optimizer.state_dict(optimizer), optimizer.optim.state
     params = [p for g in optimizer.param_groups for p in g["params"]]
-    names = STATE[type(optimizer.optim)]
+    names = OPTIMIZER_STATE[type(optimizer.optim)]
     here = torch.tensor([bool(local.get(p)) for p in params], device=rt.device, dtype=torch.int32)
     for i, (p, ranks) in enumerate(zip(params, torch.stack(rt.gather(here), dim=1).tolist(), strict=True)):
         if not any(ranks):  # before the first step
@@ -181,7 +184,7 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
     for optimizer, state in zip(optimizers, states, strict=True):
         params = [p for g in optimizer.param_groups for p in g["params"]]
         for i, saved in state["state"].items():
-            if saved.keys() not in map(set, STATE.values()) or any(
+            if saved.keys() not in map(set, OPTIMIZER_STATE.values()) or any(
                 t.numel() != 1 and t.shape != params[i].shape for t in saved.values()
             ):
                 raise ValueError(f"the state of parameter {i} is not that of a tensor of {list(params[i].shape)}")

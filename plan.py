@@ -115,7 +115,7 @@ def describe(
         print0(f"warning: {epochs:.0f} passes over the same data; past 4 they teach little; --max-steps sets the end")
 
 
-def record(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
+def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
     """OUT/config.json: the resolved config and the code that made the run, for people and plots."""
     if rt.is_main:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)

@@ -23,12 +23,12 @@ import optim
 import runtime
 from checkpoint import Writer
 from cli import UserError, print0
-from config import TrainConfig, adopts, drift, parse_duration
+from config import TrainConfig, drift, model_from_init, parse_duration
 from loader import Loader
 from metrics import duration
 from runtime import Runtime
 
-STATE = {  # the entries of a train state that resuming reads
+TRAIN_STATE = {  # the entries of a train state that resuming reads
     "step": int, "max_steps": int, "optimizers": list, "rng": list, "scaler": dict, "config": dict, "data": str,
     "record": dict, "best": dict | None, "evaluated": bool,
 }  # fmt: skip
@@ -37,7 +37,7 @@ STATE = {  # the entries of a train state that resuming reads
 def read(path: str | Path) -> dict[str, Any]:
     """checkpoint.read_train_state of a run of this program: every entry is there and of its kind. Raises UserError."""
     saved = checkpoint.read_train_state(path)
-    odd = [key for key, kind in STATE.items() if key not in saved or not isinstance(saved[key], kind)]
+    odd = [key for key, kind in TRAIN_STATE.items() if key not in saved or not isinstance(saved[key], kind)]
     if odd or not 0 <= saved["step"] < 2**53:
         raise UserError(
             f"the train state of {path} has no usable {(odd or ['step'])[0]}; resume from another checkpoint, or start "
@@ -126,8 +126,8 @@ def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
 
 @contextmanager
 def signals() -> Iterator[dict[str, Any]]:
-    """SIGTERM and SIGINT set the flag that a collective carries to all ranks; a second one kills as usual. A thread
-    takes them, so that this one can block them: a compiler that it starts inherits that, and outlives a Ctrl-C."""
+    """SIGTERM and SIGINT set the flag that a collective carries to all ranks; a second one kills as usual. A helper
+    thread receives them and this one blocks them: compilers started here inherit that and survive Ctrl-C."""
     stop: dict[str, Any] = {"signal": None}
 
     def handler(number: int, frame: Any) -> None:
@@ -165,7 +165,9 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
         return None
     old = TrainConfig.from_dict(saved["config"])
     if cfg.init_from != "scratch":  # which brought its own network, or at least its own vocabulary
-        cfg = replace(cfg, model=old.model if adopts(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size))
+        cfg = replace(
+            cfg, model=old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
+        )
     harmless, refused = drift(old, cfg)
     for change in harmless:
         if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):
@@ -177,7 +179,7 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     if refused and not cfg.allow_drift:
         raise UserError(
             f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}. "
-            "Use the same, or continue all the same with --allow-drift"
+            "Restore them, or continue anyway with --allow-drift"
         )
     if saved["max_steps"] != max_steps:
         before, after = (
@@ -259,8 +261,8 @@ def command(cfg: TrainConfig, step: int) -> str:
 def refuse(
     cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, w: Writer
 ) -> None:
-    """A non-finite loss or gradient: no rank has updated. Names the place; raises UserError once --skip-bad-steps is
-    used up. Every rank comes here, because they have agreed on loss and norm, and is told of its own."""
+    """Report a non-finite loss or gradient: which rank, shard and window. Raises UserError once --skip-bad-steps is
+    used up. Every rank calls this, with its own loss and norm; none has updated."""
     losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
     bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
     bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]

@@ -125,8 +125,8 @@ def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """`auto` is cuda, then mps, then cpu; a name is checked against what is there. Raises UserError, also rather than
-    take the CPU of a machine that is paid for its GPU."""
+    """`auto` is cuda, then mps, then cpu; a name is checked against what is available. Raises UserError,
+    also where a GPU is present but unusable."""
     import torch
 
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -183,8 +183,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def keep_memory() -> None:
-    """Let malloc (glibc's) keep large blocks for the next step, whose pages the system would otherwise make anew: a
-    quickstart step is a tenth shorter or more, and takes a sixth more memory."""
+    """Let glibc's malloc keep large blocks between steps instead of mapping fresh pages: a quickstart step is at
+    least a tenth shorter, for a sixth more memory."""
     import ctypes
 
     with suppress(OSError, AttributeError):
@@ -257,7 +257,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
     gloo, patience = dev.type != "cuda", timedelta(minutes=timeout_minutes)
-    soon = timedelta(seconds=60) if gloo else patience  # to meet takes gloo seconds, or for ever
+    soon = timedelta(seconds=60) if gloo else patience  # gloo ranks meet in seconds or never
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=soon))
         if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
@@ -297,7 +297,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
             print(f"error: {why}" if why else "the other ranks do not answer", file=sys.stderr, flush=True)
             os._exit(1)
 
-        watchdog = threading.Timer(60, give_up)  # this can wait for a rank that is gone, too
+        watchdog = threading.Timer(60, give_up)  # teardown, too, can hang on a dead rank
         watchdog.daemon = True
         watchdog.start()
         if broken and not gloo:  # destroying it would wait for ranks that may not come

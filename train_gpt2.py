@@ -31,7 +31,7 @@ import plan
 import resume
 import shards
 from cli import UserError, print0
-from config import TrainConfig, adopts, parse
+from config import TrainConfig, model_from_init, parse
 from evals import Evals, due, val_windows, validate
 from loader import Loader, to_device
 from metrics import Pace, RunLog
@@ -60,14 +60,14 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     optimizers = optim.build(weights, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
     forward = compiled(model, cfg, rt)
-    trained = distributed(forward, rt)
-    B = plan.micro_batch_size(cfg, rt, model, trained)
+    ddp_model = distributed(forward, rt)
+    B = plan.micro_batch_size(cfg, rt, model, ddp_model)
     if saved:
         resume.restore(saved, optimizers, scaler, rt)
 
     # ---- what the run says, measures and writes
     plan.describe(cfg, rt, model, data, max_steps, start, B)
-    plan.record(cfg, rt, max_steps)
+    plan.write_config(cfg, rt, max_steps)
     evals = Evals(cfg, rt, model, forward, data, val_data, B, max_steps)
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
     writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
@@ -101,9 +101,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             # accumulate, clip; then all ranks learn the mean loss and whether one of them must stop or has a bad norm
             run.evaluated, batch = False, next(batches)
             t0 = time.perf_counter()
-            mine = accumulate(trained, batch, rt, scaler)
+            local_loss = accumulate(ddp_model, batch, rt, scaler)
             norm = optim.clip(weights, optimizers, scaler, cfg.grad_clip)
-            loss, halt, bad = agree(mine, stopper.asked(), ~norm.isfinite(), rt)
+            loss, halt, bad = agree(local_loss, stopper.asked(), ~norm.isfinite(), rt)
             norm = norm.item()
             # set lr, step
             lr = optim.set_schedule(optimizers, step, max_steps, cfg)
@@ -111,10 +111,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             if math.isfinite(loss) and not bad:
                 optim.step(optimizers, weights, scaler)
             elif math.isfinite(loss) and (scale := scaler.get_scale()) > 1:
-                print0(f"step {step}: float16 gradients overflow at loss scale {scale:g}; skipped, it halves")
+                print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped, scale halved")
             else:
                 skipped += 1
-                resume.refuse(cfg, rt, step, mine.item(), norm, skipped, data, B, writer)
+                resume.refuse(cfg, rt, step, local_loss.item(), norm, skipped, data, B, writer)
             optim.finish(optimizers, scaler)
             # log; on a GPU the update is still running, and its time is part of the next step
             run.record |= {"train_loss": loss, "lr": lr, "grad_norm": norm} | pace.step(time.perf_counter() - t0)
@@ -133,12 +133,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     print0(said)
 
 
-def agree(mine: torch.Tensor, stop: bool, bad: torch.Tensor, rt: Runtime) -> tuple[float, bool, bool]:
+def agree(local_loss: torch.Tensor, stop: bool, bad: torch.Tensor, rt: Runtime) -> tuple[float, bool, bool]:
     """The mean loss over the ranks, whether any was asked to stop, whether any has a norm that is not finite: one
     collective and one wait for the device."""
     flags = torch.full((2,), float(stop), device=rt.device)
     flags[1] = bad
-    loss, halt, bad = rt.all_reduce(torch.cat([mine[None] / rt.world_size, flags])).tolist()
+    loss, halt, bad = rt.all_reduce(torch.cat([local_loss[None] / rt.world_size, flags])).tolist()
     return loss, bool(halt), bool(bad)
 
 
@@ -178,7 +178,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
     wanted = cfg.hellaswag_every or cfg.hellaswag_data
     if wanted and (examples := hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model)):
-        print0(hellaswag.in_words(hellaswag.evaluate(model, examples, rt.device, rt)))
+        print0(hellaswag.summary_line(hellaswag.evaluate(model, examples, rt.device, rt)))
 
 
 def train_loader(cfg: TrainConfig, data_dir: str | Path) -> Loader:
@@ -230,7 +230,7 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
         model = convert.open_model(cfg.init_from)
         print0(f"weights of {cfg.init_from}")
     there, asked = vars(replace(model.config, vocab_size=cfg.model.vocab_size)), vars(cfg.model)
-    if there != asked and not adopts(cfg):
+    if there != asked and not model_from_init(cfg):
         other = ", ".join(f"{k} is {there[k]}, not {asked[k]}" for k in there if there[k] != asked[k])
         raise UserError(f"of --init-from {cfg.init_from} {other}; leave the --model flags out")
     if (T := cfg.sequence_length) > (limit := model.config.block_size):

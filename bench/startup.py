@@ -40,7 +40,7 @@ def child(flags: list[str]) -> None:
             marks[name] = time.time()
             if name != "end":
                 train_gpt2.accumulate(forward, next(batches), rt, scaler)
-                weights.gradients()
+                weights.take_gradients()
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()

@@ -129,12 +129,12 @@ def child(args: Args) -> None:
                     loss += micro.detach() / len(batch)
             rt.synchronize()
             t2 = time.perf_counter()
-            torch.nn.utils.clip_grad_norm_(weights.gradients() if weights else parameters, 1.0)
+            torch.nn.utils.clip_grad_norm_(weights.take_gradients() if weights else parameters, 1.0)
             for o in optimizers:
                 o.step()
                 o.zero_grad(set_to_none=True)
             if weights:
-                weights.publish()
+                weights.copy_to_model()
             rt.synchronize()
             t3 = time.perf_counter()
             if step == 0:

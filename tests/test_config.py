@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from cli import UserError
-from config import MAY_CHANGE, PRESETS, TrainConfig, adopts, drift, parse, parse_duration
+from config import MAY_CHANGE, PRESETS, TrainConfig, drift, model_from_init, parse, parse_duration
 from model import GPTConfig
 
 
@@ -145,6 +145,8 @@ def test_epochs_count_where_they_are_given():
 
 
 def test_the_network_is_that_of_init_from_unless_a_flag_says_otherwise():
-    assert adopts(PRESETS["finetune"]) and not adopts(PRESETS["gpt2-124m"])
-    assert not adopts(parse(["finetune", "--model.n-layer", "3"], nothing_saved))
-    assert not adopts(dataclasses.replace(PRESETS["finetune"], preset="of a later version"))  # as a checkpoint may say
+    assert model_from_init(PRESETS["finetune"]) and not model_from_init(PRESETS["gpt2-124m"])
+    assert not model_from_init(parse(["finetune", "--model.n-layer", "3"], nothing_saved))
+    assert not model_from_init(
+        dataclasses.replace(PRESETS["finetune"], preset="of a later version")
+    )  # as a checkpoint may say

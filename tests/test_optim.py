@@ -72,12 +72,12 @@ def test_state_round_trip_continues_bit_for_bit(kind, dtype):
     def step(weights, optimizers, seed):
         idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
         weights.model(idx, idx)[1].backward()
-        weights.gradients()
+        weights.take_gradients()
         optim.set_schedule(optimizers, seed, 10, cfg)
         for o in optimizers:
             o.step()
             o.zero_grad()
-        weights.publish()
+        weights.copy_to_model()
 
     torch.manual_seed(0)
     a = optim.Weights(GPT(SMALL), cfg)
@@ -104,12 +104,12 @@ def test_bfloat16_weights_keep_float32_twins():
     for _ in range(3):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        weights.gradients()
+        weights.take_gradients()
         for o in optimizers:
             for g in o.param_groups:
                 g["lr"] = 1e-6
             o.step()
-        weights.publish()
+        weights.copy_to_model()
     state = weights.state_dict()
     assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
     assert all(v.dtype == torch.float32 for v in state.values()) and state.keys() == model.state_dict().keys()
