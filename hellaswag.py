@@ -106,15 +106,16 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
 def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
     """The rows in `data`, or those that were downloaded; none, and a line that says why, where there are none or the
     model cannot read them: neither keeps a run from training."""
-    examples, why = [], f"no {DEFAULT_PATH}; download it with: python hellaswag.py"
-    if model.vocab_size < tokenizer.VOCAB_SIZE:
-        why = f"the model has {model.vocab_size} tokens, fewer than GPT-2's"
-    elif data or DEFAULT_PATH.exists():
+    why = f"no {DEFAULT_PATH}; download it with: python hellaswag.py"
+    if data or DEFAULT_PATH.exists():
         examples = load_examples(data or DEFAULT_PATH)
         longest = max(len(ending) for e in examples for ending in e.endings)
-        if longest <= model.block_size:
+        if model.vocab_size < tokenizer.VOCAB_SIZE:
+            why = f"the model has {model.vocab_size} tokens, fewer than GPT-2's"
+        elif longest > model.block_size:
+            why = f"an ending has {longest} tokens, the model reads {model.block_size}"
+        else:
             return examples
-        why = f"an ending has {longest} tokens, the model reads {model.block_size}"
     print0(f"HellaSwag is off: {why}")
     return []
 

@@ -264,6 +264,22 @@ def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, caps
     assert "warm" not in said
 
 
+def test_a_stop_is_saved_under_its_own_step(tiny_args, tmp_path, monkeypatch):
+    """The signal comes while step 5 trains: that update is made, step 6 is saved, and nothing is done twice."""
+    whole, out, stop, steps = fit(tiny_args, tmp_path / "whole"), tmp_path / "out", {"signal": None}, []
+
+    def accumulate(*args, real=train_gpt2.accumulate):
+        steps.append(len(steps))
+        stop["signal"] = "SIGTERM" if len(steps) == 6 else None
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "accumulate", accumulate)
+    train_gpt2.train(parse(["quickstart", *tiny_args, "--out-dir", str(out)], None), CPU, stop)
+    assert steps == list(range(6)) == list(curve(out)) and checkpoint.latest_step(out) == 6
+    fit(tiny_args, out, "--resume", "auto")
+    assert len(steps) == 12 and curve(out) == curve(whole) and same_bits(weights(out), weights(whole))
+
+
 def poisoned(tmp_path):
     cfg = parse(["quickstart", *TINY], None)
     torch.manual_seed(cfg.seed)
