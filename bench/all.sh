@@ -63,6 +63,7 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     part head:ways 300 $PY bench/head.py --rounds 1 ${gpu:+--rows 65536 --width 768 --chunk 8192}
     part resume 500 $PY bench/resume.py "$PRESET" --data-dir "$DATA" --ways default deterministic ${gpu:+"dtype=float16 deterministic"} \
         -- "$small" --micro-batch-size=16
+    train tuning:compile 200 "$PRESET" --steps 4 --only ours-whole ours-blocks -- "$small"
     train tuning:speedrun 150 speedrun-124m --steps 4 --only ours -- "$small"
     train tuning:bfloat16-weights 150 "$PRESET" --steps 4 --only ours -- "$small" --weights=bfloat16
     part tuning:coordinate-descent 240 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "$PY" bench/train.py "$PRESET" \

@@ -27,7 +27,9 @@ sys.path.insert(0, str(ROOT))
 import cli  # noqa: E402
 import runtime  # noqa: E402
 
-CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute")
+CONTENDERS = (
+    "ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute", "ours-whole", "ours-blocks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Args:
     """Timed steps a round."""
     rounds: int = 2
     only: tuple[str, ...] = ()
-    """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt, ours-recompute."""
+    """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt, ours-recompute; ours-whole and ours-blocks
+    compile the model in one graph or block by block, whatever the trainer would do here."""
     profile: bool = False
     """Also list what takes most of the device's time in a step of the first contender, and how long it is idle."""
     child: str = ""
@@ -99,6 +102,10 @@ def child(args: Args) -> None:
         if args.child.startswith("ours"):
             weights = optim.Weights(model, cfg)
             forward, optimizers = train_gpt2.compiled(model, cfg, rt), optim.build(weights, cfg, rt)
+            if args.child == "ours-whole":
+                forward = torch.compile(model, dynamic=False)
+            elif args.child == "ours-blocks":
+                forward = train_gpt2.Compiled(model)
         else:
             forward, make = peer_model(args.child, args.peers, cfg.model, cfg.max_lr)
             forward = forward.to(rt.device)
@@ -171,7 +178,7 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return child(args)
-    names = args.only or CONTENDERS[: -1 if args.peers else 2]
+    names = args.only or CONTENDERS[: 5 if args.peers else 2]
     results: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
