@@ -254,15 +254,21 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     missing = [v for v in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE={world_size} but {', '.join(missing)} not set; start with torchrun")
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not one_machine:
+        raise UserError(
+            "torchrun would keep one store over its restarts, in which ranks meet the addresses of those that died; on "
+            "every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start again"
+        )
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
     gloo, patience = dev.type != "cuda", timedelta(minutes=timeout_minutes)
     soon = timedelta(seconds=60) if gloo else patience  # gloo ranks meet in seconds or never
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=soon))
-        if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
-            # torchrun keeps one store over its restarts, where ranks would find the addresses of those that died. With
-            # several machines their counts may differ; there TORCH_SHARE_RDZV_TCP_STORE=0 gives each restart its own.
+        if one_machine:
+            # torchrun keeps one store over its restarts, where ranks would find the addresses of those that died. The
+            # agents of several machines count their restarts differently, so there each must have a store of its own.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
             "gloo" if gloo else "nccl",

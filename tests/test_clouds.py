@@ -13,6 +13,7 @@ from conftest import ROOT
 
 from config import parse
 
+README = (ROOT / "README.md").read_text()
 SKY = yaml.safe_load((ROOT / "sky.yaml").read_text())
 
 
@@ -70,6 +71,7 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
     env |= {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
     script = shlex.join(["bash", str(ROOT / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"])
     calls = run_recipe(script, tmp_path, **env)
+    assert re.search(r"export TORCH_\w+=\w+", README)[0] in (ROOT / "slurm.sbatch").read_text()
     torchrun = next(c for c in calls if c[0] == "torchrun")
     assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:29500", "--rdzv-id=7"} <= set(torchrun)
     cfg = train_config(torchrun)

@@ -1,12 +1,14 @@
 """Ranks that die and machines that meet: torchrun restarts, two agents on loopback, resume on the other side."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from conftest import ROOT
@@ -15,6 +17,8 @@ from test_train import assert_close, curve, fit, same_bits, weights
 import checkpoint
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+# what README.md has people export on each of several machines
+EXPORT = re.search(r"export (TORCH_\w+)=(\w+)", (ROOT / "README.md").read_text())
 
 
 def ranks_of(agent: int) -> list[int]:
@@ -70,10 +74,11 @@ def test_a_killed_rank_costs_no_human_and_no_bits(tiny_args, tmp_path, torchrun)
     assert same_bits(weights(out, 120), weights(tmp_path / "whole", 120))
 
 
-def two_machines(run, port, restarts=0):
+def two_machines(run, port, restarts=0, script=ROOT / "train_gpt2.py"):
+    """A function that starts the torchrun of one of two machines, which meet at `port`."""
     meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     meet += [f"--max-restarts={restarts}", "--rdzv-conf=join_timeout=60", "--local-addr=127.0.0.1"]
-    return lambda: agent(*meet, str(ROOT / "train_gpt2.py"), *run, TORCH_SHARE_RDZV_TCP_STORE="0")
+    return lambda: agent(*meet, str(script), *run, **{EXPORT[1]: EXPORT[2]})
 
 
 def test_two_machines_equal_one(tiny_args, tmp_path):
@@ -84,6 +89,27 @@ def test_two_machines_equal_one(tiny_args, tmp_path):
     said = [m.communicate(timeout=120)[0] for m in machines]
     assert [m.returncode for m in machines] == [0, 0], said
     assert_close(curve(tmp_path / "two"), curve(one))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
+def test_a_rank_killed_on_one_of_two_machines_costs_no_human_and_no_bits(tiny_args, tmp_path):
+    """The first machine's ranks are the later ones: those of the other could find what the dead have left."""
+    steps = ["--max-steps", "120", "--save-every", "10", "--val-every", "40"]
+    run = ["quickstart", *tiny_args, *steps, "--resume", "auto"]
+    undisturbed = two_machines([*run, "--out-dir", str(tmp_path / "whole")], free_port())
+    assert [m.wait(120) for m in (undisturbed(), undisturbed())] == [0, 0]
+    out = tmp_path / "killed"
+    late, words = tmp_path / "late.py", f"['python', {str(ROOT / 'train_gpt2.py')!r}, *sys.argv[1:]]"
+    late.write_text(f"import os, sys, time\ntime.sleep(2)\nos.execv(sys.executable, {words})")
+    meet = partial(two_machines, [*run, "--out-dir", str(out)], free_port(), restarts=1)
+    machines = [meet(script=late)(), meet()()]
+    wait_for(lambda: (checkpoint.latest_step(out) or 0) >= 20)
+    os.kill(ranks_of(machines[1].pid)[0], signal.SIGKILL)
+    said = [m.communicate(timeout=120)[0] for m in machines]
+    assert [m.returncode for m in machines] == [0, 0], said
+    assert "".join(said).count("torch ") >= 2, "they were not restarted"
+    assert curve(out) == curve(tmp_path / "whole")
+    assert same_bits(weights(out, 120), weights(tmp_path / "whole", 120))
 
 
 @pytest.mark.slow

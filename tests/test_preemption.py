@@ -247,6 +247,16 @@ def test_ranks_without_torchrun_are_told_so(monkeypatch):
             pass
 
 
+def test_machines_that_would_not_survive_a_restart_are_told_so_at_the_start(monkeypatch):
+    known = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        with runtime.session("cpu"):
+            pass
+
+
 def test_every_feature_on_two_ranks(tiny_args, tmp_path, torchrun):
     """Under the fixture's timeout: what one rank did alone would hang. 65 windows and 7 rows do not divide."""
     model = GPT(parse(["quickstart", *tiny_args, "--model.vocab-size", "50304"], None).model)
