@@ -17,18 +17,23 @@ README = (ROOT / "README.md").read_text()
 SKY = yaml.safe_load((ROOT / "sky.yaml").read_text())
 
 
-def run_recipe(script, folder, **env):
-    """Run a shell script in `folder` with a .venv of stand-ins; returns the commands they were called with."""
+def run_recipe(script, folder, ends=0, **env):
+    """Run a shell script in `folder` with a .venv of stand-ins; returns the commands they were called with. torchrun's
+    says SAYS and exits with CODE."""
     bin_ = folder / ".venv" / "bin"
     bin_.mkdir(parents=True, exist_ok=True)
     (folder / "calls").write_text("")
     for name in ("torchrun", "python", "make", "srun", "scontrol", "conda", "sudo"):
-        then = {"srun": 'exec "$@"', "scontrol": "echo node-a; echo node-b"}.get(name, "")
+        then = {
+            "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+            "scontrol": "echo node-a; echo node-b",
+            "torchrun": 'echo "$SAYS"; exit "${CODE:-0}"',
+        }.get(name, "")
         (bin_ / name).write_text(f'#!/bin/sh\necho "{name} $@" >> {folder}/calls\n{then}\n')
         (bin_ / name).chmod(0o755)
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": str(folder), **env}
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == ends, done.stderr
     return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
 
 
@@ -66,16 +71,38 @@ def test_sky_yaml_installs_trains_and_publishes(tmp_path):
     assert ["python", "fineweb.py"] not in run_recipe(SKY["setup"], tmp_path, **mine)
 
 
-def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
-    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2"}
-    env |= {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+def slurm(folder, ends=0, **env):
+    """The commands that a job of slurm.sbatch calls."""
+    env |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "48", "TMPDIR": str(folder)}
     script = shlex.join(["bash", str(ROOT / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"])
-    calls = run_recipe(script, tmp_path, **env)
+    return run_recipe(script, folder, ends, **env)
+
+
+def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
+    calls = slurm(tmp_path)
+    assert "--cpus-per-task=48" in next(c for c in calls if c[0] == "srun")  # which does not inherit sbatch's
     assert re.search(r"export TORCH_\w+=\w+", README)[0] in (ROOT / "slurm.sbatch").read_text()
     torchrun = next(c for c in calls if c[0] == "torchrun")
     assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:29500", "--rdzv-id=7"} <= set(torchrun)
     cfg = train_config(torchrun)
     assert (cfg.preset, cfg.out_dir, cfg.resume, cfg.time_limit) == ("gpt2-350m", "/shared/log/x", "auto", "7h50m")
+
+
+@pytest.mark.parametrize(
+    "says, code, again",
+    [
+        ("stopped by the time limit at step 900, all saved; go on with: ...", 0, True),
+        ("stopped by signal SIGTERM at step 900, all saved; go on with: ...", 1, True),
+        ("stopped by signal SIGINT at step 900, all saved; go on with: ...", 0, False),
+        ("done: 19073 steps in 7h00m", 0, False),
+        ("/shared/log/x is complete at step 19073", 0, False),
+        ("error: out of memory", 1, False),
+    ],
+)
+def test_slurm_queues_what_was_out_of_time_again_and_nothing_else(tmp_path, says, code, again):
+    calls = slurm(tmp_path, ends=0 if again else code, SAYS=f"resumed from ...\n{says}", CODE=str(code))
+    assert (["scontrol", "requeue", "7"] in calls) == again
 
 
 def test_dockerfile_has_the_pins_and_every_file_a_command_needs():
