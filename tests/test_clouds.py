@@ -17,13 +17,13 @@ README = (ROOT / "README.md").read_text()
 SKY = yaml.safe_load((ROOT / "sky.yaml").read_text())
 
 
-def run_recipe(script, folder, ends=0, **env):
+def run_recipe(script, folder, ends=0, without="", **env):
     """Run a shell script in `folder` with a .venv of stand-ins; returns the commands they were called with. torchrun's
     says SAYS and exits with CODE."""
     bin_ = folder / ".venv" / "bin"
     bin_.mkdir(parents=True, exist_ok=True)
     (folder / "calls").write_text("")
-    for name in ("torchrun", "python", "make", "srun", "scontrol", "conda", "sudo"):
+    for name in {"torchrun", "python", "make", "srun", "scontrol", "conda", "sudo"} - {without}:
         then = {
             "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
             "scontrol": "echo node-a; echo node-b",
@@ -69,6 +69,15 @@ def test_sky_yaml_installs_trains_and_publishes(tmp_path):
     assert (cfg.preset, cfg.seed, cfg.data_dir) == ("speedrun-124m", 7, "hf://me/tokens")
     assert pushed == ["python", "hub.py", "push-model", "/runs/speedrun-124m", "me/x"]
     assert ["python", "fineweb.py"] not in run_recipe(SKY["setup"], tmp_path, **mine)
+
+
+def test_sky_yaml_takes_python_from_uv_on_an_image_without_conda(tmp_path):
+    uv = tmp_path / ".local" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text(f'#!/bin/sh\necho "uv $@" >> {tmp_path}/calls\n[ "$2" != find ] || echo /uv/python3.11\n')
+    uv.chmod(0o755)
+    calls = run_recipe(SKY["setup"], tmp_path, without="conda", **SKY["envs"])
+    assert ["uv", "python", "install", "3.11"] in calls and ["make", "install", "PYTHON=/uv/python3.11"] in calls
 
 
 def slurm(folder, ends=0, **env):
