@@ -154,7 +154,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         if built and 10 * major + minor < min(built):
             raise UserError(
                 f"torch {torch.__version__} has no code for a {torch.cuda.get_device_name(index)}, sm_{major}{minor}; "
-                "install a build of it for an older CUDA, such as cu126 for a V100, and: make install SYSTEM_TORCH=1"
+                "install one that has (for a V100 torch 2.11 to 2.14 for CUDA 12.6), and: make install SYSTEM_TORCH=1"
             )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
