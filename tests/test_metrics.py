@@ -113,6 +113,8 @@ def test_wandb_offline_is_one_run_over_restarts(tmp_path, monkeypatch):
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H800 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA B200", 2250e12),
