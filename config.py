@@ -19,8 +19,8 @@ import tyro
 from cli import UserError
 from model import GPTConfig
 
-# What may differ when a run is resumed: it trains on as before, or says how its schedule changes. All else shapes the
-# result, and wants --allow-drift.
+# Settings that may change on resume: training continues as before, or reports how its schedule changes. All others
+# shape the result and need --allow-drift.
 MAY_CHANGE = frozenset("""
 preset data_dir out_dir epochs steps_per_epoch max_steps micro_batch_size val_every val_tokens hellaswag_every
 hellaswag_data sample_every sample_prompt save_every keep resume allow_drift init_from device dtype
@@ -32,39 +32,39 @@ GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 12
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything a run depends on. A period (--*-every) of 0 turns that thing off."""
+    """Everything a run depends on. A period (--*-every) of 0 disables that action."""
 
     preset: Annotated[str, tyro.conf.Suppress] = "gpt2-124m"
     model: GPTConfig = GPT2_124M
 
-    data_dir: str = "data/fineweb-edu"  # the fingerprint of the shards decides, not their place
+    data_dir: str = "data/fineweb-edu"  # may move: resume compares the shards' fingerprint
     """Folder of token shards, or hf://OWNER/NAME to pull them first."""
     out_dir: str = ""
     """Run folder; default log/PRESET."""
     seed: int = 1337
     """Seeds the weights and the order of the data."""
     shuffle: bool = True
-    """Two-level shuffle (shards, then windows inside a shard); off reads the shards front to back."""
+    """Two-level shuffle (shards, then windows within a shard); if off, shards are read front to back."""
     epochs: int = 1
     """Passes over the data; given without --max-steps, it overrides the preset's max-steps."""
     steps_per_epoch: int = 0
-    """Optimizer steps counted as one epoch; 0 asks the data."""
+    """Optimizer steps counted as one epoch; 0 derives them from the data."""
     max_steps: int = 0
-    """Optimizer steps in all; 0 means epochs * steps-per-epoch."""
+    """Total optimizer steps; 0 means epochs * steps-per-epoch."""
 
     total_batch_size: int = 524_288
-    """Tokens a step, over all ranks and micro-steps."""
+    """Tokens per step, over all ranks and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences in one forward pass of one rank; auto halves until it fits in memory."""
     sequence_length: int = 1024
-    """Tokens a sequence (T)."""
+    """Tokens per sequence (T)."""
 
     max_lr: float = 6e-4
     min_lr: float = 6e-5
     warmup_steps: int = 715
     schedule: Literal["cosine", "trapezoid"] = "cosine"
     cooldown: float = 0.2
-    """Share of max-steps over which the trapezoid falls to min-lr."""
+    """Fraction of max-steps over which the trapezoid decays to min-lr."""
     weight_decay: float = 0.1
     """On matrices only."""
     grad_clip: float = 1.0
@@ -74,17 +74,17 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     muon_lr: float = 0.02
-    """Peak rate of the blocks' matrices under --optimizer muon; max-lr then governs the rest."""
+    """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
     muon_weight_decay: float = 0.0
     muon_momentum: float = 0.95
     muon_momentum_warmup_steps: int = 0
     """Steps over which Muon's momentum rises from 0.85."""
     embed_lr_scale: float = 1.0
-    """Factor on max-lr for the embeddings, for the large rates untied embeddings like."""
+    """Multiplies max-lr for the embeddings; untied ones train best at high rates."""
 
     val_every: int = 250
     val_tokens: int = 10_485_760
-    """Validation tokens; the first of the val split, whatever the ranks or the micro-batch."""
+    """Validation tokens: the first of the val split, regardless of ranks and micro-batch."""
     hellaswag_every: int = 250
     hellaswag_data: str = ""
     """HellaSwag rows (.jsonl); default is where `python hellaswag.py` puts them."""
@@ -92,40 +92,40 @@ class TrainConfig:
     sample_prompt: str = "Hello, I'm a language model,"
     save_every: int = 5000
     keep: int = 0
-    """Checkpoints kept besides the best by val loss; 0 keeps all."""
+    """Newest checkpoints to keep, besides the best by val loss; 0 keeps all."""
 
     resume: str = "none"
     """none, auto (newest complete checkpoint of the run folder, if any) or the path of a model_*.pt."""
     allow_drift: bool = False
-    """Resume although settings that shape the result have changed."""
+    """Resume even if settings that shape the result have changed."""
     init_from: str = "scratch"
     """scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, a model_*.pt or a run folder."""
 
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: the model's own weights and gradients (added up in it over micro-steps); the optimizer keeps float32
-    twins, which checkpoints hold."""
+    """bfloat16: for the model's weights and gradients (accumulated in it over micro-steps); the optimizer keeps float32
+    master weights, which checkpoints store."""
     deterministic: bool = False
-    """Bit-identical runs on a GPU, too, somewhat slower; on a CPU they always are."""
+    """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
     compile: bool = True
     recompute: bool = False
     """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
     zero_stage: Literal[0, 1] = 0
-    """1 shards the optimizer state over the ranks (ZeRO-1)."""
+    """1 shards the optimizer state across ranks (ZeRO-1)."""
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     time_limit: str = ""
     """Stop cleanly and save after this long, e.g. 3h50m."""
     skip_bad_steps: int = 0
     """How many non-finite steps to skip before stopping."""
     gpu_hour_usd: float = 0.0
-    """Price of one GPU for an hour, for the cost lines."""
+    """Price of one GPU-hour, for the cost estimates."""
     dry_run: bool = False
     """Print the plan (parameters, memory, measured step time, ETA, cost) and exit."""
     eval_only: bool = False
     """Print val loss and HellaSwag of what --init-from names (gpt2, a run folder, a model_*.pt) and exit."""
     overfit_single_batch: bool = False
-    """Train on the first batch again and again: the loss must collapse, or something is broken."""
+    """Train on the first batch repeatedly: if the loss does not collapse, something is broken."""
 
     def __post_init__(self):
         if wrong := self.model.wrong():
@@ -143,7 +143,7 @@ class TrainConfig:
                 self.micro_batch_size == "auto" or self.micro_batch_size >= 1,
                 f"--micro-batch-size {self.micro_batch_size} must be at least 1, or auto",
             ),
-            (0 <= self.cooldown <= 1, f"--cooldown {self.cooldown} is a share of the steps, between 0 and 1"),
+            (0 <= self.cooldown <= 1, f"--cooldown {self.cooldown} must be a fraction of the steps, between 0 and 1"),
             (
                 math.inf > self.max_lr >= self.min_lr >= 0,
                 f"--min-lr {self.min_lr} must lie between 0 and --max-lr {self.max_lr}",
@@ -173,7 +173,7 @@ class TrainConfig:
         return self.total_batch_size // self.sequence_length
 
     def horizon(self, windows_per_epoch: int) -> int:
-        """Optimizer steps of the whole run, for data with that many training sequences an epoch."""
+        """Optimizer steps of the whole run, for data with this many training sequences per epoch."""
         if self.max_steps:
             return self.max_steps
         if self.steps_per_epoch:
@@ -181,8 +181,8 @@ class TrainConfig:
         if steps := self.epochs * windows_per_epoch // self.sequences_per_step:
             return steps
         raise UserError(
-            f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens) are "
-            f"not one step of --total-batch-size {self.total_batch_size}; use a smaller one, or --max-steps"
+            f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens) is "
+            f"less than one step of --total-batch-size {self.total_batch_size}; lower it, or set --max-steps"
         )
 
     def to_dict(self) -> dict:
@@ -190,17 +190,17 @@ class TrainConfig:
 
     @staticmethod
     def from_dict(saved: dict) -> TrainConfig:
-        """The config a checkpoint carries; fields this version does not know are dropped, new ones take defaults."""
+        """The config stored in a checkpoint; fields unknown to this version are dropped, new ones get defaults."""
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         try:
             values = {k: v for k, v in saved.items() if k in known}
             return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
         except (UserError, ValueError, TypeError, AttributeError, RuntimeError) as e:
-            raise UserError(f"the config saved with the checkpoint is not one of this program: {e!s:.300}") from None
+            raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
 
 
 def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
-    """What differs between a checkpoint's config and this run's: (harmless, refused), each "field: old -> new"."""
+    """Differences between a checkpoint's config and this run's: (harmless, refused), each "field: old -> new"."""
     harmless, refused = [], []
     for f in dataclasses.fields(TrainConfig):
         a, b = getattr(old, f.name), getattr(new, f.name)
@@ -237,8 +237,8 @@ _record8 = TrainConfig(
         qk_norm=True, zero_init_projections=True,
     ),
     data_dir="data/fineweb", max_steps=4578, val_every=125,
-    optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record's ranks, too, share out Muon's work
-    max_lr=0.002, embed_lr_scale=150.0,  # of the head, and how much more for the embedding
+    optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record, too, splits Muon's work across ranks
+    max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
     schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
     weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
 )
@@ -262,17 +262,17 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
         sample_every=20_000,
     ),
     _record8,
-    replace(  # what of later records an ablation here has shown to help: bench/RESULTS.md, "Recipes"
+    replace(  # changes from later records that helped in our ablation: bench/RESULTS.md, "Recipes"
         _record8,
         preset="speedrun-124m",
         max_steps=3600, max_lr=0.004, embed_lr_scale=175.0, beta1=0.8, muon_momentum_warmup_steps=300,
     ),
-    TrainConfig(  # rate and batch of nanoGPT's finetune_shakespeare; the network is that of --init-from
+    TrainConfig(  # rate and batch from nanoGPT's finetune_shakespeare; --init-from sets the network
         preset="finetune",
         data_dir="data/my", init_from="gpt2",
         total_batch_size=32_768, epochs=2, warmup_steps=5, max_lr=3e-5, min_lr=3e-6,
         val_every=25, val_tokens=131_072, hellaswag_every=0, sample_every=50,
-        save_every=25, keep=1,  # as often as val: it is the best that is wanted, which is seldom the last
+        save_every=25, keep=1,  # as often as val: the best checkpoint matters, and it is seldom the last
     ),
     TrainConfig(
         preset="overfit",
@@ -294,13 +294,13 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
 
 
 def model_from_init(cfg: TrainConfig) -> bool:
-    """Whether the network is whatever --init-from names: it is given, and no --model flag asks for another."""
+    """Whether --init-from determines the network: it is given, and no --model flag asks for another one."""
     return cfg.init_from != "scratch" and cfg.preset in PRESETS and cfg.model == PRESETS[cfg.preset].model
 
 
 def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. `--resume PATH` without a preset starts from the config saved there
-    (read_saved(PATH) returns it), so that only what is to change needs saying."""
+    (read_saved(PATH) returns it), so only the changes need flags."""
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     if name is not None and name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)

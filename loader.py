@@ -1,15 +1,15 @@
-"""Which sequence comes at which step, and its tokens on the device.
+"""Which sequences each step reads, and their tokens on the device.
 
-The order is a pure function of (seed, step): not of ranks, micro-batch size or restarts. A shard of n tokens holds
-(n - 1) // T windows of T inputs (and T targets, one further on); the up to T tokens after the last whole window are not
-used. The epochs form one endless stream of windows in which every window comes once an epoch; a step takes the next
-`sequences_per_step` of them and may straddle two epochs, so no rank runs dry and nothing is dropped in between.
+The order is a pure function of (seed, step), independent of ranks, micro-batch size and restarts. A shard of n tokens
+holds (n - 1) // T windows of T inputs (and T targets, shifted by one); up to T tokens after the last whole window are
+not used. The epochs form one endless stream that has every window once per epoch; each step takes the next
+`sequences_per_step` windows and may straddle two epochs, so no rank runs dry and nothing in between is dropped.
 
-Shuffled, each epoch visits the shards in a new order and the windows of each shard in a new order; a shard is read
-once, whole and front to back, as it comes up. Unshuffled it is build-nanogpt's order: shard after shard, window after
-window (build-nanogpt leaves out up to a step of windows at the end of each shard; here they come too).
+When shuffling, each epoch visits the shards, and the windows within each shard, in a new order; a shard is read once,
+whole and front to back, when its turn comes. Otherwise the order is build-nanogpt's: shard by shard, window by window
+(build-nanogpt skips up to one step's worth of windows at the end of each shard; here they are used).
 
-A shard that a manifest knows must have its sha256 when it is read: damage on disk ends the run, it is not trained on.
+A shard listed in a manifest must match its sha256 when read: damage on disk ends the run instead of being trained on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from runtime import Runtime
 
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) fixed by integers `key`. RandomState, because its stream is frozen (numpy's NEP 19)."""
+    """A permutation of range(n) determined by `key`. RandomState, because its stream is frozen (NumPy's NEP 19)."""
     return np.random.RandomState([k % 2**32 for k in key]).permutation(n)
 
 
 class Order:
-    """The stream of windows: position -> (shard, window). Costs O(windows of a shard) to reach any position."""
+    """The stream of windows: position -> (shard, window). Reaching any position costs O(windows of a shard)."""
 
     def __init__(self, windows: list[int], seed: int, shuffle: bool):
         self.windows, self.seed, self.shuffle = np.asarray(windows), seed, shuffle
@@ -78,14 +78,14 @@ class Loader:
                 f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
                 "use a smaller --sequence-length or more data (python fineweb.py --help)"
             )
-        self._shard = lru_cache(maxsize=1)(self._read_shard)  # the next one comes into memory beside it
+        self._shard = lru_cache(maxsize=1)(self._read_shard)  # while the next is read, both are in memory
 
     def _read_shard(self, i: int) -> np.ndarray:
         """Tokens of shard i, read whole and front to back."""
         path = self.paths[i]
         tokens = shards.read_shard(path, self.sha256.get(path.name))
         if len(tokens) != self.tokens[i]:
-            raise UserError(f"{path} had {self.tokens[i]:,} tokens when the run began and has {len(tokens):,} now")
+            raise UserError(f"{path} had {self.tokens[i]:,} tokens when the run began and now has {len(tokens):,}")
         return tokens
 
     def read(self, windows: np.ndarray) -> np.ndarray:
@@ -96,19 +96,19 @@ class Loader:
             starts = windows[rows, 1] * self.T
             out[rows] = self._shard(shard)[starts[:, None] + np.arange(self.T + 1)]
             if out[rows].max() >= self.vocab_size:
-                shards.check_ids(self._shard(shard), self.paths[shard], self.vocab_size)  # names the place
+                shards.check_ids(self._shard(shard), self.paths[shard], self.vocab_size)  # raises, naming the place
         return out
 
     def step_windows(self, step: int, sequences: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """(shard, window) of what `rank` reads at `step`, (micro_steps, B, 2): as in build-nanogpt, micro-batch m of
-        rank r is the (m * world_size + r)-th run of B sequences of the step."""
+        """The (shard, window) pairs that `rank` reads at `step`, (micro_steps, B, 2). As in build-nanogpt, micro-batch
+        m of rank r is the step's (m * world_size + r)-th run of B sequences."""
         return self.order.span(step * sequences, sequences).reshape(-1, world_size, B, 2)[:, rank]
 
     def batches(
         self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False
     ) -> Iterator[torch.Tensor]:
-        """Endless (micro_steps, B, T + 1) batches of uint16 tokens, step by step from `first_step` (always the same
-        step with fixed=True), read ahead by a thread into pinned memory where there is a GPU."""
+        """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
+        that step), read ahead by a thread, into pinned memory if training on a GPU."""
 
         def read() -> Iterator[torch.Tensor]:
             for step in itertools.repeat(first_step) if fixed else itertools.count(first_step):
@@ -116,10 +116,10 @@ class Loader:
                 batch = torch.from_numpy(self.read(windows.reshape(-1, 2)).reshape(*windows.shape[:2], self.T + 1))
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        return ahead(read(), 16, join=True)  # steps: on 8 GPUs two seconds, in which a slow disk reads the next shard
+        return ahead(read(), 16, join=True)  # steps: two seconds on 8 GPUs, time for a slow disk to read a shard
 
 
 def to_device(tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T + 1) uint16 -> inputs and targets (B, T) int64 on the device; only two bytes a token cross the bus."""
+    """(B, T + 1) uint16 -> inputs and targets (B, T) int64 on the device; only two bytes per token cross the bus."""
     tokens = tokens.to(device, non_blocking=True).to(torch.int64)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

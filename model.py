@@ -2,7 +2,7 @@
 
     model = GPT(GPTConfig())                        # GPT-2 124M, random weights
     logits, _ = model(idx)                          # idx (B, T) int64 -> (B, T, vocab_size)
-    _, loss = model(idx, targets)                   # mean cross-entropy in nats a token; logits are not kept
+    _, loss = model(idx, targets)                   # mean cross-entropy in nats per token; logits are not kept
     out = model.generate(idx, 64, temperature=0.8)  # (B, T + 64), through the key-value cache
 
 Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabulary.
@@ -22,15 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-REAL_VOCAB = 50257  # ids that GPT-2's tokenizer knows; those above only pad the vocabulary to a round size
-# For lengths that keep changing: cuDNN's, torch's choice on Hopper, plans each for 0.4 s (modelscope/FunASR#3704).
+REAL_VOCAB = 50257  # number of ids GPT-2's tokenizer has; ids above only pad the vocabulary to a round size
+# For changing lengths: cuDNN's, torch's choice on Hopper, takes 0.4 s to plan each one (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-LARGEST = 2**20  # upper bound of every size in a config, which may come from a file
+LARGEST = 2**20  # upper bound on every size in a config, which may come from a file
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; from `positions` on it is what later recipes change."""
+    """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on."""
 
     block_size: int = 1024
     vocab_size: int = 50257
@@ -53,7 +53,7 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict) -> "GPTConfig":
-        """The config that a checkpoint carries, without keys unknown here. ValueError if it is that of no network."""
+        """The config stored in a checkpoint, minus unknown keys. Raises ValueError if no network can have it."""
         known = {f.name for f in fields(GPTConfig)}
         config = GPTConfig(**{k: v for k, v in saved.items() if k in known})
         if wrong := config.wrong():
@@ -71,7 +71,7 @@ class GPTConfig:
         if self.n_embd % self.n_head:
             return f"n_head {self.n_head} does not divide n_embd {self.n_embd}"
         if self.positions == "rope" and self.head_size % 2:
-            return f"rope turns pairs of channels, and a head has {self.head_size}"
+            return f"rope rotates pairs of channels, but a head has {self.head_size}"
         return "" if self.logit_softcap >= 0 else f"logit_softcap {self.logit_softcap} must not be negative"
 
 
@@ -82,10 +82,10 @@ class KVCache:
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
         self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         self.length = 0
-        self.at: Tensor | None = None  # (1,) int64: `length` on the device, for a step whose shapes never change
+        self.at: Tensor | None = None  # (1,) int64: `length` on the device, for steps with static shapes
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs), or with `at` the full buffers."""
+        """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs), or the full buffers with `at`."""
         if self.at is not None:
             return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
         start, end = self.length, self.length + k.size(2)
@@ -93,19 +93,19 @@ class KVCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
     def repeat(self, n: int) -> None:
-        """Make every sequence n sequences that share what was seen so far: (B, ...) -> (B * n, ...)."""
+        """Repeat every sequence n times, so n continuations can share one prompt: (B, ...) -> (B * n, ...)."""
         self.k, self.v = self.k.repeat_interleave(n, dim=1), self.v.repeat_interleave(n, dim=1)
 
 
 def rope_table(config: GPTConfig) -> Tensor:
-    """Cosine and sine (2, block_size, hs/2) of the angle by which each pair of channels turns at each position."""
+    """Cosine and sine (2, block_size, hs/2) of the rotation angle of each channel pair at each position."""
     frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2, device="cpu").float() / config.head_size)
     angles = torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): turn channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs/2)."""
+    """Rotary position embedding (Su et al. 2021): rotate channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs/2)."""
     cos, sin = cos_sin.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
@@ -130,9 +130,9 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
             q = q.to(k.dtype)
         causal = T > 1 and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # flash attention where it can
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # flash attention where possible
         y = y.transpose(1, 2).reshape(B, T, C)
-        return self.c_proj(y if cache is None else y.to(x.dtype))  # the cache may have another precision
+        return self.c_proj(y if cache is None else y.to(x.dtype))  # the cache's precision may differ
 
 
 class MLP(nn.Module):
@@ -167,18 +167,18 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class NoInit(TorchFunctionMode):  # random init on the meta device does nothing, but loads torch's compiler: a second
+class NoInit(TorchFunctionMode):  # random init on the meta device does nothing, but takes a second to import a compiler
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return None if getattr(func, "__module__", "") == "torch.nn.init" else func(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019); parameter names are those of the public checkpoints."""
+    """GPT-2 (Radford et al. 2019); parameter names match the public checkpoints."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.recompute = False  # trade time for memory: keep only each block's input, run the block again in backward
+        self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
         layers = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
         if config.positions == "learned":
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -196,7 +196,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
-        if config.norm == "rmsnorm":  # which makes the scale of the embedding a matter of its learning rate only
+        if config.norm == "rmsnorm":  # normed next, the embedding's scale matters only relative to its learning rate
             nn.init.normal_(self.transformer.wte.weight)
 
     @staticmethod
@@ -208,13 +208,13 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
-        """A model that takes over the float32 tensors of `state` as they are: no random init, no copy. Raises
-        ValueError or RuntimeError where they are not those of `config`."""
+        """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises ValueError or
+        RuntimeError if they do not match `config`."""
         layers = {name.split(".")[2] for name in state if name.startswith("transformer.h.")}
-        if len(layers) != config.n_layer:  # before as many are made as a config asks for
+        if len(layers) != config.n_layer:  # checked before building as many as the config asks for
             raise ValueError(f"{len(layers)} layers of weights for a config with {config.n_layer}")
         if odd := [name for name, t in state.items() if not (isinstance(t, Tensor) and t.dtype == torch.float32)]:
-            raise ValueError(f"{odd[0]} is no float32 tensor")
+            raise ValueError(f"{odd[0]} is not a float32 tensor")
         with torch.device("meta"), NoInit():
             model = cls(config)
         model.load_state_dict(state, assign=True)
@@ -229,11 +229,11 @@ class GPT(nn.Module):
         return self.lm_head.weight.device
 
     def num_params(self) -> int:
-        """Parameters in all, a tied head counted once (124,439,808 for GPT-2 124M)."""
+        """Total number of parameters, a tied head counted once (124,439,808 for GPT-2 124M)."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> float:
-        """Training FLOP a token: 6 per parameter used in a matmul (the head counts, embeddings looked up do not) plus
+        """Training FLOPs per token: 6 per parameter used in a matmul (the head counts, embedding lookups do not) plus
         12 * n_layer * n_embd * T for attention (PaLM, Chowdhery et al. 2022, appendix B)."""
         looked_up = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         head = self.lm_head.weight.numel() if self.config.tied_head else 0
@@ -243,15 +243,15 @@ class GPT(nn.Module):
         self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | None = None, mask: Tensor | None = None,
         blocks: Sequence[Callable] = (),
     ) -> Tensor:  # fmt: skip
-        """Hidden states (B, T, C), for `logits`, of idx (B, T); with a cache, idx continues the positions it holds. A
-        row may be a tree of texts instead of one: then positions (B, T), and mask (B, 1, T, T) bool, true where i sees
-        j. `blocks` are called instead of the model's own: the same ones, compiled."""
+        """Hidden states (B, T, C) of idx (B, T), the input of `logits`; with a cache, idx continues the positions it
+        holds. A row may be a tree of texts instead of one text: then pass positions (B, T) and a bool mask
+        (B, 1, T, T), true where i attends to j. `blocks` replace the model's own: the same blocks, compiled."""
         T, start, limit = idx.size(1), cache.length if cache is not None else 0, self.config.block_size
         assert positions is not None or start + T <= limit, f"{start + T} positions, block_size {limit}"
-        if start and T > 1:  # new position i sees all old ones and the new ones up to i
+        if start and T > 1:  # new position i attends to all old ones and to new ones up to i
             mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
         where = slice(start, start + T) if positions is None else positions
-        if cache is not None and cache.at is not None:  # the same shapes at every position: what is ahead is masked
+        if cache is not None and cache.at is not None:  # static shapes: positions ahead are masked
             where, seen = cache.at, torch.arange(cache.k.size(3), device=idx.device) <= cache.at
             mask = torch.zeros(seen.shape, dtype=cache.k.dtype, device=idx.device).masked_fill(~seen, -math.inf)[None]
         x, cos_sin = self.transformer.wte(idx), None
@@ -277,7 +277,7 @@ class GPT(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats a token, of hidden states (B, T, C) and targets (B, T)."""
+        """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""
         return F.cross_entropy(self.logits(x).view(-1, self.config.vocab_size).float(), targets.reshape(-1))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -286,7 +286,7 @@ class GPT(nn.Module):
         return (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache in the precision the model runs in, but float32 on a CPU, where that is faster."""
+        """An empty cache in autocast's precision or, without autocast, the weights'; float32 on a CPU: faster there."""
         kind = self.device.type
         dtype = torch.float32 if kind == "cpu" else self.lm_head.weight.dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
@@ -298,13 +298,13 @@ class GPT(nn.Module):
         top_p: float | None = None, generator: torch.Generator | None = None, num_samples: int = 1,
         decoder: Callable[[KVCache, Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Yield max_new_tokens times the next ids (B * num_samples,) of idx (B, T), 1 <= T <= block_size.
+        """Yield the next ids (B * num_samples,) after idx (B, T), 1 <= T <= block_size, max_new_tokens times.
 
-        idx is read once for all its samples. A full context slides: its newer half is read again from position 0, so
-        text may outgrow block_size. temperature 0 is greedy. A decoder reads one position: (cache, (B, 1)) to (B, V).
+        idx is read once for all samples. When the context is full, its newer half is reread from position 0, so text
+        may outgrow block_size. temperature 0 is greedy. A decoder reads one position: (cache, (B, 1)) -> (B, V).
         """
         limit, fresh = self.config.block_size, idx
-        length = -(-(idx.size(1) + max_new_tokens) // 16) * 16  # else a kernel pads the mask again in every layer
+        length = -(-(idx.size(1) + max_new_tokens) // 16) * 16  # otherwise a kernel pads the mask again in every layer
         cache = self.new_cache(idx.size(0), min(length, limit))
         for i in range(max_new_tokens):
             if cache.length == limit:
@@ -319,19 +319,19 @@ class GPT(nn.Module):
             yield new
 
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
-        """idx (B, T) continued to (B * num_samples, T + max_new_tokens) by `stream`, whose arguments are the same."""
+        """idx (B, T) continued to (B * num_samples, T + max_new_tokens) by `stream`, which takes the same arguments."""
         new = [t[:, None] for t in self.stream(idx, max_new_tokens, *args, **kwargs)]
         return torch.cat((idx.repeat_interleave(len(new[0]) // len(idx), dim=0), *new), dim=1) if new else idx
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator=None) -> Tensor:
-    """Draw ids (B,) from logits (B, V): of the top_k likeliest (None or 0: all), the fewest whose probabilities reach
-    top_p (nucleus sampling, Holtzman et al. 2019). Ids that only pad the vocabulary are never drawn."""
+    """Draw ids (B,) from logits (B, V): from the top_k likeliest (None or 0: all), cut to the fewest whose total
+    probability reaches top_p (nucleus sampling, Holtzman et al. 2019). Ids that pad the vocabulary are never drawn."""
     logits = logits[:, :REAL_VOCAB].float()
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # sorted, likeliest first
     probs = F.softmax(logits / temperature, dim=-1)
-    if top_p is not None:  # keep an id as long as those before it have not reached top_p: always at least one
+    if top_p is not None:  # keep an id while those before it total less than top_p: always at least one
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
     return ids.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)

@@ -14,13 +14,13 @@ from runtime import Runtime
 OPTIMIZER_STATE = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.Muon: ("momentum_buffer",),
-}  # of a parameter
+}  # per parameter
 
 
 class Weights:
-    """What the optimizers step on: the parameters of the model or, where those are to be bfloat16, their float32 twins
-    (master weights, Micikevicius et al. 2018), so that no small update is rounded away. Gradients then take
-    half the way between ranks; checkpoints hold the twins."""
+    """What the optimizers update: the model's parameters or, if those are to be bfloat16, their float32 twins (master
+    weights, Micikevicius et al. 2018), so small updates are not rounded away. Gradients then need half the bandwidth
+    between ranks; checkpoints store the twins."""
 
     def __init__(self, model: nn.Module, cfg: TrainConfig):
         self.model, self.named = model, dict(model.named_parameters())  # a tied head appears once
@@ -33,12 +33,12 @@ class Weights:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Round the twins into the model, after a step."""
+        """After a step, copy the twins, rounded, into the model."""
         if self.pairs:
             torch._foreach_copy_(*zip(*self.pairs, strict=True))
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """The float32 parameters with their gradients, which leave the model."""
+        """Move the gradients from the model to the float32 parameters and return those."""
         for p, twin in self.pairs:
             twin.grad, p.grad = p.grad.float(), None
         return list(self.named.values())
@@ -53,8 +53,8 @@ class Weights:
 def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict]]:
     """Every parameter in exactly one group, by optimizer: {"adamw": [...], "muon": [...]} (only those in use).
 
-    AdamW decays matrices and leaves vectors (biases, gains) alone, as GPT-2's reproductions do. Under muon the matrices
-    of the blocks go to Muon (Jordan 2024) and the rest stay with Adam. `peak_lr` is what the schedule multiplies.
+    AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer muon the
+    blocks' matrices go to Muon (Jordan 2024) and the rest stay with Adam. The schedule multiplies `peak_lr`.
     """
     muon = [n for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
     embeddings = [n for n in named if n not in muon and n.startswith(("transformer.wte", "transformer.wpe"))]
@@ -77,10 +77,10 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
 
 
 def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
-    """The optimizers of the run. With zero_stage 1 each rank keeps the state of its own share of the parameters
-    (ZeRO, Rajbhandari et al. 2020) through torch's ZeroRedundancyOptimizer."""
+    """The run's optimizers. With zero_stage 1 each rank keeps optimizer state only for its share of the parameters
+    (ZeRO, Rajbhandari et al. 2020), using torch's ZeroRedundancyOptimizer."""
     if weights.pairs and rt.dtype == torch.float16:
-        raise UserError("--weights bfloat16 needs hardware with bfloat16, and this has float16; use --weights float32")
+        raise UserError("--weights bfloat16 needs hardware with bfloat16; this has only float16: use --weights float32")
     kinds = {
         "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": 1e-8, "fused": True}),
         "muon": (torch.optim.Muon, {"momentum": cfg.muon_momentum}),
@@ -98,10 +98,10 @@ def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.O
 
 
 def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
-    """Share of the peak learning rate at `step`, from 1 down to min_lr / max_lr.
+    """Fraction of the peak learning rate at `step`, from 1 down to min_lr / max_lr.
 
     cosine: linear warm-up, then half a cosine over the rest of max_steps. trapezoid (Hägele et al. 2024): linear
-    warm-up, flat, then a straight line down over the last `cooldown` share of max_steps.
+    warm-up, constant, then linear decay over the last `cooldown` fraction of max_steps.
     """
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
     if step < cfg.warmup_steps:
@@ -116,7 +116,7 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
 
 
 def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
-    """Set every group's learning rate (and Muon's momentum) for `step`; returns the rate that belongs to max_lr."""
+    """Set every group's learning rate (and Muon's momentum) for `step`; return the rate for a peak of max_lr."""
     factor = lr_factor(step, max_steps, cfg)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -130,8 +130,8 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: 
 
 
 def clip(weights: Weights, optimizers: list, scaler: torch.amp.GradScaler, limit: float) -> torch.Tensor:
-    """Take the loss scale out of the gradients, then clip them to a global norm of `limit` (0: not). Returns the norm
-    they had, on the device."""
+    """Unscale the gradients, then clip them to a global norm of `limit` (0: no clipping). Returns their norm before
+    clipping, on the device."""
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     return torch.nn.utils.clip_grad_norm_(weights.take_gradients(), limit or math.inf)
@@ -144,27 +144,27 @@ def step(optimizers: list[torch.optim.Optimizer], weights: Weights, scaler: torc
 
 
 def finish(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
-    """After a step, taken or refused: the next loss scale, no gradients."""
+    """After a step, taken or refused: update the loss scale and clear the gradients."""
     scaler.update()
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
 
 
 def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
-    """State dicts of the whole optimizers on rank 0 (None elsewhere), whatever shards them. Every rank must call it."""
+    """Complete optimizer state dicts, sharded or not, on rank 0 (None elsewhere). Every rank must call it."""
     states = [gathered(o, rt) if hasattr(o, "consolidate_state_dict") else o.state_dict() for o in optimizers]
     return states if rt.is_main else None
 
 
 def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
-    """The state dict of a ZeroRedundancyOptimizer, complete on rank 0, in host memory where others sent it. Its own
-    consolidate_state_dict sends pickles that it unpacks byte by byte, 16 MB a second: minutes for a large model."""
+    """A ZeroRedundancyOptimizer's state dict, complete on rank 0, where parts from other ranks are in host memory. Its
+    own consolidate_state_dict sends pickles and unpacks them byte by byte, at 16 MB/s: minutes for a large model."""
     whole, local = torch.optim.Optimizer.state_dict(optimizer), optimizer.optim.state
     params = [p for g in optimizer.param_groups for p in g["params"]]
     names = OPTIMIZER_STATE[type(optimizer.optim)]
     here = torch.tensor([bool(local.get(p)) for p in params], device=rt.device, dtype=torch.int32)
     for i, (p, ranks) in enumerate(zip(params, torch.stack(rt.gather(here), dim=1).tolist(), strict=True)):
-        if not any(ranks):  # before the first step
+        if not any(ranks):  # no step taken yet
             continue
         owner = ranks.index(1)
         state = dict(local[p]) if owner == rt.rank else {k: p.new_empty(() if k == "step" else p.shape) for k in names}
@@ -177,21 +177,21 @@ def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
 
 
 def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
-    """Load what full_state gave, into any zero_stage and world size; the settings stay those of the present config.
-    Raises ValueError, among others, for a state that is not of these parameters."""
+    """Load what full_state returned, for any zero_stage and world size; settings stay those of the current config.
+    Raises ValueError, among others, if the state is not of these parameters."""
     if len(optimizers) != len(states):
-        raise ValueError(f"it has {len(states)} optimizers, this config {len(optimizers)}")
+        raise ValueError(f"it has {len(states)} optimizers, but this config has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
         params = [p for g in optimizer.param_groups for p in g["params"]]
         for i, saved in state["state"].items():
             if saved.keys() not in map(set, OPTIMIZER_STATE.values()) or any(
                 t.numel() != 1 and t.shape != params[i].shape for t in saved.values()
             ):
-                raise ValueError(f"the state of parameter {i} is not that of a tensor of {list(params[i].shape)}")
+                raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
         ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        if local := getattr(optimizer, "optim", None):  # ZeRO's own: it leaves on the CPU what fused AdamW wants beside
-            for p, moments in local.state.items():  # the parameter (pytorch/pytorch#124133), and keeps a second copy
+        if local := getattr(optimizer, "optim", None):  # ZeRO's own: it leaves on the CPU what fused AdamW needs on
+            for p, moments in local.state.items():  # the device (pytorch/pytorch#124133), and keeps a second copy
                 moments.update({k: v.to(p.device) for k, v in moments.items()})
             optimizer.state.clear()
         for group, settings in zip(optimizer.param_groups, ours, strict=True):
