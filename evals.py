@@ -1,4 +1,4 @@
-"""What a run measures of itself from time to time: validation loss, HellaSwag, samples."""
+"""What a run evaluates periodically: validation loss, HellaSwag, samples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runtime import Runtime
 
 
 def due(every: int, step: int, last: bool) -> bool:
-    """Whether something with period `every` (0: never) comes at `step`; the last step has everything that is on."""
+    """Whether something with period `every` (0: never) is due at `step`; on the last step everything enabled is."""
     return every > 0 and (step % every == 0 or last)
 
 
 class Evals:
-    """The evaluations of a run, each at its own period. HellaSwag and samples call the model itself, because their
-    shapes change; validation calls the compiled `forward`."""
+    """A run's evaluations, each with its own period. HellaSwag and samples call the model itself, because their shapes
+    vary; validation calls the compiled `forward`."""
 
     def __init__(
         self, cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.nn.Module, data: Loader,
@@ -42,7 +42,7 @@ class Evals:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
     def measure(self, step: int, check: Callable[[], None]) -> dict[str, Any]:
-        """What is due at `step`: val_loss, hellaswag_acc and hellaswag_acc_norm. `check` may raise, to stop."""
+        """Measure what is due at `step`: val_loss, hellaswag_acc, hellaswag_acc_norm. `check` may raise, to stop."""
         cfg, found, last, head = self.cfg, {}, step == self.max_steps, f"step {step:5d}/{self.max_steps}"
         if due(cfg.val_every, step, last):
             loss = found["val_loss"] = validate(self.forward, self.val_data, cfg, self.rt, self.B, check)
@@ -56,14 +56,14 @@ class Evals:
         return found
 
     def samples(self, step: int, asked: Callable[[], bool]) -> str:
-        """What the model writes at `step`, or an empty string where samples are not due."""
+        """Samples from the model at `step`, or an empty string if none are due."""
         if not (step and due(self.sample_every, step, step == self.max_steps)):
             return ""
         return samples(self.model, self.cfg, self.rt, asked)
 
 
 def val_windows(data: Loader, cfg: TrainConfig) -> int:
-    """How many sequences of the val split are evaluated."""
+    """Number of val sequences to evaluate."""
     return min(cfg.val_tokens // data.T, data.order.per_epoch)
 
 
@@ -71,9 +71,9 @@ def val_windows(data: Loader, cfg: TrainConfig) -> int:
 def validate(
     forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None]
 ) -> float:
-    """Mean cross-entropy (nats a token) over the first val_tokens of the val split, whatever the ranks and B. Batches
-    keep one shape, so that nothing is compiled twice: rows beyond the end are padding that the loss ignores. `check` is
-    called before each of them, equally often on all ranks."""
+    """Mean cross-entropy (nats per token) over the first val_tokens of the val split, for any ranks and B. All batches
+    have one shape, so nothing is compiled twice: rows past the end are padding that the loss ignores. `check` is
+    called before each batch, equally often on all ranks."""
     count, stride = val_windows(data, cfg), B * rt.world_size
     windows = data.order.span(0, count)
     total = torch.zeros(2, device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
@@ -97,8 +97,8 @@ def validate(
 def samples(
     model: GPT, cfg: TrainConfig, rt: Runtime, asked: Callable[[], bool], count: int = 4, tokens: int = 48
 ) -> str:
-    """Continuations of the sample prompt, one a line group, as far as they have come when this rank is asked to stop;
-    their own generator leaves training's randomness alone."""
+    """Continuations of the sample prompt, labeled `sample i:`, cut short when this rank is asked to stop. Their own
+    generator leaves training's random state alone."""
     enc = tokenizer.encoding()
     prompt = enc.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
     idx = torch.tensor([prompt] * count, device=rt.device)

@@ -1,5 +1,5 @@
-"""Stopping, and exact resume: the signals and the bad updates that end a run, what it saves besides its weights, how it
-is found again, and what may differ when it goes on."""
+"""Stopping and exact resume: the signals and bad updates that end a run, the state it saves besides its weights, how
+that is found again, and what may differ on resume."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TRAIN_STATE = {  # the entries of a train state that resuming reads
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """checkpoint.read_train_state of a run of this program: every entry is there and of its kind. Raises UserError."""
+    """checkpoint.read_train_state, with the presence and type of every entry checked. Raises UserError."""
     saved = checkpoint.read_train_state(path)
     odd = [key for key, kind in TRAIN_STATE.items() if key not in saved or not isinstance(saved[key], kind)]
     if odd or not 0 <= saved["step"] < 2**53:
         raise UserError(
-            f"the train state of {path} has no usable {(odd or ['step'])[0]}; resume from another checkpoint, or start "
+            f"the train state of {path} has no usable {(odd or ['step'])[0]}; resume from another checkpoint or start "
             "a new run from its weights with --init-from"
         )
     return saved
@@ -64,8 +64,8 @@ class Stopper:
         return bool(self.stop["signal"]) or self.seconds() > self.limit
 
     def check(self, timed: bool) -> None:
-        """Raise Stopped on all ranks if any was asked to. timed=False ignores --time-limit, as in the first evaluation,
-        so that at least one step runs."""
+        """Raise Stopped on all ranks if any was asked to stop. timed=False ignores --time-limit, as in the first
+        evaluation, so at least one step runs."""
         if self.rt.any(self.asked() if timed else self.stop["signal"]):
             raise Stopped
 
@@ -77,10 +77,10 @@ class Stopper:
 
 @dataclass
 class RunState:
-    """Where a run stands. A checkpoint carries it, so that a resumed run does nothing twice."""
+    """A run's progress. Checkpoints include it, so a resumed run does nothing twice."""
 
     step: int = 0
-    record: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # what was measured at this step so far
+    record: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # what has been measured at this step
     best: dict[str, Any] | None = None  # step and val loss of the best saved step
     evaluated: bool = False  # whether this step's evaluations are done
 
@@ -113,7 +113,7 @@ def is_complete(saved: dict[str, Any], max_steps: int) -> bool:
 
 def nothing_left(cfg: TrainConfig, step: int) -> str:
     further = f"--max-steps {2 * step}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
-    return f"{cfg.run_dir} is complete at step {step}; go on with --resume auto {further}, for example"
+    return f"{cfg.run_dir} is complete at step {step}; to train further, use for example --resume auto {further}"
 
 
 def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
@@ -126,15 +126,15 @@ def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
 
 @contextmanager
 def signals() -> Iterator[dict[str, Any]]:
-    """SIGTERM and SIGINT set the flag that a collective carries to all ranks; a second one kills as usual. A helper
-    thread receives them and this one blocks them: compilers started here inherit that and survive Ctrl-C."""
+    """SIGTERM and SIGINT set a flag that a collective shares with all ranks; a second signal kills as usual. A helper
+    thread receives them while this one blocks them: compilers started here inherit the mask and survive Ctrl-C."""
     stop: dict[str, Any] = {"signal": None}
 
     def handler(number: int, frame: Any) -> None:
         stop["signal"] = signal.Signals(number).name
         for s in before:
             signal.signal(s, signal.SIG_DFL)
-        print0(f"{stop['signal']}: stopping; the run is saved first, unless a second signal comes")
+        print0(f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving")
 
     before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -149,7 +149,7 @@ def signals() -> Iterator[dict[str, Any]]:
 
 def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | None:
     """The train state to resume from, checked against this run's config, data (shards.fingerprint) and folder; None for
-    a new run. Raises UserError rather than let a run write over another, or over its own later steps."""
+    a new run. Raises UserError rather than overwrite another run or later steps of this one."""
     out, newest = cfg.run_dir, checkpoint.latest_step(cfg.run_dir)
     saved = None
     if cfg.resume == "auto" and newest is not None:
@@ -158,13 +158,13 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
         saved = read(cfg.resume)
     if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
         raise UserError(
-            f"{out} already holds a run at step {newest}, and nothing of it is overwritten; continue it with "
+            f"{out} already holds a run at step {newest}, which is never overwritten; continue it with "
             "--resume auto, or write to another folder with --out-dir"
         )
     if saved is None:
         return None
     old = TrainConfig.from_dict(saved["config"])
-    if cfg.init_from != "scratch":  # which brought its own network, or at least its own vocabulary
+    if cfg.init_from != "scratch":  # which set the network, or at least the vocabulary
         cfg = replace(
             cfg, model=old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
         )
@@ -186,7 +186,7 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
             optim.lr_factor(saved["step"], m, c) * c.max_lr for m, c in ((saved["max_steps"], old), (max_steps, cfg))
         )
         print0(
-            f"resume: {saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans those, and "
+            f"resume: {saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans them, and "
             f"the learning rate at step {saved['step']} "
             + (f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}")
         )
@@ -202,7 +202,7 @@ def train_state(
     data_id: str,
     max_steps: int,
 ) -> dict[str, Any]:
-    """What resuming needs besides the weights. Every rank must call it (ZeRO and the random states are gathered)."""
+    """What resuming needs besides the weights. Every rank must call it (ZeRO and random states are gathered)."""
     rng = torch.get_rng_state() if rt.device.type != "cuda" else torch.cuda.get_rng_state(rt.device)
     return {
         "step": step,
@@ -217,17 +217,17 @@ def train_state(
 
 
 def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScaler, rt: Runtime) -> None:
-    """Optimizers, loss scale and random state as they were; a rank that did not exist then keeps its fresh seed. Raises
-    UserError for what is not a state of these."""
+    """Restore optimizers, loss scale and random state; a rank that did not exist when they were saved keeps its fresh
+    seed. Raises UserError if the state does not fit."""
     try:
         optim.load_state(optimizers, saved["optimizers"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
         if rt.rank < len(saved["rng"]):
             state, cuda = saved["rng"][rt.rank].cpu(), rt.device.type == "cuda"
-            if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU's kilobytes; neither fits the other
+            if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU state kilobytes; they do not mix
                 torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
-    except Exception as e:  # torch raises many kinds
+    except Exception as e:  # torch raises many types
         raise UserError(
             f"the train state of step {saved['step']} does not fit this run ({type(e).__name__}: {e!s:.200}); start a "
             "new run from its weights with --init-from"
@@ -235,7 +235,7 @@ def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScale
 
 
 def launcher() -> str:
-    """How this process was started, for commands that are printed to be typed again."""
+    """How this process was started, for printed commands that users can paste."""
     local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "python"
@@ -247,7 +247,7 @@ def launcher() -> str:
 
 
 def command(cfg: TrainConfig, step: int) -> str:
-    """The command that goes on from `step`: what was typed, from the checkpoint that was saved."""
+    """The command that resumes from `step`: the one typed, with --resume set to the saved checkpoint."""
     words = sys.argv[1:]
     while "--resume" in words:
         at = words.index("--resume")
@@ -261,22 +261,22 @@ def command(cfg: TrainConfig, step: int) -> str:
 def refuse(
     cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, w: Writer
 ) -> None:
-    """Report a non-finite loss or gradient: which rank, shard and window. Raises UserError once --skip-bad-steps is
-    used up. Every rank calls this, with its own loss and norm; none has updated."""
+    """Report the rank, shard and window of a non-finite loss or gradient. Raises UserError once --skip-bad-steps is
+    used up. Every rank calls this, with its own loss and norm, before any update."""
     losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
     bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
     bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]
     read = 0 if cfg.overfit_single_batch else step
     shard, window = data.step_windows(read, cfg.sequences_per_step, B, bad[0], rt.world_size).reshape(-1, 2)[0]
     message = (
-        f"step {step}: loss {losses[bad[0]]}, gradient norm {norms[bad[0]]} on rank {bad[0]}, whose data start at "
+        f"step {step}: loss {losses[bad[0]]}, gradient norm {norms[bad[0]]} on rank {bad[0]}, whose data starts at "
         f"{data.paths[shard].name} window {window}; the update was refused"
     )
     if skipped <= cfg.skip_bad_steps:
         return print0(f"{message} ({skipped} of --skip-bad-steps {cfg.skip_bad_steps})")
     w.wait()
     good = checkpoint.latest_step(cfg.run_dir)
-    safe = "nothing was saved before it"
+    safe = "no earlier step was saved"
     if good is not None:
-        safe = f"the weights of step {good} are safe: {command(cfg, good)}"
+        safe = f"the weights of step {good} are safe; resume with: {command(cfg, good)}"
     raise UserError(f"{message}; {safe}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")

@@ -2,7 +2,7 @@
 
 python train_gpt2.py quickstart                                            # minutes on a laptop
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
-python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # go on from a checkpoint
+python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runtime import Runtime
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
-    """One run from its first (or resumed) step to its last. A handler that sets stop["signal"] ends it cleanly."""
+    """One run from its first (or resumed) step to its last. Setting stop["signal"] from a handler ends it cleanly."""
     # ---- data, and the checkpoint to resume from
     data_dir = local_data(cfg, rt)
     data = train_loader(cfg, data_dir)
@@ -55,7 +55,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     # ---- model, optimizers, compiler, ranks
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rt, saved)
-    cfg = replace(cfg, model=model.config)  # --init-from may have brought another one
+    cfg = replace(cfg, model=model.config)  # --init-from may have replaced it
     weights = optim.Weights(model, cfg)
     optimizers = optim.build(weights, cfg, rt)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
@@ -65,7 +65,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     if saved:
         resume.restore(saved, optimizers, scaler, rt)
 
-    # ---- what the run says, measures and writes
+    # ---- what the run prints, measures and writes
     plan.describe(cfg, rt, model, data, max_steps, start, B)
     plan.write_config(cfg, rt, max_steps)
     evals = Evals(cfg, rt, model, forward, data, val_data, B, max_steps)
@@ -88,7 +88,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             run.step, last = step, step == max_steps
             if halt:
                 raise resume.Stopped
-            # evaluate, checkpoint, sample: what the checkpoint says is done is not done again
+            # evaluate, checkpoint, sample; a resumed run skips these if its checkpoint says they are done
             if not run.evaluated:
                 run.record |= evals.measure(step, partial(stopper.check, timed=step > start))
                 if step and (last or due(cfg.save_every, step, last)):
@@ -98,7 +98,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                     log.text(step, text)
             if last:
                 break
-            # accumulate, clip; then all ranks learn the mean loss and whether one of them must stop or has a bad norm
+            # accumulate, clip; then tell all ranks the mean loss and whether any must stop or has a bad norm
             run.evaluated, batch = False, next(batches)
             t0 = time.perf_counter()
             local_loss = accumulate(ddp_model, batch, rt, scaler)
@@ -116,7 +116,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 skipped += 1
                 resume.refuse(cfg, rt, step, local_loss.item(), norm, skipped, data, B, writer)
             optim.finish(optimizers, scaler)
-            # log; on a GPU the update is still running, and its time is part of the next step
+            # log; on a GPU the update is still running, and its time counts toward the next step
             run.record |= {"train_loss": loss, "lr": lr, "grad_norm": norm} | pace.step(time.perf_counter() - t0)
             log.write(run.record)
             log.console(run.record, max_steps, pace.eta_s(max_steps - step - 1), cfg.gpu_hour_usd * rt.world_size)
@@ -126,15 +126,15 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     except resume.Stopped:
         run.forget_unfinished()
         save()
-        said = f"stopped by {stopper.why()} at step {step}, all saved; go on with: {resume.command(cfg, step)}"
+        said = f"stopped by {stopper.why()} at step {step}, all saved; resume with: {resume.command(cfg, step)}"
     log.close()
     writer.wait()
-    rt.barrier()  # a rank that leaves may end the others, which may still be writing
+    rt.barrier()  # a rank that exits may end the others while they are still writing
     print0(said)
 
 
 def agree(local_loss: torch.Tensor, stop: bool, bad: torch.Tensor, rt: Runtime) -> tuple[float, bool, bool]:
-    """The mean loss over the ranks, whether any was asked to stop, whether any has a norm that is not finite: one
+    """The mean loss over the ranks, whether any was asked to stop, and whether any has a non-finite norm, in one
     collective and one wait for the device."""
     flags = torch.full((2,), float(stop), device=rt.device)
     flags[1] = bad
@@ -143,7 +143,7 @@ def agree(local_loss: torch.Tensor, stop: bool, bad: torch.Tensor, rt: Runtime) 
 
 
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
-    """--dry-run: the plan and its price; needs no data where the preset fixes the number of steps."""
+    """--dry-run: the plan and its cost; needs no data if the preset fixes the number of steps."""
     fixed = cfg.max_steps or cfg.steps_per_epoch
     data = None if fixed and not Path(cfg.data_dir).is_dir() else train_loader(cfg, Path(cfg.data_dir))
     model = make_model(cfg, rt, None)
@@ -165,15 +165,15 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
 
 
 def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
-    """--eval-only: val loss and HellaSwag of the weights that --init-from names, as a run reports them."""
+    """--eval-only: val loss and HellaSwag of the weights named by --init-from, as a run reports them."""
     if cfg.init_from == "scratch":
-        raise UserError("--eval-only wants trained weights: add --init-from gpt2, a run folder or a model_*.pt")
+        raise UserError("--eval-only needs trained weights: add --init-from gpt2, a run folder or a model_*.pt")
     import convert
 
     model = convert.open_model(cfg.init_from).to(rt.device)
     cfg = replace(cfg, model=model.config, sequence_length=min(cfg.sequence_length, model.config.block_size))
     data = Loader(local_data(cfg, rt), "val", cfg.sequence_length, cfg.model.vocab_size)
-    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: once is too short for that
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: one evaluation is too short
     loss, tokens = validate(model, data, cfg, rt, B, lambda: None), val_windows(data, cfg) * data.T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
     wanted = cfg.hellaswag_every or cfg.hellaswag_data
@@ -188,12 +188,12 @@ def train_loader(cfg: TrainConfig, data_dir: str | Path) -> Loader:
 def accumulate(
     forward: torch.nn.Module, batch: torch.Tensor, rt: Runtime, scaler: torch.amp.GradScaler
 ) -> torch.Tensor:
-    """Forward and backward over the micro-batches (micro_steps, B, T + 1); gradients are those of the mean loss over
-    all ranks, which are reduced once, in the last backward. Returns this rank's mean loss, on the device."""
+    """Forward and backward over the micro-batches (micro_steps, B, T + 1). Gradients of the mean loss over all ranks
+    are reduced once, in the last backward. Returns this rank's mean loss, on the device."""
     total = torch.zeros((), device=rt.device)
     for i, tokens in enumerate(batch):
         x, y = to_device(tokens, rt.device)
-        forward.require_backward_grad_sync = i == len(batch) - 1  # DDP's switch; without DDP nobody reads it
+        forward.require_backward_grad_sync = i == len(batch) - 1  # DDP's switch; unused without DDP
         with rt.autocast():
             _, loss = forward(x, y)
         scaler.scale(loss / len(batch)).backward()
@@ -202,7 +202,7 @@ def accumulate(
 
 
 def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
-    """The shard folder; hf://OWNER/NAME is pulled and verified first (by one rank of each machine)."""
+    """The shard folder; hf://OWNER/NAME is pulled and verified first (by one rank per machine)."""
     repo = cfg.data_dir.removeprefix("hf://")
     if repo == cfg.data_dir:
         return Path(cfg.data_dir)
@@ -232,9 +232,9 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
     there, asked = vars(replace(model.config, vocab_size=cfg.model.vocab_size)), vars(cfg.model)
     if there != asked and not model_from_init(cfg):
         other = ", ".join(f"{k} is {there[k]}, not {asked[k]}" for k in there if there[k] != asked[k])
-        raise UserError(f"of --init-from {cfg.init_from} {other}; leave the --model flags out")
+        raise UserError(f"in --init-from {cfg.init_from}, {other}; drop the --model flags")
     if (T := cfg.sequence_length) > (limit := model.config.block_size):
-        raise UserError(f"--sequence-length {T} is beyond what {cfg.init_from} reads; add --sequence-length {limit}")
+        raise UserError(f"--sequence-length {T} is too long for {cfg.init_from}; use --sequence-length {limit}")
     model.recompute = cfg.recompute
     return model.to(rt.device).train()
 
@@ -244,7 +244,7 @@ class Compiled(torch.nn.Module):
 
     def __init__(self, model: GPT):
         super().__init__()
-        self.model = model  # DDP takes its parameters from here; the list below is no place for modules
+        self.model = model  # DDP finds the parameters here; a plain list does not register modules
         self.blocks = [torch.compile(block, dynamic=False) for block in model.transformer.h]
         self.loss = torch.compile(model.loss, dynamic=False)
 
@@ -253,8 +253,8 @@ class Compiled(torch.nn.Module):
 
 
 def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
-    """The model as training and validation call it. HellaSwag, sampling and checkpoints use the model itself and never
-    meet the compiler."""
+    """The model as training and validation call it. HellaSwag, sampling and checkpoints use the model itself,
+    uncompiled."""
     if rt.device.type == "cpu":
         runtime.keep_memory()
     if not cfg.compile or rt.device.type == "mps":
@@ -262,22 +262,22 @@ def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> torch.nn.Module:
     if missing := runtime.missing_compiler(rt.device):
         print0(f"no {missing}: training without torch.compile, several times slower")
         return model
-    torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes, and validation is a graph
-    print0("the first step compiles, which takes a while; --no-compile starts at once and is slower from then on")
+    torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes; validation adds a graph
+    print0("the first step compiles, which takes a while; --no-compile starts at once but then trains slower")
     if rt.device.type == "cuda" and rt.world_size == 1:
         return torch.compile(model, dynamic=False)  # one graph can fuse across blocks
-    # Between ranks Dynamo would cut that graph up, a piece for each of DDP's buckets, and compile each piece by itself;
-    # on a CPU one graph is no faster. Block by block the first step comes sooner, and gradients travel as early.
+    # With several ranks Dynamo would split that graph at DDP's buckets and compile each piece separately; on a CPU one
+    # graph is no faster. Block by block the first step comes sooner, and gradients are reduced just as early.
     torch._dynamo.config.optimize_ddp = False
     return Compiled(model)
 
 
 def distributed(forward: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
-    """Gradients averaged over the ranks by DDP, into buckets that the gradients themselves are views of."""
+    """Wrap in DDP, which averages gradients over the ranks; the gradients are views into its buckets."""
     if rt.world_size == 1:
         return forward
     DDP, ids = torch.nn.parallel.DistributedDataParallel, [rt.device.index] if rt.device.type == "cuda" else None
-    # torch 2.13 has another name
+    # torch 2.13 renamed it
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
     return DDP(forward, device_ids=ids, gradient_as_bucket_view=True, **{buffers: False})
 

@@ -140,7 +140,7 @@ def test_epochs_count_where_they_are_given():
         cfg = parse([*preset, *words], lambda path: PRESETS["quickstart"].to_dict())
         assert cfg.horizon(1000) == 2 * 1000 // cfg.sequences_per_step
     assert parse(["quickstart", "--epochs", "2", "--max-steps", "7"], None).horizon(1000) == 7
-    with pytest.raises(UserError, match="not one step"):
+    with pytest.raises(UserError, match="less than one step"):
         PRESETS["gpt2-124m"].__class__(epochs=3).horizon(100)
 
 

@@ -98,7 +98,7 @@ def test_ten_times_interrupted_equals_undisturbed_bit_for_bit(tiny_args, tmp_pat
         caught += process.exitcode == (0 if number == signal.SIGTERM else -number)
         assert last_step(out) < 150
     assert caught == 10, log.read_text()
-    assert log.read_text().count("go on with: python train_gpt2.py") == (10 if number == signal.SIGTERM else 0)
+    assert log.read_text().count("resume with: python train_gpt2.py") == (10 if number == signal.SIGTERM else 0)
     process = start([*flags, "--out-dir", out, "--resume", "auto"], log)
     process.join(60)
     assert process.exitcode == 0 and "Traceback" not in log.read_text(), log.read_text()
@@ -165,7 +165,7 @@ def test_a_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, lon
     os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
-    assert "another rank's signal at step 0, all saved; go on with: torchrun --standalone --nproc_per_node=2" in said
+    assert "another rank's signal at step 0, all saved; resume with: torchrun --standalone --nproc_per_node=2" in said
     assert last_step(out) == -1 and not checkpoint.read_train_state(out)["evaluated"]
     fit(tiny_args, out, "--resume", "auto")
     assert_close(curve(out), curve(fit(tiny_args, tmp_path / "whole")))
@@ -211,7 +211,7 @@ def test_a_signal_while_it_compiles(tiny_args, tmp_path, number):
     wait_for(compiling)
     os.killpg(process.pid, number)
     said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and "all saved; go on with" in said, said
+    assert process.returncode == 0 and "all saved; resume with" in said, said
     assert "Traceback" not in said and checkpoint.latest_step(tmp_path / "out") == 0
 
 

@@ -184,14 +184,14 @@ def test_zero_divides_the_optimizer_state(tiny_args, tmp_path, torchrun, ranks):
 
 def test_time_limit(tiny_args, tmp_path, capsys):
     run = fit(tiny_args, tmp_path / "run", "--time-limit", "0.0001")
-    assert checkpoint.latest_step(run) == 1 and "go on with" in capsys.readouterr().out
+    assert checkpoint.latest_step(run) == 1 and "resume with" in capsys.readouterr().out
 
 
 def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
     run = fit(tiny_args, tmp_path / "run")
     with pytest.raises(UserError, match="--resume auto"):
         fit(tiny_args, run)
-    with pytest.raises(UserError, match="nothing of it is overwritten"):
+    with pytest.raises(UserError, match="never overwritten"):
         fit(tiny_args, run, "--resume", str(run / "model_00006.pt"))
     before = curve(run)
     fit(tiny_args, run, "--resume", "auto")
@@ -221,7 +221,7 @@ def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tm
     assert checkpoint.load_model(run).config.vocab_size == 50257
     fit(tiny_args, run, *flags, "--max-steps", "5", "--resume", "auto")
     assert list(curve(run)) == list(range(6))
-    with pytest.raises(UserError, match="n_layer is 2, not 3; leave the --model flags out"):
+    with pytest.raises(UserError, match="n_layer is 2, not 3; drop the --model flags"):
         fit(tiny_args, tmp_path / "other", *flags, "--model.n-layer", "3")
 
 
@@ -507,7 +507,7 @@ def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is_and_fine_tuned_afte
     fails("train_gpt2.py", *few, says=["--epochs 2 of this data", "not one step of --total-batch-size 32768"])
     assert not list(tmp_path.glob("tuned/*"))
     few += ["--max-steps", "2", "--model.n-layer", "3"]
-    fails("train_gpt2.py", *few, says=["n_layer is 2, not 3", "leave the --model flags out"])
+    fails("train_gpt2.py", *few, says=["n_layer is 2, not 3", "drop the --model flags"])
 
 
 def test_config_json_names_the_code(tiny_args, tmp_path):

@@ -52,11 +52,11 @@ if deed == "usererror":
     print("error: --max-lr -1 must be positive", file=sys.stderr)
     sys.exit(1)
 if deed == "diskfail":
-    print("error of the machine: [Errno 5] Input/output error; mend that, and go on as after a kill", file=sys.stderr)
+    print("error of the machine: [Errno 5] Input/output error; fix that, then resume as after a kill", file=sys.stderr)
 if deed in ("savefail", "savehang", "ok", "limit") and rank0:
     save("00010")
 if deed == "limit" and rank0:
-    print("stopped by the time limit at step 10, all saved; go on with: ...", flush=True)
+    print("stopped by the time limit at step 10, all saved; resume with: ...", flush=True)
 if deed.endswith("fail"):
     sys.exit(3)
 while deed.endswith("hang"):
