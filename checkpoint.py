@@ -1,9 +1,9 @@
 """Checkpoints: atomic, asynchronous, complete or absent, and loaded without unpickling anything but tensors.
 
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
-    OUT/optim_{step:05d}.pt   optimizers, step, random states, the run's config: what resuming needs besides
+    OUT/optim_{step:05d}.pt   optimizers, step, random states, the run's config: what else resuming needs
 
-A step is complete when both files are whole. Each is written under a temporary name, made durable, then renamed.
+A step is complete when both files are whole. Each is written under a temporary name, synced to disk, then renamed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ PLAIN = re.compile(
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a .pt file has its end: the zip directory, which torch.save writes last and which needs the rest."""
+    """Whether a .pt file ends in a zip directory, which torch.save writes last and is only valid with the rest."""
     try:
         with zipfile.ZipFile(path) as z:
             return bool(z.infolist())
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a zip of some future version
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a future zip version
         return False
 
 
 def complete_steps(out_dir: str | Path) -> list[int]:
-    """Steps of the run folder whose two files are both whole, in order."""
+    """Steps of the run folder whose two files are both whole, sorted."""
     found: dict[int, set[str]] = {}
     for path in Path(out_dir).glob("*.pt"):
         if (m := NAME.fullmatch(path.name)) and is_whole(path):
@@ -69,8 +69,8 @@ def missing(path: Path) -> UserError:
 
 
 def pickled_names(path: Path) -> set[str]:
-    """Every "module name" that the pickles of a file of torch.save would look up. Raises ValueError, among others, for
-    a zip that unpacks to more than it is: torch.save compresses nothing."""
+    """Every "module name" that the pickles in a torch.save file would look up. Raises ValueError, among others, for a
+    zip that unpacks to more than its own size: torch.save does not compress."""
     if not zipfile.is_zipfile(path):
         with open(path, "rb") as f:  # the format before torch 1.6: five pickles, then the numbers
             ops = [op for _ in range(5) for op in pickletools.genops(f)]
@@ -83,48 +83,48 @@ def pickled_names(path: Path) -> set[str]:
 
 
 def read_tensors(path: Path, inert: Container[str] = ()) -> Any:
-    """The tensors and plain containers, on the CPU, that torch.save wrote. Nothing pickled is run, and no size that the
-    file states is believed: PickleError for names other than tensors' own (and `inert` ones, which the caller has made
-    harmless by torch.serialization.safe_globals), ValueError and torch's own kinds for the rest."""
+    """The tensors and plain containers that torch.save wrote, on the CPU. No pickled code runs, and no size stated in
+    the file is trusted: raises PickleError for names other than those tensors need (and `inert` ones, which the caller
+    has made harmless with torch.serialization.safe_globals), ValueError and torch's own errors for the rest."""
     if odd := sorted(name for name in pickled_names(path) if not PLAIN.fullmatch(name) and name not in inert):
-        raise PickleError(f"it wants {odd[0].replace(' ', '.')}, which could run code")
+        raise PickleError(f"it refers to {odd[0].replace(' ', '.')}, which could run code")
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     todo, seen, size = [found], set(), 0
-    while todo:  # a tensor may repeat what it holds without end, and the first copy of it would take that much memory
+    while todo:  # a tensor may repeat its data without end (stride 0), and a copy of it would take that much memory
         if id(x := todo.pop()) not in seen:
             seen.add(id(x))
             size += x.numel() * x.element_size() if isinstance(x, torch.Tensor) else 0
             todo += [*x, *x.values()] if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
     if size > 2 * path.stat().st_size:  # 2: a tied head may appear under both its names
-        raise ValueError(f"its tensors amount to {size:,} bytes")
+        raise ValueError(f"its tensors total {size:,} bytes")
     return found
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """read_tensors of a file of ours. Raises UserError for what is missing, damaged or not ours."""
+    """read_tensors for our own files. Raises UserError for a file that is missing, damaged or not ours."""
     if not path.is_file():
         raise missing(path)
     try:
         with zipfile.ZipFile(path) as z:
-            bad = z.testzip()  # the CRC-32 of every record, which torch.load does not look at
-    except Exception as e:  # zipfile, too, raises many kinds
+            bad = z.testzip()  # the CRC-32 of every record, which torch.load does not check
+    except Exception as e:  # zipfile, too, raises many types
         bad = f"its directory ({type(e).__name__})"
     if bad:
         step = NAME.fullmatch(path.name)
-        earlier = f"; move *_{step[2]}.pt elsewhere and --resume auto takes the one before" if step else ""
+        earlier = f"; move *_{step[2]}.pt away, and --resume auto uses the previous one" if step else ""
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
     try:
         found = read_tensors(path)
     except PickleError:
         raise UserError(
-            f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint "
+            f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint, "
             f"convert it with: python hub.py import {path} OUT_DIR"
         ) from None
-    except Exception as e:  # torch raises many kinds for a file that is not what it seems
+    except Exception as e:  # torch raises many types for a file that is not what it seems
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
     if not isinstance(found, dict) or type(found.get("format")) is not int or found["format"] != FORMAT:
         raise UserError(
-            f"{path} is not a checkpoint of this project; build-nanogpt and nanoGPT files convert with: "
+            f"{path} is not a checkpoint of this project; convert build-nanogpt and nanoGPT files with: "
             f"python hub.py import {path} OUT_DIR"
         )
     return found
@@ -135,18 +135,18 @@ def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     path = Path(path)
     if path.is_dir():
         step = latest_step(path)
-        if step is None:  # pulled from a Hub without the optimizer, say: any whole model will do for inference
+        if step is None:  # e.g. pulled from a Hub without the optimizer: any complete model will do for inference
             models = [p for p in sorted(path.glob("model_*.pt")) if NAME.fullmatch(p.name) and is_whole(p)]
             if not models:
                 runs = ", ".join(sorted({str(p.parent) for p in path.glob("*/model_*.pt")}))
-                mend = f"give one of {runs}" if runs else "train one: python train_gpt2.py --help"
+                mend = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
                 raise UserError(f"{path} holds no complete checkpoint (model_*.pt); {mend}")
             path = models[-1]
         else:
             path = model_path(path, step)
     found = _load(path)
     if not all(isinstance(found.get(key), kind) for key, kind in {"model": dict, "config": dict, "step": int}.items()):
-        raise UserError(f"{path} has no model in it; give the model_*.pt file")
+        raise UserError(f"{path} contains no model; use the model_*.pt file")
     return found.pop("model"), found
 
 
@@ -168,7 +168,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:
-    """What optim_*.pt holds, for the path of a model_*.pt, an optim_*.pt or a run folder (its newest complete step)."""
+    """The contents of optim_*.pt, given a model_*.pt, an optim_*.pt or a run folder (its newest complete step)."""
     path = Path(path)
     if path.is_dir():
         step = latest_step(path)
@@ -179,14 +179,14 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         raise missing(path)
     if not NAME.fullmatch(path.name):
         raise UserError(
-            f"cannot resume from {path}: checkpoints are named like model_00500.pt; to start a new run from weights "
+            f"cannot resume from {path}: checkpoints are named like model_00500.pt; to start a new run from weights, "
             f"use --init-from {path}"
         )
     optim = path.with_name(path.name.replace("model_", "optim_"))
     if not optim.is_file():
         raise UserError(
-            f"{path} has no {optim.name} beside it, so the run cannot resume exactly; to start a new run from its "
-            f"weights use --init-from {path}"
+            f"{path} has no {optim.name} next to it, so the run cannot resume exactly; to start a new run from its "
+            f"weights, use --init-from {path}"
         )
     return _load(optim)
 
@@ -207,7 +207,7 @@ def to_host(tree: Any, memo: dict | None = None) -> Any:
 
 
 def model_file(model: GPT, step: int, **extra: Any) -> dict[str, Any]:
-    """What model_*.pt holds: float32 weights under their own names, the model's config, the step."""
+    """The contents of model_*.pt: float32 weights under their own names, the model's config, the step."""
     config = dataclasses.asdict(model.config)
     state = {k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()}
     return {"format": FORMAT, "model": state, "config": config, "step": step, **extra}
@@ -218,15 +218,15 @@ def write(path: Path, content: dict[str, Any]) -> None:
     try:
         with whole_file(path) as f:
             torch.save(content, f)
-    except RuntimeError as e:  # torch's zip writer hides what the file said behind a position that it did not expect
+    except RuntimeError as e:  # torch's zip writer hides the file's error behind one about an unexpected position
         raise e.__context__ if isinstance(e.__context__, OSError) else e from None
 
 
 class Writer:
-    """Writes checkpoints in a thread while training goes on; keeps `keep` newest ones (0: all) and the best.
+    """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
-    A failed write is said at once, and training goes on: the next save tries again. If the last one failed, `wait`
-    raises UserError. Earlier checkpoints stay.
+    A failed write is reported at once, and training continues: the next save tries again. If the last one failed,
+    `wait` raises UserError. Earlier checkpoints stay.
     """
 
     def __init__(self, out_dir: str | Path, keep: int = 0):
@@ -236,22 +236,22 @@ class Writer:
         self._error: Exception | None = None  # set by the thread
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
-        """Start to copy both contents to host memory and to write the copy. Neither may change before `copied`."""
+        """Start copying both to host memory and writing the copies. Neither may change until `copied` returns."""
         self._join()
         self._copied.clear()
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what was gathered for it a moment ago is there
+            torch.cuda.synchronize()  # what was just gathered for it has arrived
         train = {"format": FORMAT, **train}
         self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name=WRITER)
         self._thread.start()
 
     def copied(self) -> None:
-        """Wait until what `save` was given may change again."""
+        """Wait until the arguments of `save` may change again."""
         if self._thread is not None:
             self._copied.wait()
 
     def wait(self) -> None:
-        """Wait for the write under way, if any; raise UserError if it failed."""
+        """Wait for the write in progress, if any; raise UserError if it failed."""
         self._join()
         if self._error is not None:
             raise UserError(
@@ -269,15 +269,15 @@ class Writer:
         try:
             device = next(iter(model["model"].values())).device
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # a new thread's is cuda:0, which need not be ours
-            # a stream of its own: on a GPU the copy then goes on beside the next forward and backward
+                torch.cuda.set_device(device)  # a new thread starts on cuda:0, which may not be ours
+            # a stream of its own lets the copy on a GPU overlap the next forward and backward
             with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
                 model, train = to_host(model, memo), to_host(train, memo)
             self._copied.set()
             memo.clear()
             if bad := [name for name, weight in model["model"].items() if not weight.isfinite().all()]:
                 raise UserError(f"the weights are not finite ({bad[0]}); lower --max-lr")
-            for left in self.out_dir.glob(".*.pt.part"):  # by a run that was killed while it wrote
+            for left in self.out_dir.glob(".*.pt.part"):  # left by a run killed while writing
                 left.unlink()
             path = model_path(self.out_dir, step)
             write(path.with_name(f"optim_{step:05d}.pt"), train)
@@ -291,7 +291,7 @@ class Writer:
             self._copied.set()
 
     def _retain(self, step: int, best_step: int | None) -> None:
-        """Delete this run's older checkpoints beyond `keep`; never the best, never one that is not complete."""
+        """Delete this run's older checkpoints beyond `keep`, but never the best or an incomplete one."""
         if self.keep:
             steps = [s for s in complete_steps(self.out_dir) if s <= step]
             for old in set(steps[: -self.keep]) - {best_step}:

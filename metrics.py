@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl (one object a step, no step twice), the console line, and trackers beside them."""
+"""The record of a run: metrics.jsonl (one object per step, no step twice), the console line, and trackers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """How fast a run is: a step's time, tokens a second, MFU (None where the card's peak is unknown), time to go."""
+    """How fast a run is: step time, tokens per second, MFU (None if the card's peak is unknown), time to go."""
 
     def __init__(self, cfg: TrainConfig, rt: Runtime, model: GPT):
         self.tokens, self.flops = cfg.total_batch_size, model.flops_per_token(cfg.sequence_length)
@@ -43,25 +43,25 @@ class Pace:
     def step(self, seconds: float) -> dict[str, Any]:
         step_ms = seconds * 1e3
         self.smooth_s = step_ms / 1e3 if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * step_ms / 1e3
-        self.steps += 1  # the first ones compile: no average yet
+        self.steps += 1  # the first ones compile: no averaging yet
         rate = self.tokens / step_ms * 1e3
         mfu = rate * self.flops / self.peak if self.peak else None
         return {"step_ms": step_ms, "tokens_per_second": rate, "mfu": mfu}
 
     def eta_s(self, steps: int) -> float:
-        """Seconds that `steps` more will take; NaN after the first, which says nothing."""
+        """Seconds that `steps` more will take; NaN after the first step, which is not representative."""
         return self.smooth_s * steps if self.steps > 1 else math.nan
 
 
 class Outliers:
-    """Running z-scores (exponential mean and variance over about 100 steps) that notice a spike of loss or norm."""
+    """Running z-scores (exponential mean and variance over about 100 steps) that flag spikes in loss or norm."""
 
     def __init__(self, keys: tuple[str, ...] = ("train_loss", "grad_norm"), threshold: float = 6.0):
         self.threshold = threshold
         self._state = {key: (0, 0.0, 0.0) for key in keys}  # count, mean, variance
 
     def check(self, record: dict[str, Any]) -> list[str]:
-        """What is out of the ordinary in this step's record, in words; then learn from it."""
+        """Describe the outliers in this step's record, then update the statistics with it."""
         said = []
         for key, (n, mean, variance) in self._state.items():
             value = record[key]
@@ -79,7 +79,7 @@ class Outliers:
 class RunLog:
     """Writes OUT/metrics.jsonl and feeds the tracker; does nothing on ranks other than 0.
 
-    A resumed run keeps the lines before `start_step` and writes the rest again, so that no step appears twice.
+    A resumed run keeps the lines before `start_step` and writes the rest again, so no step appears twice.
     """
 
     def __init__(self, out_dir: Path, start_step: int, tracker: str, config: dict[str, Any], main: bool = True):
@@ -91,8 +91,8 @@ class RunLog:
         before = read_lines(path)
         with whole_file(path) as f:
             f.write("".join(json.dumps(line) + "\n" for line in before if line["step"] < start_step).encode())
-        self._file = open(path, "ab", buffering=0)  # a line a write, and nothing left over to fail when it is closed
-        # TensorBoard can take back points but no texts, wandb neither: what they have of steps that come again stays
+        self._file = open(path, "ab", buffering=0)  # one write per line, and nothing buffered that could fail on close
+        # TensorBoard can purge points but not texts, wandb neither: what they have of repeated steps is kept
         told = (out_dir / {"tensorboard": "tensorboard", "wandb": "wandb_id"}.get(tracker, "")).exists() and start_step
         self._untold = max([start_step, *(line["step"] + 1 for line in before if told)])
         if tracker == "tensorboard":
@@ -100,10 +100,10 @@ class RunLog:
             from torch.utils.tensorboard.summary import hparams
 
             self._tensorboard = SummaryWriter(str(out_dir / "tensorboard"), purge_step=start_step)
-            atexit.register(self._tensorboard.close)  # the points before an error are those one wants to see
+            atexit.register(self._tensorboard.close)  # the points before an error matter most
             flat = config | {f"model.{k}": v for k, v in config.get("model", {}).items()}
             flat = {k: v for k, v in flat.items() if isinstance(v, bool | int | float | str)}
-            for summary in hparams(flat, {"train_loss": 0.0, "val_loss": 0.0}):  # add_hparams would start a run beside
+            for summary in hparams(flat, {"train_loss": 0.0, "val_loss": 0.0}):  # add_hparams would start another run
                 self._tensorboard.file_writer.add_summary(summary)
         elif tracker == "wandb":
             try:
@@ -129,13 +129,13 @@ class RunLog:
         if self._file is None:
             return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = json.dumps(finite).encode() + b"\n"  # JSON has no NaN, which a refused update may be of
+        line = json.dumps(finite).encode() + b"\n"  # JSON has no NaN, which a refused update may contain
         try:
-            if self._file.write(line) != len(line):  # the last bytes of a disk; a torn line is left out when read
+            if self._file.write(line) != len(line):  # the disk is full; readers skip a torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
             raise UserError(
-                f"cannot write to {self._file.name}: {e.strerror}; mend that, then go on with --resume auto"
+                f"cannot write to {self._file.name}: {e.strerror}; fix that, then continue with --resume auto"
             ) from None
         values = {k: v for k, v in record.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
@@ -145,7 +145,7 @@ class RunLog:
             self._wandb.log(values, step=record["step"])
 
     def console(self, record: dict[str, Any], max_steps: int, eta_s: float, usd_per_hour: float) -> None:
-        """build-nanogpt's line with MFU, ETA and the cost since this start; about once a second at most."""
+        """build-nanogpt's line with MFU, ETA and the cost since this start; at most about once a second."""
         for line in self._outliers.check(record):
             print0(f"outlier: {line}")
         now = time.monotonic()
@@ -163,7 +163,7 @@ class RunLog:
         print(line, flush=True)
 
     def text(self, step: int, text: str) -> None:
-        """Samples, on the console and in the tracker."""
+        """Send samples to the console and the tracker."""
         print0(text)
         if self._tensorboard is not None and step >= self._untold:
             self._tensorboard.add_text("samples", "```\n" + text + "\n```", step)
@@ -172,9 +172,9 @@ class RunLog:
             self._wandb.log({"samples": text}, step=step)
 
     def flush(self) -> None:
-        """Bring everything to storage. Called before a checkpoint is written: a run that resumes from it writes the
-        steps after it again, but not those before. TensorBoard holds points back for minutes, a bucket that is mounted
-        as a folder a file until it is closed."""
+        """Flush everything to storage. Called before a checkpoint is written: a run resumed from it rewrites the steps
+        after it, but not those before. TensorBoard holds points back for minutes, a bucket mounted as a folder holds a
+        file back until it is closed."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -192,10 +192,10 @@ class RunLog:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; a line torn by a kill is left out. Empty where there is no file."""
+    """The complete lines of a metrics.jsonl; a line torn by a kill is skipped. Empty if there is no file."""
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:  # a number of more digits than an int64 may have becomes a float, as the plots need it
+        try:  # integers with too many digits for an int64 become floats, as the plots need
             record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
         except (ValueError, RecursionError):
             continue
@@ -205,7 +205,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def tokens_per_step(out_dir: Path) -> int | None:
-    """Tokens per step of a run, from its config.json; None if it does not say."""
+    """Tokens per step of a run, from its config.json; None if not recorded there."""
     try:
         size = json.loads((out_dir / "config.json").read_text())["total_batch_size"]
     except (OSError, ValueError, TypeError, LookupError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a run will do and cost, before it does it: the cut of a step into micro-batches, memory, time, money."""
+"""What a run will do and cost, before it starts: how a step splits into micro-batches, memory, time, money."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from runtime import Runtime
 
 
 def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.nn.Module) -> int:
-    """Sequences a forward pass. auto: the largest divisor of a rank's share (at most 64) whose forward and backward fit
-    beside the optimizer's state; tried on the device, and the smallest answer of all ranks holds for all."""
+    """Sequences per forward pass. auto: the largest divisor of a rank's share (at most 64) whose forward and backward
+    fit in memory with the optimizer state; tried on the device, and all ranks use the smallest result of any."""
     S, W = cfg.sequences_per_step, rt.world_size
     if S % W:
         raise UserError(
-            f"--total-batch-size {cfg.total_batch_size} is {S} sequences of {cfg.sequence_length}, which do not divide "
-            f"over {W} ranks; use --total-batch-size {max(1, round(S / W)) * W * cfg.sequence_length}"
+            f"--total-batch-size {cfg.total_batch_size} is {S} sequences of {cfg.sequence_length}, which do not split "
+            f"evenly over {W} ranks; use --total-batch-size {max(1, round(S / W)) * W * cfg.sequence_length}"
         )
     share = S // W
     if cfg.micro_batch_size != "auto":
@@ -39,18 +39,18 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
             near = min(fits, key=lambda b: abs(b - cfg.micro_batch_size))
             raise UserError(
                 f"--micro-batch-size {cfg.micro_batch_size} does not divide the {share} sequences that each of {W} "
-                f"ranks takes a step; use --micro-batch-size {near} (or auto)"
+                f"ranks takes per step; use --micro-batch-size {near} (or auto)"
             )
         return cfg.micro_batch_size
     choices = [b for b in range(min(64, share), 0, -1) if share % b == 0]
-    if rt.device.type != "cuda":  # main memory has no useful out-of-memory error: keep the logits near half a GB
+    if rt.device.type != "cuda":  # running out of main memory raises no useful error: keep the logits near half a GB
         room = 2**27 if rt.device.type == "cpu" else 2**28  # on a CPU malloc may hold them twice: runtime.keep_memory
         return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= room), 1)
     return probe(model, forward, cfg, rt, choices)
 
 
 def probe(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, choices: list[int]) -> int:
-    """The largest micro-batch that fits on every rank, of the falling `choices`; at least halved from try to try,
+    """The largest micro-batch of the descending `choices` that fits on every rank; each try at least halves it,
     because each try compiles. Raises UserError if none fits."""
     B, tried = 0, math.inf
     for b in choices:
@@ -59,30 +59,30 @@ def probe(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, c
     B = int(rt.all_reduce(torch.tensor(float(B), device=rt.device), "min").item())
     if not B:
         raise UserError(
-            f"out of memory with {choices[-1]} sequence(s) of {cfg.sequence_length} tokens on a rank; use --recompute, "
+            f"out of memory with {choices[-1]} sequence(s) of {cfg.sequence_length} tokens per rank; use --recompute, "
             "--zero-stage 1 (on several GPUs), a smaller --sequence-length or model"
         )
     return B
 
 
 def fits_in_memory(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, B: int) -> bool:
-    """Whether micro-steps of B sequences fit, with room for AdamW's two moments, which the first step will allocate;
-    leaves nothing behind but what `forward` has compiled, which is what training calls."""
+    """Whether micro-steps of B sequences fit, with room for AdamW's two moments, which the first step will allocate.
+    Leaves nothing behind but the compiled code of `forward`, which training reuses."""
     idx, targets = torch.zeros(2, B, cfg.sequence_length, dtype=torch.int64, device=rt.device)
     moments = loss = None
-    forward.require_backward_grad_sync = False  # another rank may fail in this one
+    forward.require_backward_grad_sync = False  # another rank may fail in this backward
     try:
         moments = torch.empty(2 * model.num_params(), device=rt.device)
-        for _ in range(2):  # the second finds the gradients of the first
+        for _ in range(2):  # the second runs with the first's gradients in memory
             with rt.autocast():
                 _, loss = forward(idx, targets)
             loss.backward()
         fits = True
-    except RuntimeError as e:  # while it compiles, or in the backward thread, it is not always an OutOfMemoryError
+    except RuntimeError as e:  # while compiling, or in the backward thread, not always an OutOfMemoryError
         if not re.search("out of memory|OutOfMemory|ALLOC_FAILED", f"{type(e).__name__} {e}"):
             raise
         fits = False
-    del idx, targets, moments, loss  # and, with the exception, what its frames held: now the cache can go back
+    del idx, targets, moments, loss  # the exception's frames are gone, too: the cache can be released
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -94,7 +94,7 @@ def fits_in_memory(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: R
 def describe(
     cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, max_steps: int, start: int, B: int
 ) -> None:
-    """The facts of the run, on the console."""
+    """Print the facts of the run."""
     T, tokens = cfg.sequence_length, max_steps * cfg.total_batch_size
     epochs = tokens / (data.order.per_epoch * T) if data else 0.0
     where = f"{rt.world_size} x {runtime.device_name(rt.device)}, {str(rt.dtype).removeprefix('torch.')}"
@@ -107,16 +107,16 @@ def describe(
         + (f", {epochs:.2f} epochs of this data" if data else "")
     )
     if data and not (data.paths[0].parent / shards.MANIFEST).exists():
-        print0(f"warning: no {shards.MANIFEST} beside these shards: headers, sizes and ids are checked, hashes are not")
+        print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
     if cfg.warmup_steps >= max_steps:
-        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never comes to its peak")
+        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the learning rate never peaks")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
     if epochs > 4.5 and not cfg.overfit_single_batch:
-        print0(f"warning: {epochs:.0f} passes over the same data; past 4 they teach little; --max-steps sets the end")
+        print0(f"warning: {epochs:.0f} passes over the same data, and those past 4 add little; --max-steps limits them")
 
 
 def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
-    """OUT/config.json: the resolved config and the code that made the run, for people and plots."""
+    """OUT/config.json: the resolved config and the code version behind the run, for people and plots."""
     if rt.is_main:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         resolved = {"out_dir": str(cfg.run_dir), "resolved_max_steps": max_steps, "world_size": rt.world_size}
@@ -134,8 +134,8 @@ def estimate(
     steps: int,
     B: int,
 ) -> None:
-    """--dry-run: memory, step time measured on the spot (`run` does forward and backward of (n, B, T + 1) tokens, its
-    first call compiles; `update` the optimizer's part), ETA and dollars."""
+    """--dry-run: memory, step time as measured here, ETA and dollars. `run` does forward and backward of (n, B, T + 1)
+    tokens, and compiles on its first call; `update` does the optimizer's part."""
     batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
     runs, updates = [], []
     for _ in range(4):
@@ -151,8 +151,8 @@ def estimate(
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
     print0(
-        f"dry run: peak memory of a rank {rt.peak_memory() / 2**30:.1f} GiB, with gradients and optimizer state\n"
-        f"step {step_s * 1e3:,.0f} ms ({micro_steps} micro-steps, and {min(updates) * 1e3:,.0f} ms to update): "
-        f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}; without evaluation\n"
+        f"dry run: peak memory per rank {rt.peak_memory() / 2**30:.1f} GiB, with gradients and optimizer state\n"
+        f"step {step_s * 1e3:,.0f} ms ({micro_steps} micro-steps, plus {min(updates) * 1e3:,.0f} ms to update): "
+        f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
         f"{steps} steps take {duration(hours * 3600)}; {usd}"
     )

@@ -689,7 +689,7 @@ def checkpoint_damage(t: Torture) -> None:
         else:
             path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :])
             script = run.start(out, "--max-steps", "14")[0].wait()  # at 12 there is nothing to do, and nothing is read
-            t.refused(f"{kind} {path.name}, newest", script, path.name, "--resume auto takes the one before")
+            t.refused(f"{kind} {path.name}, newest", script, path.name, "--resume auto uses the previous one")
 
 
 def equal(a: object, b: object) -> bool:
