@@ -1,6 +1,6 @@
-"""How a script begins and ends: the errors a user can mend, rank 0's voice, exit codes, how threads wait.
+"""How a script starts and ends: the errors a user can fix, printing on rank 0, exit codes, how threads wait.
 
-Importing it is free: nothing here needs torch.
+Importing it is cheap: nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-WRITER = "checkpoint"  # name of the thread that a process does not end without
+WRITER = "checkpoint"  # name of the thread that a process waits for before it exits
 
 
 class UserError(Exception):
-    """Something the user can mend. The message gives the value, the rule and the command that mends it."""
+    """Something the user can fix. The message gives the value, the rule and the command that fixes it."""
 
 
 def thread_waits(brief: bool = False, load: str = "/proc/loadavg") -> None:
     """Choose how torch's CPU threads wait for each other, unless OMP_WAIT_POLICY is set; before torch is imported.
 
-    Asleep: in training no slower alone, and three times faster (measured on 2 cores) when another process wants a core,
-    be it a browser or a second rank. brief: the waits will be many and short, as one token's are; then to spin for a
-    moment is 1.4 times faster on a machine that has nothing else to do, and 4 times slower on one that has.
+    They sleep: training is no slower alone, and three times faster (measured on 2 cores) when another process wants a
+    core, be it a browser or a second rank. brief: expect many short waits, as in generating single tokens; spinning
+    briefly is then 1.4 times faster on an idle machine, and 4 times slower on a busy one.
     """
     if "OMP_WAIT_POLICY" in os.environ:
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     try:
         with open(load) as f:
-            others = int(f.read().split()[3].split("/")[0]) - 1  # threads that run just now, this one left out
+            others = int(f.read().split()[3].split("/")[0]) - 1  # running threads, except this one
     except (OSError, ValueError, IndexError):  # not Linux
         return
     if brief and others <= (os.cpu_count() or 1) / 4:
@@ -42,22 +42,22 @@ def thread_waits(brief: bool = False, load: str = "/proc/loadavg") -> None:
 
 
 def run_cli(main: Callable[[], object], brief_waits: bool = False) -> None:
-    """Run a script's main: a UserError ends it with one message and exit code 1, never with a traceback."""
+    """Run a script's main: a UserError ends it with one message and exit code 1, never a traceback."""
     thread_waits(brief_waits)
     try:
         main()
         end(0)
     except UserError as e:
-        if env_rank() > 0:  # most errors are everybody's: let rank 0 say it, and torchrun end the others meanwhile
+        if env_rank() > 0:  # most errors hit all ranks: let rank 0 report it and torchrun end the others
             time.sleep(3)
         fail(f"error: {e}")
     except KeyboardInterrupt:
         end(130)
     except OSError as e:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drop what can no longer be written
-        if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader left, which is not our failure
+        if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader exited, which is not our failure
             end(141)
-        # a disk that is full, a network volume that stumbled: it may pass, so train.sh tries again
+        # a full disk, a network volume that failed briefly: it may pass, so train.sh tries again
         fail(f"system error: {e}; fix that, then resume as after a kill")
 
 
@@ -72,12 +72,12 @@ def fail(why: str) -> None:
 
 
 def end(code: int) -> None:
-    """Exit. A rank finishes the checkpoint it is writing, then skips interpreter shutdown, where gloo was seen
-    to abort, or to wait forever for a dead rank."""
+    """Exit. A rank finishes the checkpoint it is writing, then skips interpreter shutdown, where gloo has been
+    seen to abort, or to wait forever for a dead rank."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(code)
     for thread in threading.enumerate():
-        if thread.name == WRITER:  # no other: the pools of torch's compiler never end
+        if thread.name == WRITER:  # no others: the pools of torch's compiler never end
             thread.join()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -85,16 +85,16 @@ def end(code: int) -> None:
 
 
 def printable(text: str) -> str:
-    """Text from outside with terminal control codes (all but newline and tab) replaced: it cannot drive the screen."""
+    """External text with terminal control codes (all but newline and tab) replaced, so it cannot drive the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def env_rank() -> int:
-    """Rank of this process as torchrun tells it; 0 without torchrun."""
+    """This process's rank, as set by torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def print0(*args: object) -> None:
-    """Print on rank 0 only, at once; names of files and what came from elsewhere cannot drive the terminal."""
+    """Print on rank 0 only, flushed at once; file names and external text cannot drive the terminal."""
     if env_rank() == 0:
         print(printable(" ".join(map(str, args))), flush=True)

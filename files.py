@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that one process holds at a time."""
+"""Files that are written whole or not at all, and folders that only one process may hold at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cli import UserError
 
 @contextmanager
 def whole_file(path: Path):
-    """Yield a binary file that takes the name `path` once all of it is on the disk; an error leaves nothing behind."""
+    """Yield a binary file that is renamed to `path` once all of it is on disk; an error leaves nothing behind."""
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as f:
@@ -20,17 +20,17 @@ def whole_file(path: Path):
             os.fsync(f.fileno())
         os.replace(part, path)
     except BaseException:
-        part.unlink(missing_ok=True)  # a half file is nobody's work, and it may be what filled the disk
+        part.unlink(missing_ok=True)  # a partial file is of no use, and it may be what filled the disk
         raise
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # for the new name, too, to survive a power cut
+    os.fsync(folder)  # so that the new name, too, survives a power cut
     os.close(folder)
 
 
 @contextmanager
 def locked(folder: Path, wait: bool = False):
-    """Hold `folder` (made if missing) for this process; where another process holds it, wait or raise UserError. The
-    lock ends with the process, however that ends. A folder made here, in which an error leaves nothing, goes again."""
+    """Lock `folder` (created if missing) for this process; if another process holds it, wait or raise UserError. The
+    lock ends with the process, however that ends. A folder created here is removed if an error leaves it empty."""
     import fcntl
 
     new = not wait and not folder.exists()

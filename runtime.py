@@ -1,6 +1,6 @@
-"""The environment, absorbed once: device, dtype, ranks, clocks, peak FLOP/s.
+"""The environment, read once: device, dtype, ranks, clocks, peak FLOP/s.
 
-Every other file asks this one instead of asking the machine. Importing it is free: torch is imported on use.
+Every other file asks this one instead of the machine. Importing it is cheap: torch is imported on use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from glob import glob
 from typing import TYPE_CHECKING
 
 from cli import UserError, env_rank, fail
-from cli import print0 as print0  # the ranks' one voice, looked for here, too
+from cli import print0 as print0  # re-exported: readers look for it here, too
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it, so that a clock read afterwards is honest."""
+        """Wait until the device has finished its queued work, so a clock read afterwards is accurate."""
         import torch
 
         if self.device.type in ("cuda", "mps"):
@@ -66,7 +66,7 @@ class Runtime:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """`tensor` (one shape on all ranks) of every rank, in their order. Every rank must call it."""
+        """Every rank's `tensor` (same shape on all), in rank order. Every rank must call it."""
         if self.world_size == 1:
             return [tensor]
         import torch
@@ -77,14 +77,14 @@ class Runtime:
         return parts
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill `tensor` (one shape on all ranks) with rank `source`'s. Every rank must call it."""
+        """Fill `tensor` (same shape on all ranks) with rank `source`'s. Every rank must call it."""
         if self.world_size > 1:
             import torch.distributed as dist
 
             dist.broadcast(tensor, source)
 
     def any(self, flag: object) -> bool:
-        """Whether `flag` is set on any rank: all of them get the same answer. Every rank must call it."""
+        """Whether `flag` is set on any rank; all ranks get the same answer. Every rank must call it."""
         import torch
 
         if self.world_size == 1:
@@ -92,11 +92,11 @@ class Runtime:
         return bool(self.all_reduce(torch.tensor(float(bool(flag)), device=self.device), "max").item())
 
     def barrier(self, hours: float = 0) -> None:
-        """Wait until every rank is here, for as long as a collective may take, or for `hours`."""
+        """Wait until every rank is here, for up to the timeout of a collective, or for `hours`."""
         if self.world_size > 1:
             import torch.distributed as dist
 
-            # NCCL would end the run after its own patience, whatever the ranks are waiting for
+            # NCCL would end the run after its own timeout, whatever the ranks are waiting for
             dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo") if hours else None)
 
     def peak_memory(self) -> int:
@@ -111,7 +111,7 @@ class Runtime:
 
 
 def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
-    """Why a torch that is built for CUDA cannot use the GPU of this machine; an empty string if all is as it should."""
+    """Why a torch built for CUDA cannot use this machine's GPU; an empty string if nothing is wrong."""
     import torch
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -125,16 +125,16 @@ def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """`auto` is cuda, then mps, then cpu; a name is checked against what is available. Raises UserError,
-    also where a GPU is present but unusable."""
+    """`auto` tries cuda, then mps, then cpu; a name is checked against what is available. Raises UserError,
+    also if a GPU is present but unusable."""
     import torch
 
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name in ("auto", "cuda") and (why := unusable_gpu()):
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({why}); `nvidia-smi` shows the newest "
-            "CUDA that the driver runs: install a torch built for that or an older one, and make install "
-            "SYSTEM_TORCH=1, or take a machine with a newer driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
+            "CUDA that the driver supports: install a torch built for that or older, then run make install "
+            "SYSTEM_TORCH=1, or use a machine with a newer driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
         )
     if name == "auto":
         name = next(k for k, there in available.items() if there)
@@ -146,7 +146,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         index = int(name.split(":")[1]) if ":" in name else local_rank
         if index >= torch.cuda.device_count():
             raise UserError(
-                f"rank {env_rank()} wants cuda:{index} but this machine has {torch.cuda.device_count()} GPUs; "
+                f"rank {env_rank()} needs cuda:{index} but this machine has {torch.cuda.device_count()} GPUs; "
                 f"use --nproc_per_node={torch.cuda.device_count()}"
             )
         built = [int(a[3:]) for a in torch.cuda.get_arch_list() if a[:3] == "sm_" and a[3:].isdigit()]
@@ -154,7 +154,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         if built and 10 * major + minor < min(built):
             raise UserError(
                 f"torch {torch.__version__} has no code for a {torch.cuda.get_device_name(index)}, sm_{major}{minor}; "
-                "install one that has (for a V100 torch 2.11 to 2.14 for CUDA 12.6), and: make install SYSTEM_TORCH=1"
+                "install one that has (for a V100, torch 2.11 to 2.14 for CUDA 12.6), then: make install SYSTEM_TORCH=1"
             )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
@@ -162,7 +162,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated it loses to float32."""
+    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulation is slower than float32."""
     try:
         with open("/proc/cpuinfo") as f:
             flags = f.read()
@@ -195,7 +195,7 @@ def keep_memory() -> None:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What made a run: torch, python and, in a clone, the commit, "-dirty" where files differ from it."""
+    """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
     import torch
 
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=40"]
@@ -206,8 +206,8 @@ def versions() -> dict[str, str]:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What torch.compile lacks to build what it writes, or an empty string: C++ on the CPU; for a GPU Triton's
-    launchers, in C against the headers of Python."""
+    """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++; for a GPU, Triton's
+    launchers are C and need Python's headers."""
     names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"
     if device.type != "cpu":
         names, compiler = ("CC", "gcc", "clang"), "C compiler (gcc)"
@@ -217,7 +217,7 @@ def missing_compiler(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or how many threads the CPU gives."""
+    """The GPU's name, or the device type and CPU thread count."""
     import torch
 
     if device.type == "cuda":
@@ -227,15 +227,15 @@ def device_name(device: torch.device) -> str:
 
 @contextmanager
 def session(device: str = "auto", dtype: str = "auto", deterministic: bool = False, timeout_minutes: float = 10):
-    """Yield the Runtime of this process; under torchrun join the process group (nccl on CUDA, gloo elsewhere) and
+    """Yield this process's Runtime; under torchrun join the process group (nccl on CUDA, gloo elsewhere) and
     leave it on every exit. A preflight all-reduce names the rank at fault before any work is done.
 
-    deterministic: the same bits every time on a GPU, too. On a CPU that costs nothing measurable and is always so.
+    deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
     """
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, before CUDA starts
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel is chosen by how long it takes
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this, before CUDA starts
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # do not choose kernels by timing
     import torch
 
     local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -267,8 +267,8 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=soon))
         if one_machine:
-            # torchrun keeps one store over its restarts, where ranks would find the addresses of those that died. The
-            # agents of several machines count their restarts differently, so there each must have a store of its own.
+            # torchrun keeps one store across restarts, where ranks would find the addresses of dead ranks. The agents
+            # of several machines count their restarts differently, so there each needs a store of its own.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
             "gloo" if gloo else "nccl",
@@ -278,7 +278,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
             device_id=None if gloo else dev,
             timeout=soon,
         )
-    except RuntimeError as e:  # torchrun's restart may cure it, so this is not a UserError
+    except RuntimeError as e:  # a torchrun restart may fix it, so this is not a UserError
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise SystemExit(f"rank {rt.rank} could not join the {world_size} ranks at {where}: {e}") from None
     if gloo:
@@ -287,26 +287,26 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     try:
         total = rt.all_reduce(torch.ones(1, device=dev)).item()
         if total != world_size:
-            raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks answered")
+            raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks responded")
         yield rt
         broken = False
-    except RuntimeError as e:  # gloo's own are plain ones
+    except RuntimeError as e:  # gloo raises plain ones
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        time.sleep(6)  # let the rank at fault speak first: torchrun ends all as soon as one has ended
+        time.sleep(6)  # let the rank at fault report first: torchrun ends all as soon as one exits
         why = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
-        fail(f"{why}; go on from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
+        fail(f"{why}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
         why = sys.exception()
 
         def give_up() -> None:
-            print(f"error: {why}" if why else "the other ranks do not answer", file=sys.stderr, flush=True)
+            print(f"error: {why}" if why else "the other ranks do not respond", file=sys.stderr, flush=True)
             os._exit(1)
 
         watchdog = threading.Timer(60, give_up)  # teardown, too, can hang on a dead rank
         watchdog.daemon = True
         watchdog.start()
-        if broken and not gloo:  # destroying it would wait for ranks that may not come
+        if broken and not gloo:  # destroying it would wait for ranks that may never arrive
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
@@ -324,8 +324,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak dense FLOP/s of the card at training precision (see PEAK_FLOPS), or None where it is not known: then MFU is
-    "unknown". A 3090 Ti, a laptop's 4090 and a slice of an A100 are not the card in the table."""
+    """Peak dense FLOP/s of the card at training precision (see PEAK_FLOPS), or None if not known: MFU is then
+    "unknown". A 3090 Ti, a laptop 4090 and a MIG slice of an A100 do not match the cards in the table."""
     import torch
 
     if device.type != "cuda":
