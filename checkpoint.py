@@ -107,7 +107,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as z:
             bad = z.testzip()  # the CRC-32 of every record, which torch.load does not check
-    except Exception as e:  # zipfile, too, raises many types
+    except Exception as e:  # zipfile raises many exception types, too
         bad = f"its directory ({type(e).__name__})"
     if bad:
         step = NAME.fullmatch(path.name)
@@ -120,7 +120,7 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint, "
             f"convert it with: python hub.py import {path} OUT_DIR"
         ) from None
-    except Exception as e:  # torch raises many types for a file that is not what it seems
+    except Exception as e:  # torch raises many exception types for a file that is not what it seems
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
     if not isinstance(found, dict) or type(found.get("format")) is not int or found["format"] != FORMAT:
         raise UserError(

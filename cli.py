@@ -58,7 +58,7 @@ def run_cli(main: Callable[[], object], brief_waits: bool = False) -> None:
         if isinstance(e, BrokenPipeError):  # `infer.py ... | head`: the reader exited, which is not our failure
             end(141)
         # a full disk, a network volume that failed briefly: it may pass, so train.sh tries again
-        fail(f"system error: {e}; fix that, then resume as after a kill")
+        fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
 
 
 def fail(why: str) -> None:

@@ -80,7 +80,7 @@ class TrainConfig:
     muon_momentum_warmup_steps: int = 0
     """Steps over which Muon's momentum rises from 0.85."""
     embed_lr_scale: float = 1.0
-    """Multiplies max-lr for the embeddings; untied ones train best at high rates."""
+    """Multiplies max-lr for the embeddings; untied ones work well at high rates."""
 
     val_every: int = 250
     val_tokens: int = 10_485_760
@@ -104,8 +104,8 @@ class TrainConfig:
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: for the model's weights and gradients (accumulated in it over micro-steps); the optimizer keeps float32
-    master weights, which checkpoints store."""
+    """bfloat16 applies to the model's weights and gradients, also as they add up over micro-steps; the optimizer keeps
+    float32 master weights, which checkpoints store."""
     deterministic: bool = False
     """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
     compile: bool = True
@@ -237,7 +237,7 @@ _record8 = TrainConfig(
         qk_norm=True, zero_init_projections=True,
     ),
     data_dir="data/fineweb", max_steps=4578, val_every=125,
-    optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record, too, splits Muon's work across ranks
+    optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record also splits Muon's work across ranks
     max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
     schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
     weight_decay=0.0, grad_clip=0.0, weights="bfloat16",

@@ -78,7 +78,7 @@ class Loader:
                 f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
                 "use a smaller --sequence-length or more data (python fineweb.py --help)"
             )
-        self._shard = lru_cache(maxsize=1)(self._read_shard)  # while the next is read, both are in memory
+        self._shard = lru_cache(maxsize=1)(self._read_shard)  # while the next shard is read, both are in memory
 
     def _read_shard(self, i: int) -> np.ndarray:
         """Tokens of shard i, read whole and front to back."""

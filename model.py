@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-REAL_VOCAB = 50257  # number of ids GPT-2's tokenizer has; ids above only pad the vocabulary to a round size
+REAL_VOCAB = 50257  # number of ids in GPT-2's tokenizer; higher ids only pad the vocabulary to a round size
 # For changing lengths: cuDNN's, torch's choice on Hopper, takes 0.4 s to plan each one (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGEST = 2**20  # upper bound on every size in a config, which may come from a file
@@ -167,7 +167,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class NoInit(TorchFunctionMode):  # random init on the meta device does nothing, but takes a second to import a compiler
+class NoInit(TorchFunctionMode):  # random init on the meta device only loads torch's compiler, which takes a second
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return None if getattr(func, "__module__", "") == "torch.nn.init" else func(*args, **(kwargs or {}))
 
@@ -196,7 +196,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
-        if config.norm == "rmsnorm":  # normed next, the embedding's scale matters only relative to its learning rate
+        if config.norm == "rmsnorm":  # normalized next, so the embedding's scale only sets its effective learning rate
             nn.init.normal_(self.transformer.wte.weight)
 
     @staticmethod

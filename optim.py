@@ -18,7 +18,7 @@ OPTIMIZER_STATE = {
 
 
 class Weights:
-    """What the optimizers update: the model's parameters or, if those are to be bfloat16, their float32 twins (master
+    """What the optimizers update: the model's parameters or, with --weights bfloat16, their float32 twins (master
     weights, Micikevicius et al. 2018), so small updates are not rounded away. Gradients then need half the bandwidth
     between ranks; checkpoints store the twins."""
 

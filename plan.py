@@ -109,7 +109,7 @@ def describe(
     if data and not (data.paths[0].parent / shards.MANIFEST).exists():
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
     if cfg.warmup_steps >= max_steps:
-        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the learning rate never peaks")
+        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
     if epochs > 4.5 and not cfg.overfit_single_batch:
         print0(f"warning: {epochs:.0f} passes over the same data, and those past 4 add little; --max-steps limits them")

@@ -225,9 +225,9 @@ def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScale
             scaler.load_state_dict(saved["scaler"])
         if rt.rank < len(saved["rng"]):
             state, cuda = saved["rng"][rt.rank].cpu(), rt.device.type == "cuda"
-            if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU state kilobytes; they do not mix
+            if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU state kilobytes; neither fits the other
                 torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
-    except Exception as e:  # torch raises many types
+    except Exception as e:  # torch raises many exception types
         raise UserError(
             f"the train state of step {saved['step']} does not fit this run ({type(e).__name__}: {e!s:.200}); start a "
             "new run from its weights with --init-from"

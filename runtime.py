@@ -162,7 +162,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulation is slower than float32."""
+    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
     try:
         with open("/proc/cpuinfo") as f:
             flags = f.read()

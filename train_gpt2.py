@@ -173,7 +173,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     model = convert.open_model(cfg.init_from).to(rt.device)
     cfg = replace(cfg, model=model.config, sequence_length=min(cfg.sequence_length, model.config.block_size))
     data = Loader(local_data(cfg, rt), "val", cfg.sequence_length, cfg.model.vocab_size)
-    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: one evaluation is too short
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: compiling would cost more time
     loss, tokens = validate(model, data, cfg, rt, B, lambda: None), val_windows(data, cfg) * data.T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
     wanted = cfg.hellaswag_every or cfg.hellaswag_data
@@ -244,7 +244,7 @@ class Compiled(torch.nn.Module):
 
     def __init__(self, model: GPT):
         super().__init__()
-        self.model = model  # DDP finds the parameters here; a plain list does not register modules
+        self.model = model  # DDP finds the parameters here; the plain list below registers none
         self.blocks = [torch.compile(block, dynamic=False) for block in model.transformer.h]
         self.loss = torch.compile(model.loss, dynamic=False)
 
