@@ -243,7 +243,7 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     tune(*short, "--max-steps", 4, "--resume", "auto")
     tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt", init=())
     assert list(curve(tmp_path / "run")) == list(range(6))
-    with pytest.raises(UserError, match=r"sequence-length 128 is beyond .*add --sequence-length 32"):
+    with pytest.raises(UserError, match=r"sequence-length 128 is too long for .*use --sequence-length 32"):
         tune("--sequence-length", 128, run="long")
 
 
@@ -502,9 +502,9 @@ def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is_and_fine_tuned_afte
     said = run_script("train_gpt2.py", "--eval-only", *flags, "--val-tokens", "1024").stdout
     assert f"on 1,024 tokens of {data}" in said and f"val loss: {curve(run)[12][1]:.4f}" in said
     tune = ["finetune", *flags, "--out-dir", tmp_path / "tuned"]
-    fails("train_gpt2.py", *tune, "--max-steps", "2", says=["add --sequence-length 32"])
+    fails("train_gpt2.py", *tune, "--max-steps", "2", says=["use --sequence-length 32"])
     few = [*tune, "--sequence-length", "32"]
-    fails("train_gpt2.py", *few, says=["--epochs 2 of this data", "not one step of --total-batch-size 32768"])
+    fails("train_gpt2.py", *few, says=["--epochs 2 of this data", "less than one step of --total-batch-size 32768"])
     assert not list(tmp_path.glob("tuned/*"))
     few += ["--max-steps", "2", "--model.n-layer", "3"]
     fails("train_gpt2.py", *few, says=["n_layer is 2, not 3", "drop the --model flags"])
