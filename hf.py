@@ -1,4 +1,4 @@
-"""A client of the Hugging Face Hub, and one error for whatever the Hub, the network or the library answers."""
+"""Open a Hugging Face Hub client, with one kind of error for any failure of the Hub, the network or the library."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[HfApi, str]]:
-    """A client and the full name of `repo` (owner put on, hf:// taken off). What the Hub, the network or the library
-    answers in the block becomes one UserError, which never shows the token and ends with `hint`; so does a missing
-    token for a write."""
+    """Yield a client and the full name of `repo` (owner added, hf:// removed). Any failure of the Hub, the network or
+    the library inside the block becomes a UserError, which never shows the token and ends with `hint`. A write without
+    a token raises UserError, too."""
     import httpx2
     from huggingface_hub import HfApi, constants, get_session, get_token
 
     where, name = constants.ENDPOINT, repo.removeprefix("hf://").removeprefix("datasets/").strip("/")
     if where.startswith("http://"):  # a mirror on the local network has no Xet storage
         constants.HF_HUB_DISABLE_XET = True
-    # huggingface_hub waits without limit by default: a network that swallows packets would hang instead of failing
+    # huggingface_hub has no timeout by default: a network that drops packets would make it hang instead of fail
     get_session().timeout = httpx2.Timeout(300, connect=10)
     if write and not get_token():
-        raise UserError(f"a push to {name} needs a token: run `hf auth login`, or set HF_TOKEN to one that may write")
+        raise UserError(f"a push to {name} needs a token: run `hf auth login`, or set HF_TOKEN to one that can write")
     try:
         user = HfApi().whoami()["name"] if write else ""
         yield HfApi(), f"{user}/{name}" if write and "/" not in name else name
@@ -40,10 +40,10 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
         if kinds & {"TransportError", "OfflineModeIsEnabled"}:
             why = f"cannot reach {where} for {name} ({type(chain[-1]).__name__}); check the network and HF_HUB_OFFLINE"
         elif "HFValidationError" in kinds:
-            why = f"{name!r} is not the name of a repository; write OWNER/NAME"
+            why = f"{name!r} is not a valid repository name; use OWNER/NAME"
         elif status:
-            mend = "check the name; run `hf auth login`, or set HF_TOKEN to a token that may do this (write to push)"
-            why = f"{where} answered {status} for {name}; {mend if status in (401, 403, 404) else 'wait a little'}"
+            mend = "check the name; run `hf auth login`, or set HF_TOKEN to a token with access (write, to push)"
+            why = f"{where} answered {status} for {name}; {mend if status in (401, 403, 404) else 'wait a moment'}"
         elif kinds & {"JSONDecodeError", "FileMetadataError"}:
-            why = f"{where} does not answer for {name} as a Hub does; is a log-in page or a proxy in between?"
-        raise UserError(f"{why}. The same command, run again, continues where this one stopped{hint}") from None
+            why = f"{where} did not answer like a Hub for {name}; is there a log-in page or a proxy in between?"
+        raise UserError(f"{why}. Run the same command again to continue where it stopped{hint}") from None

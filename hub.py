@@ -1,4 +1,4 @@
-"""Exchange: token shards and checkpoints through the Hugging Face Hub, models in other layouts.
+"""Exchange token shards and checkpoints through the Hugging Face Hub, and convert models to and from other layouts.
 
     python hub.py push-data data/edufineweb OWNER/NAME       # tokenize once, ...
     python hub.py pull-data OWNER/NAME data/edufineweb       # ... train anywhere (also: --data-dir hf://OWNER/NAME)
@@ -6,7 +6,7 @@
     python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers' AutoModelForCausalLM
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
-A transfer that was cut off continues when the same command is run again, and counts only once the hashes agree.
+An interrupted transfer continues when the same command is run again; it is complete only once all hashes match.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from hf import open_hub
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
-STAGE = ".incoming"  # in the target folder: what is being downloaded, until its hash is right
-COMMIT_FILES = 10  # files a commit: what an interrupted upload has to look at again
+STAGE = ".incoming"  # in the target folder: holds downloads until their hashes are verified
+COMMIT_FILES = 10  # files per commit: the most that an interrupted upload has to process again
 MODEL_FILE = re.compile(r"(model|optim)_\d+\.pt|[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
 CARD_FACTS = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
@@ -43,17 +43,17 @@ def listing(api: HfApi, repo: str, kind: str, revision: str | None = None) -> di
 
 
 def is_same(path: Path, remote: RepoFile | None, sha256: str | None = None) -> bool:
-    """Whether a file has the size that the Hub lists and the given sha256, or else the hash that the Hub lists."""
+    """Whether a file has the size listed by the Hub and the given sha256 or, if none is given, the Hub's hash."""
     if remote is None or not path.is_file() or path.stat().st_size != remote.size:
         return False
-    if sha256 is None and remote.lfs is None:  # a small text: listed by its git hash
+    if sha256 is None and remote.lfs is None:  # small text files are listed with their git hash
         return hashlib.sha1(b"blob %d\0" % remote.size + path.read_bytes()).hexdigest() == remote.blob_id
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest() == (sha256 or remote.lfs.sha256)
 
 
 def push(repo: str, kind: str, files: list[Path], card: str, public: bool) -> None:
-    """Upload files, and a card if any (REPO in it is the repo), in order; return once the Hub lists all as sent."""
+    """Upload `files` in order, then `card`, if any (REPO becomes the name); return once the Hub lists all as sent."""
     with open_hub(repo, write=True) as (api, repo), tempfile.TemporaryDirectory() as temporary:
         from huggingface_hub import CommitOperationAdd
 
@@ -62,7 +62,7 @@ def push(repo: str, kind: str, files: list[Path], card: str, public: bool) -> No
             raise UserError(f"{repo} exists and is public; add --public to push there, or choose another name")
         (readme := Path(temporary, "README.md")).write_text(card.replace("REPO", repo))
         files = files + [readme] * bool(card)
-        # what a run still writes to is sent as it is now
+        # a run may still be appending to these: send a snapshot
         files = [Path(shutil.copy2(p, temporary)) if p.suffix == ".jsonl" else p for p in files]
         there = listing(api, repo, kind)
         todo = [p for p in files if not is_same(p, there.get(p.name))]
@@ -75,27 +75,27 @@ def push(repo: str, kind: str, files: list[Path], card: str, public: bool) -> No
             if not (todo := [p for p in todo if not is_same(p, there.get(p.name))]):
                 break
         else:
-            raise UserError(f"{repo} does not list {todo[0].name} as it was sent; run the same command again")
-    print0(f"{len(files)} files are on the Hub; pull with:\npython hub.py pull-{kind.removesuffix('set')} {repo} DIR")
+            raise UserError(f"{repo} does not list {todo[0].name} as sent; run the same command again")
+    print0(f"{len(files)} files are on the Hub; to pull:\npython hub.py pull-{kind.removesuffix('set')} {repo} DIR")
 
 
 @contextmanager
 def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tuple[dict[str, RepoFile], Callable]]:
-    """Yield the listing of one revision of `repo`, and fetch({name: sha256 or None}, mine), which fills `out`.
+    """Yield the listing of one revision of `repo`, and fetch({name: sha256 or None}, mine), which downloads to `out`.
 
-    A file gets its name only once its hash is right; a wrong one is fetched a second time, then named in a UserError.
-    Of files that are there with other contents only those in `mine` are replaced."""
+    A file gets its final name only once its hash is verified; on a mismatch it is fetched once more, then reported in
+    a UserError. Existing files with other contents are replaced only if they are in `mine`."""
     stage = out / STAGE
     with open_hub(repo) as (api, repo), ExitStack() as stack:
         sha = api.repo_info(repo, repo_type=kind, revision=revision, timeout=10).sha
         remote = listing(api, repo, kind, sha)
         stack.enter_context(locked(stage, wait=True))  # machines that share a folder take turns
-        stage.mkdir(exist_ok=True)  # the one before has removed it
+        stage.mkdir(exist_ok=True)  # the previous one removed it
 
         def fetch(wanted: dict[str, str | None], mine: Container[str] = (), to: Path = out) -> None:
             wrong = [n for n, sha256 in wanted.items() if not is_same(to / n, remote[n], sha256)]
             if taken := [n for n in wrong if n not in mine and (out / n).exists() and to == out]:
-                raise UserError(f"{out} holds another {taken[0]} than {repo}; pull into an empty folder")
+                raise UserError(f"{out} has a different {taken[0]} than {repo}; pull into an empty folder")
             options = {"repo_type": kind, "revision": sha, "local_dir": stage}
             for again in (False, True):
                 if wrong:
@@ -107,7 +107,7 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
                     os.replace(stage / name, to / name)
                     wrong.remove(name)
             if wrong:
-                raise UserError(f"{', '.join(wrong)} of {repo} came twice with a wrong hash; its owner must push again")
+                raise UserError(f"{', '.join(wrong)} from {repo} had a wrong hash twice; its owner must push again")
 
         yield remote, fetch
         shutil.rmtree(stage)
@@ -120,15 +120,15 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     if (manifest := shards.read_manifest(data_dir)) is None:
         raise UserError(f"{data_dir} has no {shards.MANIFEST}; make one with: python fineweb.py --out {data_dir}")
     if problems := list(shards.verify(data_dir)):
-        raise UserError(f"{data_dir} is not pushed: {'; '.join(problems)}. See: python fineweb.py --verify {data_dir}")
-    text = f"{sum(s.tokens for s in manifest.shards):,} GPT-2 tokens of {manifest.source['name']}, as uint16."
-    files = [data_dir / s.file for s in manifest.shards] + [data_dir / shards.MANIFEST]  # last: with it, all is there
+        raise UserError(f"{data_dir} was not pushed: {'; '.join(problems)}. See: python fineweb.py --verify {data_dir}")
+    text = f"{sum(s.tokens for s in manifest.shards):,} GPT-2 tokens from {manifest.source['name']}, as uint16."
+    files = [data_dir / s.file for s in manifest.shards] + [data_dir / shards.MANIFEST]  # last: it completes the set
     push(repo, "dataset", files, f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n", public)
 
 
 def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
-    """Download token shards, or only `limit_shards` training shards, each checked by sha256 (the manifest's, or the
-    Hub's where a set has none). Returns the folder; raises UserError."""
+    """Download token shards, at most `limit_shards` of them for training, and check each one's sha256 (from the
+    manifest, or from the Hub if there is none). Returns the folder; raises UserError."""
     import shards
 
     out, manifest = Path(data_dir), None
@@ -147,12 +147,12 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         fetch({n: sha256 for n, sha256 in known.items() if n not in left_out}, here)
         if manifest:
             shards.write_manifest(out, replace(manifest, shards=[s for s in manifest.shards if s.file not in left_out]))
-    print0(f"{len(shards.shard_files(out))} shards in {out}, every hash right")
+    print0(f"{len(shards.shard_files(out))} shards in {out}, all hashes verified")
     return out
 
 
 def load(path: Path) -> tuple:
-    """The .pt file that a file or run folder stands for, its model, and a card with the run's figures at its step."""
+    """The .pt file for a file or run folder, its model, and a model card with the run's figures at that step."""
     import checkpoint
     import metrics
 
@@ -170,21 +170,21 @@ def load(path: Path) -> tuple:
 
 
 def push_model(path: Path, repo: str, public: bool = False, with_optimizer: bool = False) -> None:
-    """Upload a .pt file, a run's newest checkpoint (with its optimizer, so that it can resume), or an export."""
+    """Upload a .pt file, a run's newest checkpoint (with its optimizer, to resume from), or an export."""
     if (path / "model.safetensors").is_file():
         return push(repo, "model", [p for p in sorted(path.iterdir()) if MODEL_FILE.fullmatch(p.name)], "", public)
     weights, _, card = load(path)
     optim = weights.with_name(weights.name.replace("model_", "optim_"))
     if with_optimizer and not optim.is_file():
-        raise UserError(f"{optim} is not there; push without --with-optimizer")
+        raise UserError(f"{optim} does not exist; push without --with-optimizer")
     extra = [weights.with_name(n) for n in ("metrics.jsonl", "curves.png", "config.json")] + [optim] * with_optimizer
     card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
     push(repo, "model", [weights, *filter(Path.is_file, extra)], card, public)
 
 
 def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step: bool = False) -> None:
-    """Download a pushed model, for infer.py and, if its optimizer was pushed too, `train_gpt2.py --resume`: its newest
-    step, or all of them."""
+    """Download a pushed model, its newest step or all of them, for infer.py and, if its optimizer was pushed too, for
+    `train_gpt2.py --resume`."""
     with pull(repo, "model", out_dir, revision) as (remote, fetch):
         names = [n for n in remote if MODEL_FILE.fullmatch(n)]
         steps = {n: int(n[6:-3]) for n in names if n.endswith(".pt")}
@@ -197,7 +197,7 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
 
 
 def export(path: Path, out_dir: Path) -> None:
-    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card."""
+    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card."""
     import convert
 
     _, model, card = load(path)
