@@ -1,12 +1,12 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+"""HellaSwag (Zellers et al. 2019): which of four endings does the model find most likely?
 
     python hellaswag.py                                        # download the 10,042 validation rows
     python hellaswag.py --model log/gpt2-124m                  # score a run, a .pt file, a Hugging Face folder, gpt2
     python hellaswag.py --model gpt2 --limit 1000 --per-example rows.jsonl
 
-acc takes the ending with the lowest summed loss, acc_norm the one with the lowest loss a token: the completion style
-of build-nanogpt and llm.c. `--style lm-eval` renders and normalises as the LM Evaluation Harness does (cleaned text,
-activity as title, loss a character); its figures are higher and comparable only among themselves.
+acc takes the ending with the lowest summed loss, acc_norm the one with the lowest loss per token, the completion
+style of build-nanogpt and llm.c. `--style lm-eval` renders and normalizes as the LM Evaluation Harness does (cleaned
+text, activity as title, loss per character); its scores are higher and comparable only with each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 VAL_ROWS = 10_042
-LONGEST = 1 << 16  # bytes of a row; HellaSwag's have a few thousand
+LONGEST = 1 << 16  # bytes per row; HellaSwag's rows have a few thousand
 Style = Literal["completion", "lm-eval"]
 
 
@@ -43,16 +43,16 @@ class Example:
     ctx: list[int]  # tokens of the context
     endings: list[list[int]]  # tokens of the four endings
     units: list[int]  # what acc_norm divides each ending's loss by
-    label: int  # the right ending, 0 to 3
+    label: int  # the correct ending, 0 to 3
 
 
 def clean(text: str) -> str:
-    """Text without the marks of the WikiHow rows, as the LM Evaluation Harness takes them out."""
+    """Text without the markup of WikiHow rows, removed as in the LM Evaluation Harness."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def render(row: dict, style: Style = "completion") -> Example:
-    """Tokens of one row: every ending follows its context after a space."""
+    """Tokens of one row; each ending follows the context after a space."""
     encode, endings = tokenizer.encoding().encode_ordinary, row["endings"]
     if style == "completion":
         ctx, tails = encode(row["ctx"]), [encode(" " + e) for e in endings]
@@ -65,13 +65,13 @@ def render(row: dict, style: Style = "completion") -> Example:
 
 
 def check(row: object, style: Style) -> str:
-    """What is wrong with a row of the file, or an empty string."""
+    """What is wrong with a row, or an empty string."""
     if not isinstance(row, dict):
         return "the row is not a JSON object"
     for field in ("ctx",) if style == "completion" else ("activity_label", "ctx_a", "ctx_b"):
         text = row.get(field)
         if not isinstance(text, str) or not (text.strip() or field == "ctx_b"):  # WikiHow rows have an empty ctx_b
-            return f"field {field!r} is missing or no text"
+            return f"field {field!r} is missing or not text"
     endings = row.get("endings")
     if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e.strip() for e in endings)):
         return "field 'endings' is missing or not four texts"
@@ -79,7 +79,7 @@ def check(row: object, style: Style) -> str:
 
 
 def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style = "completion") -> list[Example]:
-    """The first `limit` (0: all) rows of a .jsonl file. Raises UserError naming the line and the field at fault."""
+    """The first `limit` (0: all) rows of a .jsonl file. Raises UserError naming the bad line and field."""
     path, examples = Path(path), []
     if not path.is_file():
         raise UserError(f"no HellaSwag rows at {path}; download them with: python hellaswag.py")
@@ -91,12 +91,12 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
                 continue
             try:
                 if len(line) == LONGEST:
-                    raise ValueError(f"not of such rows: {LONGEST:,} bytes and more")
+                    raise ValueError(f"too long for a row: {LONGEST:,} bytes or more")
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8
-                raise UserError(f"{path} line {number} is not JSON ({e}); download it again or mend the line") from None
+                raise UserError(f"{path} line {number} is not JSON ({e}); download it again or fix the line") from None
             if wrong := check(row, style):
-                raise UserError(f"{path} line {number}: {wrong}; a row has ctx, endings (four) and label")
+                raise UserError(f"{path} line {number}: {wrong}; a row has ctx, four endings and a label")
             examples.append(render(row, style))
     if not examples:
         raise UserError(f"{path} has no rows; download them with: python hellaswag.py")
@@ -104,8 +104,8 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
 
 
 def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
-    """The rows in `data`, or those that were downloaded; none, and a line that says why, where there are none or the
-    model cannot read them: neither keeps a run from training."""
+    """The rows in `data` or, by default, the downloaded ones. If there are none, or the model cannot read them, print
+    why and return an empty list: the run trains all the same."""
     why = f"no {DEFAULT_PATH}; download it with: python hellaswag.py"
     if data or DEFAULT_PATH.exists():
         examples = load_examples(data or DEFAULT_PATH)
@@ -122,10 +122,10 @@ def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
 
 @dataclass(frozen=True)
 class Batch:
-    """N examples of about one length. A row is a tree: the context, then four branches that do not see each other.
+    """N examples of similar length. A row is a tree: the context, then four branches that do not see each other.
 
-    tokens (3, N, T): ids, their positions in the text, their part (0 context, 1 to 4 endings, 5 padding).
-    scored (3, M), for every token of an ending: row and column of what predicts it, which of the 4N endings it is in.
+    tokens (3, N, T): id, position in the text, and part (0 context, 1 to 4 endings, 5 padding).
+    scored (3, M), per ending token: row and column of the position that predicts it, and its ending among all 4N.
     """
 
     rows: list[int]  # which examples
@@ -139,15 +139,15 @@ GRAIN = 8  # row lengths are multiples of this: few shapes, little padding
 
 def plan_batches(examples: list[Example], block_size: int, token_budget: int) -> list[list[tuple[int, int, list[int]]]]:
     """All examples as (row length, index, context), sorted by length into batches of at most token_budget positions
-    (or one example). A context too long for the model loses its beginning. Raises UserError for an ending that is."""
+    (or one example). A context too long for the model is cut at its start; an ending too long raises UserError."""
     work = []  # (row length, index, context)
     for i, e in enumerate(examples):
         longest = max(map(len, e.endings))
         if longest > block_size:
-            raise UserError(f"HellaSwag row {i} has an ending of {longest} tokens, the model reads {block_size}")
+            raise UserError(f"HellaSwag row {i} has an ending of {longest} tokens, but the model reads {block_size}")
         ctx = e.ctx[-(block_size + 1 - longest) :]  # the last token of an ending is predicted, not read
         work.append((-(-(len(ctx) + sum(map(len, e.endings)) - 4) // GRAIN) * GRAIN, i, ctx))
-    work.sort(reverse=True)  # longest first: memory that suffices at the start suffices to the end
+    work.sort(reverse=True)  # longest first: if the first batch fits in memory, all do
     batches = []
     while work:
         n = max(1, token_budget // work[0][0])
@@ -157,7 +157,7 @@ def plan_batches(examples: list[Example], block_size: int, token_budget: int) ->
 
 
 def make_batch(plan: list[tuple[int, int, list[int]]], examples: list[Example]) -> Batch:
-    """The tensors of one of plan_batches' batches."""
+    """The tensors for one batch of plan_batches."""
     import torch
 
     tokens, scored, targets = [], [], []
@@ -181,18 +181,18 @@ def score(
     progress: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Summed negative log-likelihood in nats of every ending, (n, 4) float32 on the CPU, the same on all ranks.
+    """Summed negative log-likelihood of each ending in nats, (n, 4) float32 on the CPU, the same on all ranks.
 
-    The context is read once for its four endings; the head is applied only where an ending is predicted. Ranks share
-    the batches, and every rank must call this; with `rt` the forward runs under its autocast. `check` is called equally
-    often on every rank, and may raise.
+    The context is read once for its four endings; the head is applied only where an ending is predicted. The ranks
+    split the batches, and each must call this; with `rt`, the forward pass runs under its autocast. `check` is called
+    the same number of times on every rank, and may raise.
     """
     import torch
     import torch.nn.functional as F
     from tqdm import tqdm
 
     rt = rt or Runtime(device, torch.float32)
-    # positions a batch, logits at once; a CPU is fastest where they fit its cache
+    # positions per batch, rows of logits at a time; a CPU is fastest when they fit in its cache
     budget, head_rows = (65_536, 8_192) if device.type == "cuda" else (512, 128)
     batches = plan_batches(examples, model.config.block_size, budget)
     losses = torch.zeros(len(examples), 4)
@@ -213,12 +213,12 @@ def score(
             ])  # fmt: skip
             losses[b.rows] = (
                 torch.zeros(4 * len(b.rows)).index_add_(0, slot, nll).view(-1, 4)
-            )  # on the CPU: exact order
+            )  # on the CPU: fixed order
     return rt.all_reduce(losses.to(device)).cpu()  # an example's losses are zero on all ranks but one
 
 
 def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float | int]:
-    """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} of the losses (n, 4) that `score` gives."""
+    """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns."""
     import torch
 
     n, label = len(examples), torch.tensor([e.label for e in examples])
@@ -239,7 +239,7 @@ def evaluate(
 
 
 def summary_line(found: dict[str, float]) -> str:
-    """The line that every script ends an evaluation with."""
+    """The line with which every script ends an evaluation."""
     return "hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**found)
 
 
@@ -254,10 +254,10 @@ def download(path: Path, url: str) -> None:
             content = answer.read()
     except (OSError, ValueError, HTTPException) as e:
         raise UserError(
-            f"cannot download {url} ({e}); check the network and run the same command again, or put it at {path}"
+            f"cannot download {url} ({e}); check the network and run the same command again, or save it as {path}"
         ) from None
     if (rows := content.count(b"\n")) != VAL_ROWS:
-        raise UserError(f"{url} gave {rows} rows, not HellaSwag's {VAL_ROWS}; run the same command again")
+        raise UserError(f"{url} returned {rows} rows, not HellaSwag's {VAL_ROWS}; run the same command again")
     with whole_file(path) as f:
         f.write(content)
 
@@ -265,12 +265,12 @@ def download(path: Path, url: str) -> None:
 @dataclass(frozen=True)
 class Args:
     model: str = ""
-    """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it the rows are downloaded."""
+    """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it, download the rows."""
     data: Path = DEFAULT_PATH
     limit: int = 0
-    """Score only the first rows; 0 is all of them."""
+    """Score only this many rows from the start; 0 means all."""
     per_example: Path | None = None
-    """Write index, label, predictions and losses of every row to this .jsonl file."""
+    """Write the index, label, predictions and losses of each row to this .jsonl file."""
     style: Style = "completion"
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

@@ -1,11 +1,11 @@
 """Sample text from a checkpoint, a run folder, a Hugging Face GPT-2 folder or a name on the Hub.
 
-    python infer.py log/quickstart "def main():"                        # one sample, written as it is made
+    python infer.py log/quickstart "def main():"                        # one sample, printed as it is generated
     python infer.py gpt2 "Hello, I'm a language model," --num-samples 4 --temperature 0.8 --seed 42
     echo "Once upon a time" | python infer.py log/gpt2-124m - --temperature 0 --json
 
-An empty prompt starts a new document. The prompt must fit the model's context; the text may outgrow it: the context
-then slides, its newer half is read again and the older one forgotten.
+An empty prompt starts a new document. The prompt must fit the model's context, but the text may outgrow it: the model
+then rereads the newer half of the context and drops the older half.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class Args:
     model: tyro.conf.Positional[str]
     """Run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)."""
     prompt: tyro.conf.Positional[str] = ""
-    """Text to continue; - reads standard input (a newline at its end is left out)."""
+    """Text to continue; - reads standard input (without a final newline)."""
     file: Path | None = None
-    """Read the prompt from this file instead, as it stands."""
+    """Read the prompt from this file instead, unchanged."""
     max_new_tokens: int = 64
     num_samples: int = 1
     temperature: float = 1.0
-    """0 takes the likeliest token every time."""
+    """0 always takes the most likely token."""
     top_k: int = 50
-    """Draw from this many likeliest tokens; 0 is all."""
+    """Sample from this many most likely tokens; 0 means all."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probabilities reach this."""
+    """Sample from the fewest most likely tokens whose probabilities add up to this."""
     seed: int = 42
-    """Same seed and flags, same machine: same text."""
+    """The same seed and flags on the same machine give the same text."""
     stop_at_eot: bool = False
     """End a sample where the model ends the document."""
     json: bool = False
-    """Write one JSON object a sample."""
+    """Write one JSON object per sample."""
     allow_special: bool = False
-    """Read <|endoftext|> in the prompt as that token; it is plain text otherwise."""
+    """Encode <|endoftext|> in the prompt as the special token; otherwise it is plain text."""
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the weights and of the cache; auto is bfloat16 where the hardware multiplies it."""
+    """Precision of the weights and the cache; auto means bfloat16 where the hardware can multiply it."""
 
     def check(self) -> None:
         rules = {
@@ -70,13 +70,13 @@ class Args:
         }
         for name, (good, rule) in rules.items():
             if not good:
-                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be {rule}")
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {rule}")
 
 
 def read_prompt(args: Args) -> str:
     """The prompt from the command line, the file or standard input. Raises UserError."""
     if args.file and args.prompt:
-        raise UserError(f"a prompt {args.prompt!r} and --file {args.file} are given; give one of them")
+        raise UserError(f"both a prompt {args.prompt!r} and --file {args.file} are given; give only one")
     try:
         if args.file:
             return args.file.read_bytes().decode()
@@ -84,17 +84,17 @@ def read_prompt(args: Args) -> str:
     except OSError as e:
         raise UserError(f"cannot read the prompt from {args.file} ({e.strerror}); check the path") from None
     except UnicodeDecodeError as e:
-        raise UserError(f"the text of {args.file or 'stdin'} is not UTF-8 (byte {e.start}); use iconv") from None
+        raise UserError(f"{args.file or 'stdin'} is not UTF-8 text (byte {e.start}); convert it with iconv") from None
 
 
 def encode(text: str, allow_special: bool) -> list[int]:
-    """Tokens of a prompt; an empty one is the start of a document."""
+    """Tokens of a prompt; an empty prompt starts a document."""
     enc = tokenizer.encoding()
     return (enc.encode(text, allowed_special="all") if allow_special else enc.encode_ordinary(text)) or [tokenizer.EOT]
 
 
 def write_stream(prompt: str, ids: Iterator[int]) -> None:
-    """Print a prompt and its continuation as it comes; a character whose bytes span tokens appears when whole."""
+    """Print a prompt, then its continuation as it is generated; a character split across tokens appears when whole."""
     enc, utf8 = tokenizer.encoding(), codecs.getincrementaldecoder("utf-8")("replace")
     print(printable(prompt), end="", flush=True)
     for i in ids:
@@ -103,7 +103,7 @@ def write_stream(prompt: str, ids: Iterator[int]) -> None:
 
 
 def until_eot(steps: Iterator[torch.Tensor], stop: bool) -> Iterator[list[int | None]]:
-    """The ids of every step, None for samples that have ended; the last step is the one in which all have."""
+    """Yield the ids of every step, with None for samples that have ended, until all have."""
     done: set[int] = set()
     for step in steps:
         row: list[int | None] = step.tolist()
@@ -114,8 +114,8 @@ def until_eot(steps: Iterator[torch.Tensor], stop: bool) -> Iterator[list[int | 
 
 
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Move `model` to its device and precision, for inference only: on a CPU with bfloat16 the weight matrices are put
-    in the layout that oneDNN multiplies a few rows by fastest, which nearly doubles the tokens a second."""
+    """Move `model` to its device and precision, for inference only. On a CPU with bfloat16, repack the weight matrices
+    into the layout that oneDNN multiplies a few rows by fastest, which nearly doubles the tokens per second."""
     import torch
 
     model = model.to(device, dtype)
@@ -124,20 +124,20 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
             packed = reorder(layer.weight.detach())
             layer.forward = lambda x, packed=packed, b=layer.bias: multiply(x, packed, b, "none", [], "")
-            if layer is not model.lm_head:  # whose weight may be the embedding's too
+            if layer is not model.lm_head:  # the head may share the embedding's weight
                 layer.weight = None
     return model
 
 
 class Decoder:
-    """What reads one position for GPT.stream, in shapes and addresses that stay the same: on a GPU the hundreds of
-    kernels of a step are then one CUDA graph, launched at once, and no longer wait for Python. Not under autocast."""
+    """Reads one position for GPT.stream, with fixed shapes and addresses: on a GPU the hundreds of kernels of a step
+    become one CUDA graph, launched at once without waiting for Python. Do not use under autocast."""
 
     def __init__(self, model: GPT):
         self.model, self.cache = model, None
 
     def __call__(self, cache: KVCache, new: Tensor) -> Tensor:
-        """Logits (B, V) after ids `new` (B, 1); they hold until the next call."""
+        """Logits (B, V) after ids `new` (B, 1), valid until the next call."""
         if cache is not self.cache:
             self.cache, self.new, self.at = cache, new.clone(), new.new_tensor([cache.length])
             self.replay = self._captured() if new.is_cuda else self._step
@@ -157,7 +157,7 @@ class Decoder:
     def _captured(self) -> Callable[[], Tensor]:
         import torch
 
-        side = torch.cuda.Stream()  # warm-up, as torch.cuda.graph asks for: libraries take their workspaces now
+        side = torch.cuda.Stream()  # warm-up, as torch.cuda.graph requires: libraries allocate workspaces now
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._step()
@@ -174,7 +174,7 @@ class Decoder:
 
 
 def load(args: Args) -> GPT:
-    """The model that the command line names, ready for inference. Raises UserError."""
+    """The model named on the command line, ready for inference. Raises UserError."""
     from convert import open_gpt2
 
     device = pick_device(args.device)
@@ -188,7 +188,7 @@ def main() -> None:
     tokens = encode(prompt, args.allow_special)
     model = load(args)
     if len(tokens) > (limit := model.config.block_size):
-        raise UserError(f"the prompt has {len(tokens)} tokens, the context of {args.model} {limit}; shorten the prompt")
+        raise UserError(f"the prompt has {len(tokens)} tokens, but the context of {args.model} is {limit}; shorten it")
     import torch
 
     steps = model.stream(
@@ -197,7 +197,7 @@ def main() -> None:
         Decoder(model) if model.device.type == "cuda" else None,
     )  # fmt: skip
     ids = until_eot(steps, args.stop_at_eot)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? instead of failing
+    sys.stdout.reconfigure(errors="replace")  # a non-UTF-8 terminal shows ? instead of failing
     prompt = prompt.encode(errors="replace").decode()
     if args.num_samples == 1 and not args.json:
         return write_stream(prompt, (row[0] for row in ids))

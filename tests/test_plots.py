@@ -157,7 +157,7 @@ def test_reference_band(figure, tmp_path):
 def test_the_reference_says_whose_steps_are_not_its_own(figure, tmp_path, capsys):
     figure([write_run(tmp_path / "run", batch=524_288), write_run(tmp_path / "small", batch=4096)], reference=True)
     said = capsys.readouterr().out
-    assert "524,288 tokens a step, small has 4,096" in said and "run has" not in said
+    assert "524,288 tokens per step, but small has 4,096" in said and "run has" not in said
 
 
 def test_smooth_ignores_spikes_and_keeps_a_line():
