@@ -1,4 +1,4 @@
-"""Text files to documents: parquet, jsonl and plain text, read in small chunks however large a file is."""
+"""Read documents from parquet, jsonl and plain text files in small chunks, however large a file is."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import NamedTuple
 
 from cli import UserError
 
-CHUNK = 8 << 20  # bytes of text tokenized together: enough for every core, little beside the shards in memory
-PIECE = 1 << 16  # characters of a text file tokenized as one; the pieces of a chunk go to different cores
+CHUNK = 8 << 20  # bytes of text tokenized together: enough for all cores, little compared to the shards in memory
+PIECE = 1 << 16  # characters of a text file tokenized as a unit; the pieces of a chunk go to different cores
 CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token spans this point or looks back past it: cutting keeps the ids
 
 
 class Chunk(NamedTuple):
-    """Texts to tokenize together. The first `documents` of them begin one; the others continue the one before."""
+    """Texts to tokenize together. The first `documents` of them each start a document; the others continue one."""
 
     texts: list[str]
     documents: int
-    size: float  # bytes of the source file that these are
+    size: float  # bytes of the source file that these take up
     file: int = 0  # index in the source
 
 
 def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
-    """One document, in pieces that no token runs over."""
+    """One document, in pieces that no token crosses."""
     begins, rest, block = 1, "", " "
     with open(path, encoding="utf-8", newline="") as file:
         while block:
@@ -45,7 +45,7 @@ def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
 
 
 def read_jsonl(path: Path, field: str) -> Iterator[Chunk]:
-    """A document from each line; null is an empty one, a blank line is none."""
+    """One document per line; null is an empty document, and blank lines are skipped."""
     number = 0
     with open(path, "rb") as file:
         while lines := file.readlines(CHUNK):
@@ -54,23 +54,23 @@ def read_jsonl(path: Path, field: str) -> Iterator[Chunk]:
                 number += 1
                 if line.isspace():
                     continue
-                try:  # half a surrogate pair, which only JSON can hold, is replaced as tiktoken does
+                try:  # a lone surrogate, possible only in JSON, is replaced as in tiktoken
                     text = json.loads(line)[field] or ""
                     texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                    raise ValueError(f"line {number} is no object with text in {field!r} (--text-column)") from None
+                    raise ValueError(f"line {number} is not an object with text in {field!r} (--text-column)") from None
             yield Chunk(texts, len(texts), sum(map(len, lines)))
 
 
 def read_parquet(path: Path, column: str) -> Iterator[Chunk]:
-    """A document from each row; null is an empty one. Little is held at once, however large a row group is."""
+    """One document per row; null is an empty document. Memory use stays small, however large a row group is."""
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # else a row group's column would be read whole
+    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # avoids reading a row group's column whole
     kind = str(file.schema_arrow.field(column).type) if column in file.schema_arrow.names else "missing"
     if kind not in ("string", "large_string", "string_view"):
         names = ", ".join(file.schema_arrow.names)
-        raise ValueError(f"its column {column!r} is {kind}, not text; choose with --text-column from {names}")
+        raise ValueError(f"its column {column!r} is {kind}, not text; choose one with --text-column: {names}")
     rows, size = max(1, file.metadata.num_rows), path.stat().st_size
     groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
     widest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
@@ -83,20 +83,20 @@ READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".ndjson": read_jsonl
 
 
 def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], None]) -> Iterator[Chunk]:
-    """Chunks of the files in turn, the first of which has index `first`. `used(path)`: that file has been read."""
+    """Chunks of the files in turn, the first of which has index `first`. Calls `used(path)` after reading a file."""
     for index, path in enumerate(paths, first):
         try:
             chunks = READERS.get(path.suffix, read_text)(path, column)
             yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
-        except (OSError, ValueError, NotImplementedError, MemoryError) as e:  # the last two: pyarrow, of odd headers
+        except (OSError, ValueError, NotImplementedError, MemoryError) as e:  # the last two: pyarrow, odd headers
             mend = "--source takes parquet, jsonl or UTF-8 text; convert it or leave it out"
             raise UserError(f"cannot read {path}: {e}; {mend}") from None
         used(path)
 
 
 def ahead(items: Iterable, steps: int, join: bool = False) -> Iterator:
-    """The same items, made by a thread of their own that is at most `steps` of them ahead of the caller. join: closing
-    the iterator waits for the thread (a thread that still reads when the process ends may abort it)."""
+    """The same items, produced by a separate thread at most `steps` ahead of the caller. join: closing the iterator
+    waits for the thread (one still reading when the process exits may abort it)."""
     room, made, closed = threading.Semaphore(steps - 1), queue.SimpleQueue(), threading.Event()
     end = object()
 

@@ -1,11 +1,11 @@
-"""Text to token shards: FineWeb from the Hub, any dataset there, your own files, or the corpus every Python carries.
+"""Turn text into token shards: FineWeb, any dataset on the Hub, your own files, or Python's standard library.
 
     python fineweb.py                                       # FineWeb-Edu, 10B tokens, into data/fineweb-edu
     python fineweb.py --source stdlib                       # Python's standard library: no download, a few seconds
     python fineweb.py --source 'books-*.parquet' --out data/books
     python fineweb.py --verify data/books
 
-However it was interrupted, the same command goes on at the shard in progress and ends with the same bytes.
+After any interruption, the same command resumes at the shard in progress and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf import open_hub
 from shards import Manifest, Shard
 from tokenizer import EOT, bulk_encoder
 
-HUB = {  # name: dataset, what the paths of its files start with
+HUB = {  # name: dataset, path prefix of its files
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/"),
     "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/"),
     "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/"),
@@ -49,23 +49,23 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 @dataclass(frozen=True)
 class Args:
     source: tuple[str, ...] = ("fineweb-edu",)
-    """fineweb-edu, fineweb, fineweb-edu-100bt, fineweb-100bt; stdlib; a Hub dataset OWNER/NAME; or files, globs
-    welcome: parquet, jsonl, and anything else as plain text, one document a file."""
+    """fineweb-edu, fineweb, fineweb-edu-100bt, fineweb-100bt; stdlib; a Hub dataset OWNER/NAME; or files or
+    globs: parquet, jsonl, and anything else as plain text, one document per file."""
     out: Path | None = None
     """Folder for the shards; default data/NAME."""
     shard_size: int | None = None
-    """Tokens a shard; default 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, rounded to one
-    digit, at most 100,000,000: small sources, too, have several shards, of which the first is val."""
+    """Tokens per shard; default 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, rounded to one
+    digit, at most 100,000,000: even small sources get several shards, the first of which is val."""
     format: Literal["npy", "bin"] = "npy"
-    """npy like build-nanogpt, bin like llm.c."""
+    """npy as in build-nanogpt, bin as in llm.c."""
     limit_tokens: int | None = None
-    """Stop after so many tokens."""
+    """Stop after this many tokens."""
     subset: str | None = None
-    """Only a Hub dataset's parquet files under this path prefix."""
+    """Use only the parquet files of a Hub dataset whose paths start with this."""
     text_column: str = "text"
     """Column (parquet) or field (jsonl) that holds the text."""
     keep_source: bool = False
-    """Keep what is downloaded, in OUT/.source."""
+    """Keep downloaded files in OUT/.source."""
     verify: Path | None = None
     """Only check this folder of shards."""
 
@@ -74,7 +74,7 @@ class Args:
 
 
 def hub_source(repo: str, subset: str) -> dict:
-    """The parquet files of a Hub dataset at its present revision. Raises UserError."""
+    """The parquet files of a Hub dataset at its current revision. Raises UserError."""
     folder = subset.rpartition("/")[0] or None
     with open_hub(repo, hint="; without network: python fineweb.py --source stdlib") as (api, repo):
         revision = api.dataset_info(repo, expand=["sha"], timeout=10).sha
@@ -87,7 +87,7 @@ def hub_source(repo: str, subset: str) -> dict:
 
 
 def download(source: dict, first: int, folder: Path) -> Iterator[Path]:
-    """Fetch the files of a Hub source, from index `first` on, into `folder`; a file that was begun is resumed."""
+    """Download the files of a Hub source from index `first` on into `folder`; a partial download is resumed."""
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
@@ -99,7 +99,7 @@ def download(source: dict, first: int, folder: Path) -> Iterator[Path]:
 
 
 def given_files(patterns: tuple[str, ...]) -> dict[Path, str]:
-    """Files of each pattern in turn, and what the manifest calls them. Raises UserError."""
+    """Files of each pattern in turn, and their names in the manifest. Raises UserError."""
     found = []
     for pattern in patterns:
         paths = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
@@ -110,14 +110,14 @@ def given_files(patterns: tuple[str, ...]) -> dict[Path, str]:
 
 
 def common_name(paths: list[Path]) -> str:
-    """What the shards of these files are called: as the files are but for a number at the end, or else their folder."""
+    """Name for the shards of these files: the files' common name without a trailing number, or else their folder's."""
     names = {p.stem.rstrip("0123456789-_.") for p in paths}
     name = (names.pop() if len(names) == 1 else "") or paths[0].resolve().parent.name
     return re.sub(r"[^\w.-]", "-", name) or "text"
 
 
 def library_files() -> dict[Path, str]:
-    """Files of this Python's library without tests, shuffled by the hash of their names so that val is like train."""
+    """This Python's library files without tests, shuffled by the hash of their names so that val resembles train."""
     root = Path(sysconfig.get_path("stdlib"))
     names = {p: p.relative_to(root).as_posix() for p in root.rglob("*.py")}
     names = {p: n for p, n in names.items() if not NOT_LIBRARY & set(n.split("/"))}
@@ -127,7 +127,7 @@ def library_files() -> dict[Path, str]:
 
 
 def local_source(name: str, paths: dict[Path, str]) -> dict:
-    """Local files as a source; its revision is a hash of their names, sizes and first bytes: cheap, and it tells."""
+    """Local files as a source; its revision is a hash of their names, sizes and first bytes, cheap but telling."""
     files = [{"path": label, "bytes": path.stat().st_size} for path, label in paths.items()]
     digest = hashlib.sha256(json.dumps(files).encode())
     for path in paths:
@@ -140,7 +140,7 @@ def local_source(name: str, paths: dict[Path, str]) -> dict:
 
 
 def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (n,) uint16 of a chunk with EOT before each document, and where its documents start in them."""
+    """Ids (n,) uint16 of a chunk with EOT before each document, and the positions of these EOTs."""
     tokens = encoder.encode_batch(chunk.texts).layout
     starts = np.asarray(tokens.offsets.data[: chunk.documents])
     return np.insert(np.asarray(tokens.content.data, np.uint16), starts, EOT), starts + np.arange(len(starts))
@@ -152,15 +152,15 @@ def next_shard(out: Path, name: str, manifest: Manifest) -> Path:
 
 
 def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manifest, report: Callable) -> Manifest:
-    """Tokenize chunks, which begin with the file in which `manifest` ends, into shards; returns the grown manifest.
+    """Tokenize chunks, starting with the file in which `manifest` ends, into shards; returns the extended manifest.
 
-    A shard, then the manifest that knows it, are written in the background while the next shard fills.
+    Each shard, then the manifest that lists it, is written in the background while the next shard fills.
     """
     encoder, size, limit = bulk_encoder(), manifest.shard_tokens, manifest.limit_tokens or sys.maxsize
     done = sum(s.tokens for s in manifest.shards)
-    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # of the first file: in earlier shards already
+    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file already in shards
     filling, other = (np.empty(min(size, limit), np.uint16) for _ in range(2))
-    filled = documents = file = used = 0  # used: tokens of the present file in chunks before this
+    filled = documents = file = used = 0  # used: tokens of the current file in earlier chunks
 
     def finish(manifest: Manifest, tokens: np.ndarray, documents: int, end: dict) -> Manifest:
         path = next_shard(out, name, manifest)
@@ -198,31 +198,31 @@ def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manife
 
 @contextmanager
 def locked_output(out: Path):
-    """Lock the folder for this run; errors in writing to it become a UserError."""
+    """Lock the folder for this run; turn errors in writing to it into a UserError."""
     try:
         with locked(out):
             yield
     except KeyboardInterrupt:
-        print0("\nstopped; the same command goes on")
+        print0("\nstopped; run the same command again to resume")
         raise
     except OSError as e:
-        raise UserError(f"cannot write to {out}: {e}; once that is mended, the same command goes on") from None
+        raise UserError(f"cannot write to {out}: {e}; fix that, then run the same command again") from None
 
 
 def check_resumable(out: Path, name: str, planned: Manifest, old: Manifest | None) -> Manifest:
-    """The manifest to continue from. Raises UserError for other parameters, foreign files and damage."""
+    """The manifest to resume from. Raises UserError for other parameters, foreign files or damage."""
     ours = {s.file: s.tokens for s in old.shards} if old else {}
     was, now = ({**m.source, **vars(m)} for m in (old or planned, planned))
     for what in [k for k in now if ours and k not in ("source", "shards", "complete") and now[k] != was[k]]:
         if what == "revision":
-            raise UserError(f"{out} was begun with another version of the source; remove it, or choose another --out")
+            raise UserError(f"{out} was started from another version of the source; remove it, or choose another --out")
         raise UserError(f"{out} was made with {what} {was[what]}, not {now[what]}"[:400] + "; choose another --out")
     for path in shards.shard_files(out):
         if path.name not in ours and not (old and path == next_shard(out, name, old)):
             raise UserError(f"{path} was not written by this command; choose another --out")
     for file, tokens in ours.items():
         if (out / file).exists() and shards.count_tokens(out / file) != tokens:
-            raise UserError(f"{out / file} is damaged; remove it, and the same command makes it again")
+            raise UserError(f"{out / file} is damaged; remove it and run the same command again")
     if ours:
         return old
     shards.write_manifest(out, planned)  # from here on, the shards in this folder are ours
@@ -230,23 +230,23 @@ def check_resumable(out: Path, name: str, planned: Manifest, old: Manifest | Non
 
 
 def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source: bool) -> Manifest:
-    """Make the shards that are missing, from local paths or else from the Hub. Raises UserError."""
+    """Make the missing shards, from local paths or else from the Hub. Raises UserError."""
     from tqdm import tqdm
 
     source, limit, done = manifest.source, manifest.limit_tokens, sum(s.tokens for s in manifest.shards)
     sizes, stated = [f["bytes"] for f in source["files"]], re.search(r"(\d+)BT", source["subset"])
-    expected = limit or (int(stated[1]) * 1e9 if stated else sum(sizes) / 2)  # FineWeb's samples are named by tokens
+    expected = limit or (int(stated[1]) * 1e9 if stated else sum(sizes) / 2)  # FineWeb's samples are named by size
     need = 2 * (expected - done) + (0 if paths else sum(sorted(sizes)[-2:]))
     if need > (free := shutil.disk_usage(out).free):
-        room = f"{out} needs about {need / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free"
-        raise UserError(f"{room}; make room, choose another --out, or take less with --limit-tokens")
+        room = f"{out} needs about {need / 1e9:.1f} GB but its disk has only {free / 1e9:.1f} GB free"
+        raise UserError(f"{room}; free some space, choose another --out, or lower --limit-tokens")
     first = manifest.shards[-1].end["file"] if manifest.shards else 0
     files = paths[first:] if paths else ahead(download(source, first, out / ".source"), 1)
     drop = (lambda path: None) if paths or keep_source else Path.unlink
     began, seen = time.monotonic(), 0
     total, start = (limit, done) if limit else (sum(sizes), sum(sizes[:first]))
     form = "{desc} {percentage:.0f}%|{bar}| [{elapsed}<{remaining}]"
-    pace = 0.2 if sys.stderr.isatty() else 20  # seconds; a log file needs few lines
+    pace = 0.2 if sys.stderr.isatty() else 20  # seconds between updates; a log file needs few lines
     bar = tqdm(total=total, initial=start, desc=name, mininterval=pace, bar_format=form)
 
     def report(size: float, done: int) -> None:
@@ -260,7 +260,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
         chunks = ahead(read(files, first, source["column"], drop), 4)
         manifest = replace(write_shards(chunks, out, name, manifest, report), complete=True)
     if not manifest.shards:
-        raise UserError(f"the source {source['name']} holds no documents; give --source one that does")
+        raise UserError(f"the source {source['name']} holds no documents; give another --source")
     shards.write_manifest(out, manifest)
     if not keep_source:
         shutil.rmtree(out / ".source", ignore_errors=True)
@@ -268,17 +268,17 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
 
 
 def remake_missing(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
-    """Make again what the manifest knows and is gone (removed because it was damaged): those bytes, or a UserError."""
+    """Make missing shards of the manifest again (removed because damaged), with the same bytes, or raise UserError."""
     for i, shard in enumerate(manifest.shards):
         if (out / shard.file).exists():
             continue
-        print0(f"{out / shard.file} is gone: making it again")
+        print0(f"{out / shard.file} is missing: making it again")
         (part := out / ".mend").mkdir(exist_ok=True)
         until = sum(s.tokens for s in manifest.shards[: i + 1])
         before = replace(manifest, shards=manifest.shards[:i], limit_tokens=until)
         made = make_shards(part, name, before, paths, False).shards[-1]
         if made.sha256 != shard.sha256:
-            why = f"has sha256 {made.sha256} now, but {shards.MANIFEST} says {shard.sha256}: the source is another"
+            why = f"now has sha256 {made.sha256}, but {shards.MANIFEST} says {shard.sha256}: the source has changed"
             raise UserError(f"{out / shard.file} {why}; choose another --out")
         os.replace(part / shard.file, out / shard.file)
         shutil.rmtree(part)
@@ -292,9 +292,9 @@ def main() -> None:
         if wrong := shards.verify(args.verify):
             wrong.append(f"{args.verify} has {len(wrong)} problem(s); remove those files and make or pull them again")
             raise UserError("\n".join(wrong))
-        return print0(f"{args.verify}: every shard is whole")
+        return print0(f"{args.verify}: every shard is intact")
     if not args.source or any(n is not None and n < 1 for n in (args.shard_size, args.limit_tokens)):
-        raise UserError("--source takes a name or files, --shard-size and --limit-tokens a number above 0")
+        raise UserError("--source needs a name or files; --shard-size and --limit-tokens must be above 0")
     first, alone = args.source[0], len(args.source) == 1
     dataset = re.fullmatch(r"[\w-]+/[\w-][\w.-]*", first) and not glob(first) and not Path(first).suffix[1:].isalpha()
     on_hub, library = alone and (first in HUB or dataset), alone and first == "stdlib"
@@ -308,7 +308,7 @@ def main() -> None:
         if not on_hub:
             source = local_source(name, paths)
         elif old and (old.source["name"], old.source["subset"]) == (repo, subset):
-            source = old.source  # at the revision begun with, whatever the Hub has now
+            source = old.source  # at the revision it started with, whatever the Hub has now
         else:
             source = hub_source(repo, subset)
         total = sum(f["bytes"] for f in source["files"])
@@ -323,8 +323,8 @@ def main() -> None:
     time_ = "nothing left to do" if was_complete else f"{time.monotonic() - began:.1f} s"
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({time_})")
     if len(manifest.shards) == 1:
-        return print0("warning: that is the val shard alone; for train shards, too, give a smaller --shard-size")
-    # too little for gpt2-124m, which takes half a million tokens a step
+        return print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
+    # too little for gpt2-124m, which takes half a million tokens per step
     small, to = tokens < 100_000_000, "" if library else f" --out-dir {shlex.quote(f'log/{out.name}')}"
     print0(f"next: python train_gpt2.py {'quickstart ' * small}--data-dir {shlex.quote(str(out))}{to * small}")
 

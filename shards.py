@@ -1,8 +1,8 @@
-"""The token-shard formats (`.npy` and llm.c's `.bin`) and the manifest that says what a folder of shards is.
+"""The token-shard formats (`.npy` and llm.c's `.bin`) and the manifest that describes a folder of shards.
 
-A shard is a 1-D run of little-endian uint16 token ids. Files are NAME_{train|val}_INDEX.npy or .bin; build-nanogpt's
-edufineweb_train_000001.npy and kjj0's fineweb_train_000001.bin are such names. Every header is checked against the size
-of its file before memory is taken, and nothing is ever unpickled.
+A shard is a 1-D array of little-endian uint16 token ids. Files are named NAME_{train|val}_INDEX.npy or .bin, like
+build-nanogpt's edufineweb_train_000001.npy and kjj0's fineweb_train_000001.bin. Every header is checked against the
+file's size before memory is allocated, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from cli import UserError, print0
 from files import whole_file
 from tokenizer import EOT, VOCAB_SIZE
 
-SHARD_TOKENS = 100_000_000  # build-nanogpt's and llm.c's size for a shard of FineWeb
+SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
 MANIFEST = "manifest.json"
 SHARD_NAME = re.compile(
     r"(?P<stem>(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?)\.(npy|bin)"
 )
-INSIDE = re.compile(
-    r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+"
-)  # a relative path that does not lead out of its folder
+INSIDE = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")  # a relative path that stays inside its folder
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256  # llm.c: dataloader.h; the header is int32 words
-CHUNK = 1 << 24  # tokens looked at together, so that a check of a shard needs little memory
+CHUNK = 1 << 24  # tokens checked at a time, so that checking a shard needs little memory
 
 
 def shard_files(data_dir: str | Path) -> list[Path]:
-    """Every file of the folder that is named like a shard, in order. Raises UserError if there is no folder."""
+    """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
         raise UserError(f"data folder {data_dir} does not exist; make it with: {_make(data_dir)}")
@@ -45,52 +43,50 @@ def shard_files(data_dir: str | Path) -> list[Path]:
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Paths of the shards of `split` ("train" or "val") in their order. Raises UserError if there are none."""
+    """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none."""
     assert split in ("train", "val"), split
     found = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
     if not found:
         rule = f"named like NAME_{split}_000001.npy or .bin"
         raise UserError(f"data folder {data_dir} has no {split} shard ({rule}); make it with: {_make(data_dir)}")
     if twice := [a.stem for a, b in pairwise(found) if a.stem == b.stem]:
-        raise UserError(f"{data_dir} holds {twice[0]} as .npy and as .bin; move one of them elsewhere")
+        raise UserError(f"{data_dir} has {twice[0]} both as .npy and as .bin; move one of them elsewhere")
     return found
 
 
 def count_tokens(path: str | Path) -> int:
-    """Tokens of a shard, from its header checked against the size of the file. Raises UserError."""
+    """Number of tokens in a shard, from its header, checked against the file's size. Raises UserError."""
     return _layout(Path(path))[1]
 
 
 def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
-    """A shard's (n_tokens,) uint16, read whole: a memory map would end the process if the file were cut under it.
-    Raises UserError if the file is not a whole shard, or has another sha256 than the one given."""
+    """A whole shard as (n_tokens,) uint16, not memory-mapped: truncating a mapped file would crash the process.
+    Raises UserError if the shard is incomplete or its sha256 is not the one given."""
     offset, count = _layout(Path(path))
     try:
         data = np.fromfile(path, np.uint8, offset + 2 * count)
     except OSError as e:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
     if len(data) != offset + 2 * count:
-        raise UserError(f"{path} was cut to {len(data):,} bytes while it was read; make it again")
+        raise UserError(f"{path} was cut to {len(data):,} bytes while being read; make it again")
     if sha256 and (found := hashlib.sha256(data).hexdigest()) != sha256:
-        mend = "remove it, and the command that made or pulled the folder brings it back"
-        raise UserError(f"{path} has sha256 {found}, but {MANIFEST} says {sha256}: it is damaged or another; {mend}")
+        mend = "remove it and run the command that made or pulled the folder again"
+        raise UserError(f"{path} has sha256 {found}, but {MANIFEST} says {sha256}: it is damaged or replaced; {mend}")
     return data[offset:].view("<u2")
 
 
 def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """Raise UserError if an id of `tokens` (n,) is not below vocab_size, naming shard, position and id."""
+    """Raise UserError naming shard, position and id if an id in `tokens` (n,) is not below vocab_size."""
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         if part.max() >= vocab_size:
             at = int(np.argmax(part >= vocab_size))
-            rule = f"ids must be below the vocabulary of {vocab_size}"
-            raise UserError(
-                f"{path}: token {start + at:,} is id {part[at]}, but {rule}; make it again, or move it away"
-            )
+            rule = f"ids must be below the vocabulary size, {vocab_size}"
+            raise UserError(f"{path}: token {start + at:,} is id {part[at]}, but {rule}; make it again or move it away")
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
-    """Write (n,) token ids as .npy or .bin, by suffix, whole or not at all; returns the sha256 of the file."""
+    """Write (n,) token ids as .npy or .bin, by suffix, all or nothing; returns the sha256 of the file."""
     path, tokens = Path(path), np.ascontiguousarray(tokens)
     assert tokens.ndim == 1 and len(tokens) and path.suffix in (".npy", ".bin"), (path, tokens.shape)
     assert tokens.dtype == np.uint16 or 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
@@ -110,28 +106,28 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
 
 
 def _make(data_dir: Path) -> str:
-    """The command that makes a folder of shards, by what it is called."""
+    """The command that makes a folder of shards, judging by its name."""
     known = {"fineweb-edu": "", "fineweb": " --source fineweb", "stdlib": " --source stdlib"}
     return f"python fineweb.py{known.get(data_dir.name, ' --source FILE...')} --out {shlex.quote(str(data_dir))}"
 
 
 def _layout(path: Path) -> tuple[int, int]:
-    """(byte offset of the first token, number of tokens) of a whole and well-formed shard. Raises UserError."""
+    """(byte offset of the first token, number of tokens) of a complete, well-formed shard. Raises UserError."""
 
     def bad(why: str) -> UserError:
-        rule = "a shard is a uint16 .npy of one dimension, or an llm.c .bin. Remove it and make it again"
+        rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin. Remove it and make it again"
         return UserError(f"{path} is not a usable shard: {why}; {rule}: {_make(path.parent)}")
 
     try:
         size = path.stat().st_size
         with open(path, "rb") as f:
             if path.suffix == ".npy":
-                head = io.BytesIO(f.read(1 << 16))  # more than numpy takes of a header, whatever length that states
-                version = np.lib.format.read_magic(head)[0]  # 1 as numpy writes it for an array like this, or 2
+                head = io.BytesIO(f.read(1 << 16))  # more than numpy accepts of a header, whatever length it states
+                version = np.lib.format.read_magic(head)[0]  # 1, as numpy writes for such arrays, or 2
                 read = np.lib.format.read_array_header_1_0 if version == 1 else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(head)  # literals only: an array of objects is refused below, never unpickled
+                shape, _, dtype = read(head)  # literals only: an object array is rejected below, never unpickled
                 if dtype != np.dtype("<u2") or len(shape) != 1:
-                    raise bad(f"it holds {dtype} of shape {shape}, not uint16 of one dimension"[:300])
+                    raise bad(f"it holds {dtype} of shape {shape}, not uint16 with one dimension"[:300])
                 offset, count = head.tell(), int(shape[0])
             else:
                 words = np.frombuffer(f.read(4 * BIN_HEADER), dtype="<i4")
@@ -140,10 +136,10 @@ def _layout(path: Path) -> tuple[int, int]:
                 offset, count = words.nbytes, int(words[2])
     except OSError as e:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError) as e:  # what numpy says of it
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError) as e:  # raised by numpy
         raise bad(f"its header is unreadable ({type(e).__name__}: {str(e).split(chr(10))[0]:.300})") from None
     if size != offset + 2 * count or count == 0:
-        raise bad(f"its header promises {count:,} tokens ({offset + 2 * count:,} bytes) and it has {size:,} bytes")
+        raise bad(f"its header promises {count:,} tokens ({offset + 2 * count:,} bytes) but it has {size:,} bytes")
     return offset, count
 
 
@@ -161,8 +157,8 @@ def _count(value: object, least: int = 0) -> bool:
 
 @dataclass(frozen=True)
 class Shard:
-    """One finished shard. `documents`: how many begin in it. `end`: the index of the source file that its last token is
-    of, and the tokens of that file used by then. Raises ValueError, LookupError or TypeError for anything else."""
+    """One finished shard. `documents`: how many start in it. `end`: the index of the source file of its last token, and
+    the tokens used of that file by then. Raises ValueError, LookupError or TypeError if malformed."""
 
     file: str
     tokens: int
@@ -181,8 +177,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of shards is and where it comes from; without times, so that the same work gives the same bytes.
-    `source`: name, subset, column, revision, files [{path, bytes}]. Raises like Shard. No path in it leads out."""
+    """What a folder of shards holds and where it comes from; no timestamps, so that the same work gives the same bytes.
+    `source`: name, subset, column, revision, files [{path, bytes}]. Raises like Shard. Paths stay inside the folder."""
 
     source: dict
     format: str
@@ -212,7 +208,7 @@ def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
 
 
 def read_manifest(data_dir: str | Path) -> Manifest | None:
-    """The manifest of a folder, or None if it has none. Raises UserError unless all of it is well-formed."""
+    """The manifest of a folder, or None if it has none. Raises UserError if it is malformed."""
     path = Path(data_dir) / MANIFEST
     try:
         raw = json.loads(path.read_bytes())
@@ -221,11 +217,11 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
         return None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
         why = f"{type(e).__name__}: {e!s:.300}"
-    raise UserError(f"{path} is not a manifest of this program ({why}); move it away, or fetch the folder again")
+    raise UserError(f"{path} is not a manifest of this program ({why}); move it away, or get the folder again")
 
 
 def fingerprint(data_dir: str | Path) -> str:
-    """Short hash of what a folder holds: names, token counts and, from a manifest, sha256s. Reads headers only."""
+    """Short hash of a folder's contents: names, token counts and, from any manifest, sha256s. Reads only headers."""
     manifest = read_manifest(data_dir)
     known = {s.file: s.sha256 for s in manifest.shards} if manifest else {}
     rows = [(p.name, count_tokens(p), known.get(p.name)) for p in shard_files(data_dir)]
@@ -233,18 +229,18 @@ def fingerprint(data_dir: str | Path) -> str:
 
 
 def verify(data_dir: str | Path) -> list[str]:
-    """What is wrong with the shards of a folder, a sentence each; empty if all is well. Reads everything.
+    """What is wrong with the shards of a folder, one sentence each; empty if nothing is. Reads every byte.
 
-    Checked: header and size; ids below the vocabulary; the first token of the first shard is EOT; against a manifest
-    also missing and unknown shards, sha256, and one EOT for each document (a document may run over into the next shard,
-    so a later shard need not begin with one). Raises UserError if there is no folder or no shard.
+    Checked: header and size; ids below the vocabulary size; EOT as the first token of the first shard; with a manifest,
+    also missing and unknown shards, sha256, and one EOT per document (a document may continue in the next shard, so
+    a later shard need not start with EOT). Raises UserError if there is no folder or no shard.
     """
     manifest, files = read_manifest(data_dir), {p.name: p for p in shard_files(data_dir)}
     known = {s.file: s for s in manifest.shards} if manifest else {}
     wrong = [f"{name}: missing" for name in known if name not in files]
     if manifest is None:
         print0(f"warning: {data_dir} has no {MANIFEST}: checking headers, sizes and ids only")
-        files or find_shards(data_dir, "train")  # says how shards are made
+        files or find_shards(data_dir, "train")  # its error says how to make shards
     else:
         wrong += [f"{name}: not in {MANIFEST}" for name in files if name not in known]
         wrong += [] if manifest.complete else [f"{MANIFEST}: not finished; run the same fineweb.py command again"]

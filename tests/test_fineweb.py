@@ -170,7 +170,7 @@ def test_stdlib_as_a_command(tmp_path, run_script):
     assert tokens[: len(document)].tolist() == document
     again = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path)
     assert "nothing left to do" in again.stdout
-    assert "every shard is whole" in run_script("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
+    assert "every shard is intact" in run_script("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
 
 
 def test_real_text(tmp_path, shared_data):
@@ -297,7 +297,7 @@ def test_other_parameters_are_refused_by_name(tmp_path):
         with pytest.raises(UserError, match=words):
             run(**change)
     (tmp_path / "a.txt").write_text("x text " * 100)  # same name and size
-    with pytest.raises(UserError, match="files were others"):
+    with pytest.raises(UserError, match="another version of the source"):
         run()
     assert contents(tmp_path / "out") == before
 
