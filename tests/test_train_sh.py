@@ -303,7 +303,7 @@ def test_killed_torchrun_leaves_no_rank_behind(pod):
         torchrun = int(next(line for line in f if line.startswith("PPid:")).split()[1])
     os.kill(torchrun, signal.SIGKILL)
     log = pod.ended()
-    assert not any(map(alive, ranks)) and "what it left" in log and "training finished" in log
+    assert not any(map(alive, ranks)) and "processes it left" in log and "training finished" in log
     assert pod.starts()[1].endswith("--resume auto --resume auto")  # the ranks had saved
 
 
@@ -338,7 +338,7 @@ def test_new_checkpoints_are_pushed_while_training_goes_on(pod):
     pod.wait(lambda: len(pod.read("pushed").splitlines()) == 2)
     os.kill(pod.pid(), signal.SIGTERM)
     log = pod.ended()
-    assert "push of model_100000.pt to me/mine, while training goes on" in log and "Terminated" not in log
+    assert "pushing model_100000.pt to me/mine while training continues" in log and "Terminated" not in log
     time.sleep(2)
     assert len(pod.read("pushed").splitlines()) == 2  # asked to stop, it pushes nothing more
 
@@ -384,7 +384,7 @@ def test_a_runpodctl_of_other_words(pod, words, gone):
 
 def test_kill_in_the_last_seconds_keeps_the_pod(pod):
     pod.start(REMOVE_POD="1", PERSISTENT="1", REMOVE_DELAY="60")
-    pod.wait(lambda: "goes in 60 seconds" in pod.log())
+    pod.wait(lambda: "removed in 60 seconds" in pod.log())
     os.kill(pod.pid(), signal.SIGTERM)
     assert "stays: asked to stop" in pod.ended() and not pod.read("removed")
 
