@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Every measurement, in calls of at most 9 minutes. What a part prints goes to OUT as well; one that fails or runs out of
+# Run every measurement, in calls of at most 9 minutes. All output also goes to OUT; a part that fails or runs out of
 # time does not stop the rest.
 #
 #   TEXT='books-*.parquet' ROWS=hellaswag_val.jsonl PEERS=~/peers bench/all.sh bench/results-here
-#   TEXT='books-*.parquet' bench/all.sh bench/results-here growth       # and: longer, head, tuning, resume, recipes
+#   TEXT='books-*.parquet' bench/all.sh bench/results-here growth       # also: longer, head, tuning, resume, recipes
 #
 # TEXT   parquet files to tokenize and train on; ROWS: HellaSwag rows (python hellaswag.py downloads them)
-# PEERS  folder with checkouts of build-nanogpt and nanoGPT (optional); PRESET: default gpt2-124m, quickstart without GPU
+# PEERS  folder with checkouts of build-nanogpt and nanoGPT (optional); PRESET: default gpt2-124m, quickstart on a CPU
 #
-# Parts in the first call: shards train attention hellaswag generate generate-64 checkpoint tokens loader. On request, a
+# Parts run by default: shards train attention hellaswag generate generate-64 checkpoint tokens loader. On request, one
 # call each on a GPU: growth (sizes), longer (contexts, recompute), head (losses, a profile), tuning, resume, recipes.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -23,7 +23,7 @@ wanted=" ${*:2} "
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1)
 PRESET=${PRESET:-$([[ -n $gpu ]] && echo gpt2-124m || echo quickstart)}
 
-part() { # part NAME SECONDS COMMAND...: run it if it is wanted, show it, keep it
+part() { # part NAME SECONDS COMMAND...: run it if it is wanted, within SECONDS
     local name=$1 limit=$2 left=$((540 - SECONDS)) status=0
     shift 2
     [[ $wanted == *" ${name%%:*} "* ]] || return 0
@@ -50,7 +50,7 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
     part loader 30 $PY bench/loader.py
 
-    small=${gpu:+--total-batch-size=131072} # enough for the clock; the whole batch only adds micro-steps
+    small=${gpu:+--total-batch-size=131072} # enough for timing; the full batch only adds micro-steps
     small=${small:---total-batch-size=4096}
     for size in 124m 350m 774m 1558m; do
         train growth:$size 200 gpt2-$size --steps 4 --only ours -- "$small" ${gpu:+--micro-batch-size=16} # auto compiles each it tries

@@ -1,10 +1,10 @@
-"""Each of torch's attention kernels at the shape of GPT-2 124M, forward and backward, beside what torch takes itself.
+"""Time each of torch's attention kernels at the shape of GPT-2 124M, forward and backward, and torch's own choice.
 
     python bench/attention.py                      # B=16, T=1024, head sizes 64 and 128
     python bench/attention.py --batch 64 --rounds 20
 
-torch chooses by card and shape (flash in general, cuDNN's on Hopper and Blackwell from torch 2.11 on), so the trainer
-leaves the choice to it; this table says whether it is right. The error is the largest difference from the math kernel.
+torch chooses by card and shape (usually flash, cuDNN's on Hopper and Blackwell from torch 2.11 on), so the trainer
+leaves the choice to it; this table shows whether it is right. The error is the largest difference from the math kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Args:
     width: int = 768
     rounds: int = 5
     repeats: int = 10
-    """Calls a round: the device is waited for once."""
+    """Calls per round, with one synchronization."""
     device: str = "auto"
     dtype: str = "auto"
 
@@ -51,7 +51,7 @@ def main() -> None:
             shape = (args.batch, args.sequence_length, 3, args.width // hs, hs)
             torch.manual_seed(0)
             packed = torch.randn(shape, device=rt.device, dtype=rt.dtype, requires_grad=True)
-            q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # as model.py has them
+            q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # as in model.py
             ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in kinds]}
             ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in kinds}
             with sdpa_kernel(SDPBackend.MATH):
@@ -69,7 +69,7 @@ def main() -> None:
                             rt.synchronize()
                             times.append((time.perf_counter() - t0) / args.repeats)
                 except RuntimeError:  # torch has no such kernel for this device
-                    print(f"| {hs} | {name} | not here | |")
+                    print(f"| {hs} | {name} | unavailable | |")
                     continue
                 error = (y - exact).abs().max().item()
                 print(f"| {hs} | {name} | {statistics.median(times[2:]) * 1e3:.2f} | {error:.4f} |", flush=True)

@@ -1,13 +1,13 @@
-"""How long training stands still for a checkpoint, against a synchronous save; and how long resuming takes to load it.
+"""How long a checkpoint stalls training, compared to a synchronous save, and how long resuming takes to load it.
 
     python bench/checkpoint.py gpt2-124m
     python bench/checkpoint.py gpt2-124m --sequence-length 1024 --micro-batch-size 16      # on a GPU
     torchrun --standalone --nproc_per_node=2 bench/checkpoint.py llmc-124m                 # ZeRO-1: gathering its state
 
-Both write the same content with fsync, into a folder beneath --dir. "Copy alone" is Writer.save until what it was given
-may change, with nothing beside it. In training, copying and writing run beside the next forward and backward; training
-stands still while `save` starts them and, before the weights may change, for what is left of the copy. How much longer
-forward and backward take meanwhile is printed, too: on a CPU they share the cores. Medians over --rounds.
+Both write the same content with fsync, into a folder under --dir. "Copy alone" is Writer.save until its input may
+change, with nothing running alongside. In training, copying and writing overlap the next forward and backward; training
+stalls while `save` starts them and, before the weights may change, for the rest of the copy. How much longer forward
+and backward then take is printed, too: on a CPU they share the cores. Medians over --rounds.
 """
 
 import statistics
@@ -80,12 +80,12 @@ def main() -> None:
 
         step()
         for optimizer in optimizers:
-            optimizer.step()  # the moments exist from now on
+            optimizer.step()  # creates the moments
         if rt.world_size > 1:
             for _ in range(args.rounds):
                 timed("gather", lambda: optim.full_state(optimizers, rt))
             each = " ".join(f"{t:.2f}" for t in times["gather"])
-            return cli.print0(f"{args.preset} on {rt.world_size} ranks: its state is gathered in {each} s")
+            return cli.print0(f"{args.preset} on {rt.world_size} ranks: gathering its state takes {each} s")
         for i in range(1, args.rounds + 1):
             timed("synchronous save", synchronous)
             timed("load and restore", load)
@@ -98,15 +98,15 @@ def main() -> None:
             writer.wait()
         gb = sum(p.stat().st_size for p in Path(out).glob("*.pt")) / 1e9
     median = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{args.preset} on {runtime.device_name(rt.device)}, torch {torch.__version__}: {gb:.2f} GB a checkpoint")
+    print(f"{args.preset} on {runtime.device_name(rt.device)}, torch {torch.__version__}: {gb:.2f} GB per checkpoint")
     print("| what | seconds | of a synchronous save | all rounds |\n|---|---|---|---|")
     for name, seconds in median.items():
         share = seconds / median["synchronous save"]
         print(f"| {name} | {seconds:.3f} | {share:.0%} | {' '.join(f'{t:.2f}' for t in times[name])} |")
     stall = median["in training: save"] + median["in training: wait for the copy"]
     slower = median["in training: forward and backward"] - median["forward and backward"]
-    print(f"training stands still for {stall:.3f} s, {stall / median['synchronous save']:.1%} of a synchronous save; "
-          f"forward and backward beside it take {slower:.3f} s longer")  # fmt: skip
+    print(f"training stalls for {stall:.3f} s, {stall / median['synchronous save']:.1%} of a synchronous save; "
+          f"forward and backward meanwhile take {slower:.3f} s longer")  # fmt: skip
 
 
 if __name__ == "__main__":

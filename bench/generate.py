@@ -1,11 +1,11 @@
-"""Generation speed: ours beside build-nanogpt's loop, which recomputes the context for every token, and transformers.
+"""Generation speed: ours against build-nanogpt's loop, which recomputes the context for every token, and transformers.
 
     python bench/generate.py                                   # GPT-2 124M, random weights, 4 samples of 128 tokens
     python bench/generate.py --samples 64 --device cuda --rounds 5 --no-loop
 
-The ways take turns; the figure is the median of the rounds. The loop runs as it does there, under autocast; ours (as
-infer.py prepares it) and transformers have their weights in the dtype itself. On a GPU transformers also runs with its
-static cache, compiled. No way can be faster than memory: each step reads every weight and, on average, half the cache.
+The ways take turns; each figure is the median of the rounds. The loop runs under autocast, as in build-nanogpt; ours
+(as infer.py prepares it) and transformers store their weights in the dtype. On a GPU, transformers also runs with its
+static cache, compiled. Memory bounds them all: each step reads every weight and, on average, half the cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Args:
 
 
 def recompute_loop(model, idx, new_tokens, rt):
-    """As build-nanogpt samples: the whole context through the model for each token, top-k 50."""
+    """Sample as build-nanogpt does: the whole context goes through the model for each token, top-k 50."""
     import torch
     import torch.nn.functional as F
 
@@ -56,7 +56,7 @@ def recompute_loop(model, idx, new_tokens, rt):
 
 
 def bandwidth(device) -> float:
-    """Bytes a second that the device reads, by its best of summing a gigabyte."""
+    """Bytes per second that the device reads: the best of several sums over a gigabyte."""
     import torch
 
     x, best = torch.ones(1 << 28, device=device), float("inf")
@@ -68,7 +68,7 @@ def bandwidth(device) -> float:
 
 
 def main() -> None:
-    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # no peer is to pay for a plan of each new length
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
     import torch
     import transformers
 
@@ -123,14 +123,14 @@ def main() -> None:
         for name, s in seconds.items():
             speed, ratio = args.samples * args.new_tokens / middle[name], middle[name] / middle["ours"]
             rounds = ", ".join(f"{x:.2f} s" for x in s)
-            print(f"{name:14} {speed:8.1f} tokens/s   {ratio:6.2f} times ours' time   rounds: {rounds}")
+            print(f"{name:14} {speed:8.1f} tokens/s   {ratio:6.2f} times our time   rounds: {rounds}")
         c, width = plain.config, rt.dtype.itemsize
         keys = 2 * c.n_layer * c.n_embd * args.samples * (args.prompt_tokens + args.new_tokens / 2)
         read = width * (plain.num_params() - plain.transformer.wpe.weight.numel() + keys)
         rate = bandwidth(rt.device)
-        print(f"{'memory':14} {args.samples * rate / read:8.1f} tokens/s   {read / 1e6:.0f} MB a step at "
+        print(f"{'memory':14} {args.samples * rate / read:8.1f} tokens/s   {read / 1e6:.0f} MB per step at "
               f"{rate / 1e9:.0f} GB/s")  # fmt: skip
 
 
 if __name__ == "__main__":
-    cli.run_cli(main, brief_waits=True)  # as infer.py
+    cli.run_cli(main, brief_waits=True)  # as in infer.py

@@ -1,12 +1,12 @@
-"""The head and its loss, the widest part of a step: ways to multiply by 50,304 columns and to take the cross-entropy.
+"""The head and its loss, the widest part of a step: ways to multiply by 50,304 columns and compute the cross-entropy.
 
     python bench/head.py                           # 4,096 rows of 128 channels, as in quickstart
     python bench/head.py --rows 65536 --width 768  # one micro-batch of GPT-2 124M, on a GPU
 
-Forward and backward of mean cross-entropy of (rows, width) @ (columns, width).T in autocast. "plain" is what model.py
-does, "chunked" keeps logits for --chunk rows at a time and takes the gradient in the forward pass, "torch's" is
-F.linear_cross_entropy where torch has it (2.13), "products alone" the three matrix products, which nothing can beat
-without lower precision. The ways take turns in processes of their own; medians of the rounds, peak memory of the worst.
+Forward and backward of the mean cross-entropy of (rows, width) @ (columns, width).T under autocast. "plain" is what
+model.py does, "chunked" keeps logits for --chunk rows at a time and computes the gradient in the forward pass,
+"torch's" is F.linear_cross_entropy where torch has it (2.13), and "products alone" is the three matrix products, a
+lower bound at this precision. The ways take turns in separate processes; medians of the rounds, largest peak memory.
 """
 
 import json

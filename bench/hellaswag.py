@@ -1,10 +1,10 @@
-"""HellaSwag examples a second: ours beside the one-example-at-a-time way of build-nanogpt, same rows, same dtype.
+"""HellaSwag examples per second: ours against build-nanogpt's one example at a time, same rows, same dtype.
 
     python bench/hellaswag.py                               # GPT-2 124M, random weights (speed does not depend on them)
     python bench/hellaswag.py --model gpt2 --dtype float32 --limit 200 --device cuda
 
-The two ways take turns; the figure is the median of the rounds. Predictions are compared, and with bfloat16 also those
-of ours in float32: the rate at which rounding changes an answer.
+The two ways take turns; each figure is the median of the rounds. Their predictions are compared, and below float32 also
+with our float32 predictions: the rate at which rounding changes an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not bench/, where this file would stand before the hellaswag it measures
+sys.path[0] = str(ROOT)  # not bench/, where this file would shadow the hellaswag it measures
 
 import tyro  # noqa: E402
 
@@ -39,7 +39,7 @@ class Args:
 
 
 def one_at_a_time(model, rows, rt):
-    """Losses (n, 4) the way build-nanogpt goes: one example's four rows, padded, logits everywhere, shifted loss."""
+    """Losses (n, 4) as in build-nanogpt: one example's four rows, padded, logits everywhere, shifted loss."""
     import torch
     import torch.nn.functional as F
 
@@ -64,7 +64,7 @@ def one_at_a_time(model, rows, rt):
 
 
 def main() -> None:
-    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # no peer is to pay for a plan of each new length
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
     import torch
 
     from convert import open_model
@@ -101,9 +101,7 @@ def main() -> None:
         print(f"predictions that differ between the two ways: {differ} of {len(rows)}")
         if rt.dtype != torch.float32:
             exact = (hellaswag.score(model, examples, rt.device) / units).argmin(1)
-            print(
-                f"predictions of ours that differ from float32: {(picks['hellaswag.py'] != exact).sum()} of {len(rows)}"
-            )
+            print(f"our predictions that differ from float32: {(picks['hellaswag.py'] != exact).sum()} of {len(rows)}")
 
 
 if __name__ == "__main__":

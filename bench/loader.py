@@ -1,4 +1,4 @@
-"""How long the loader needs for a step of 524,288 tokens, and for its first batch among 100 shards.
+"""How long the loader takes for a step of 524,288 tokens, and for its first batch from 100 shards.
 
 python bench/loader.py               # shards of random tokens in a temporary folder (2 GB)
 python bench/loader.py data/books    # your own

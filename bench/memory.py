@@ -1,4 +1,4 @@
-"""Peak resident memory and disk of fineweb.py on one large parquet file with a single row group.
+"""Peak resident memory and disk use of fineweb.py on one large parquet file with a single row group.
 
 python bench/memory.py 'books-*.parquet' --gigabytes 4
 """

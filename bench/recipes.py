@@ -1,14 +1,14 @@
-"""Recipes against each other: the same shape, data order and tokens; val loss against tokens and against seconds.
+"""Compare recipes at the same shape, data order and tokens: val loss against tokens and against seconds.
 
     python bench/recipes.py --data-dir data/books                                        # CPU-sized ladder, 3 seeds
-    python bench/recipes.py --data-dir data/books --recipes adamw speedrun no-beta1      # what one ingredient does
+    python bench/recipes.py --data-dir data/books --recipes adamw speedrun no-beta1      # the effect of one ingredient
     python bench/recipes.py --data-dir data/books --size 124m --steps 120 --seeds 1      # GPU-sized
 
-The first recipe runs --steps, the others --share of them, each on its own whole schedule. The table says where each
-ends, and after which share of the first one's tokens and seconds it passes the loss that one ends at (linear between
+The first recipe runs --steps, the others --share of them, each with its own full schedule. The table shows each final
+loss, and after which share of the first recipe's tokens and seconds each reaches the first one's (linear between
 evaluations). Runs go through train_gpt2.py; finished ones are kept in --out and not run again. The curves go to
-bench/recipes-SIZE.csv and .png, or as --report says. The CPU size keeps the --vocab most frequent tokens of the data
-apart and makes one of all others: with GPT-2's 50,257 a small model would do little but learn its head.
+bench/recipes-SIZE.csv and .png, or to the --report name. The CPU size keeps the most frequent tokens of the data and
+merges all others into one, --vocab in all: with GPT-2's 50,257 a small model would do little but learn its head.
 """
 
 import csv
@@ -31,7 +31,7 @@ import shards  # noqa: E402
 from cli import UserError, run_cli  # noqa: E402
 from tokenizer import VOCAB_SIZE  # noqa: E402
 
-SIZES = {  # flags that every recipe shares
+SIZES = {  # flags shared by every recipe
     "cpu": "--model.block-size 128 --model.n-layer 4 --model.n-embd 128 --sequence-length 128 --total-batch-size 4096 "
     "--micro-batch-size 32 --val-tokens 262144",
     "124m": "--total-batch-size 131072 --val-tokens 2097152",
@@ -48,7 +48,7 @@ RECIPES = {  # preset, flags
         "speedrun": ("speedrun-124m", ""),
     },
 }
-WITHOUT = {  # the speedrun with one ingredient as record 8 has it
+WITHOUT = {  # the speedrun with one ingredient as in record 8
     "no-fast-embedding": "--max-lr 0.002 --embed-lr-scale 150",
     "no-beta1": "--beta1 0.9",
     "no-momentum-warmup": "--muon-momentum-warmup-steps 0",
@@ -63,7 +63,7 @@ class Args:
     steps: int = 600
     """Steps of the first recipe."""
     share: float = 0.5
-    """The other recipes' part of them."""
+    """The fraction of --steps that the other recipes run."""
     seeds: tuple[int, ...] = (1, 2, 3)
     recipes: tuple[str, ...] = tuple(RECIPES["cpu"])
     extra: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Args:
 
 
 def fewer_words(data_dir: Path, out: Path, vocab: int) -> Path:
-    """Shards like those of data_dir with its `vocab` - 1 most frequent tokens numbered anew and one for all others."""
+    """Shards like data_dir's, with its `vocab` - 1 most frequent tokens renumbered and one token for all others."""
     paths = [p for split in ("train", "val") for p in shards.find_shards(data_dir, split)]
     folder = out / f"{data_dir.name}-{vocab}"
     if not all((folder / p.name).exists() for p in paths):
@@ -101,7 +101,7 @@ def train(args: Args, shared: str, name: str, recipe: tuple[str, str], steps: in
     if done.returncode:
         raise UserError(f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-1500:]}")
     lines = metrics.read_lines(out / "metrics.jsonl")
-    usual = statistics.median(line["step_ms"] for line in lines if "step_ms" in line)  # so that compiling is left out
+    usual = statistics.median(line["step_ms"] for line in lines if "step_ms" in line)  # leaves out compiling
     batch = json.loads((out / "config.json").read_text())["total_batch_size"]
     return [
         {"step": r["step"], "tokens": r["step"] * batch, "seconds": r["step"] * usual / 1e3, "val_loss": r["val_loss"]}
@@ -111,7 +111,7 @@ def train(args: Args, shared: str, name: str, recipe: tuple[str, str], steps: in
 
 
 def when(curve: list[dict], target: float, axis: str) -> float:
-    """Where a curve first passes `target`, linear between evaluations; infinity if it never does."""
+    """Where a curve first reaches `target`, linear between evaluations; infinity if it never does."""
     for a, b in pairwise(curve):
         if b["val_loss"] <= target:
             share = (a["val_loss"] - target) / (a["val_loss"] - b["val_loss"])
@@ -130,11 +130,11 @@ def main() -> None:
         known[name] = (known[base][0], f"{known[base][1]} {more}")
     names = [*args.recipes, *(text.partition("=")[0] for text in args.extra)]
     if unknown := set(names) - set(known):
-        raise UserError(f"no recipe {', '.join(unknown)}; there are {', '.join(known)}")
+        raise UserError(f"no recipe {', '.join(unknown)}; choose from {', '.join(known)}")
     data = fewer_words(args.data_dir, args.out, args.vocab) if args.size == "cpu" else args.data_dir
     shared = f"--data-dir {data} --model.vocab-size {args.vocab if args.size == 'cpu' else 50304}"
     curves: dict[str, list[list[dict]]] = {name: [] for name in names}
-    for seed in args.seeds:  # interleaved: a slow hour of the machine is everybody's
+    for seed in args.seeds:  # interleaved: a slow hour of the machine affects all recipes
         for name in names:
             steps = args.steps if name == names[0] else round(args.share * args.steps)
             curves[name].append(train(args, shared, name, known[name], steps, seed))
@@ -179,7 +179,7 @@ def draw(curves: dict[str, list[list[dict]]], goal: float, path: Path) -> None:
             panel.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=line.get_color(), alpha=0.2)
         panel.axhline(goal, color="gray", linewidth=0.8, linestyle="--")
         panel.set(xlabel=f"{axis} of training", ylim=(None, goal + 2), title=f"against {axis}")
-    panels[0].set_ylabel("val loss (nats a token)")
+    panels[0].set_ylabel("val loss (nats per token)")
     panels[0].legend()
     figure.savefig(path, dpi=120)
 

@@ -1,11 +1,11 @@
-"""What is the same bits: a run done twice, and a run killed with SIGKILL and resumed, beside the run never killed.
+"""Which runs end with the same bits: one repeated, and one killed with SIGKILL and resumed, against one undisturbed.
 
     python bench/resume.py quickstart --data-dir data/stdlib                     # minutes on a CPU
     python bench/resume.py gpt2-124m --data-dir data/fineweb-edu -- --total-batch-size 65536     # on a GPU
 
-For each way (dtype, with and without --deterministic, recompute, and what else --ways names, as flags of
-train_gpt2.py) it says how many of the weights differ in the final checkpoints and by how much at most. The kill comes
-right after the first checkpoint, wherever the next step is then.
+For each way (dtype, with and without --deterministic, recompute, and whatever else --ways names, as flags of
+train_gpt2.py) it prints how many weights differ in the final checkpoints and by how much at most. The kill comes
+right after the first checkpoint, wherever the next step is by then.
 """
 
 import os
@@ -32,15 +32,15 @@ WAYS = ("default", "deterministic", "deterministic recompute", "dtype=float16", 
 class Args:
     preset: tyro.conf.Positional[str] = "quickstart"
     flags: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Further flags of train_gpt2.py, after --."""
+    """More flags of train_gpt2.py, after --."""
     data_dir: str = "data/stdlib"
     steps: int = 12
     ways: tuple[str, ...] = WAYS
-    """Flags of each way, without their hyphens: --ways default "deterministic recompute" dtype=float32."""
+    """Flags of each way, without leading hyphens: --ways default "deterministic recompute" dtype=float32."""
 
 
 def run(command: list[str], kill_at: Path | None = None) -> str:
-    """Run to the end, or kill with SIGKILL once the file is there. Returns what it printed."""
+    """Run to the end, or kill with SIGKILL once `kill_at` exists. Returns what it printed."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -55,7 +55,7 @@ def run(command: list[str], kill_at: Path | None = None) -> str:
 
 
 def difference(a: Path, b: Path) -> str:
-    """Of two checkpoints' weights."""
+    """How the weights of two checkpoints differ."""
     import checkpoint
 
     one, two = (checkpoint.load_weights(path)[0] for path in (a, b))

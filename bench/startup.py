@@ -1,4 +1,4 @@
-"""From the command to the first finished step, and what takes the time: compile cache empty, and full.
+"""Time from the command to the end of the first step, by phase, with an empty and with a full compile cache.
 
 python bench/startup.py quickstart --data-dir data/stdlib
 """
@@ -18,7 +18,7 @@ import runtime  # noqa: E402
 
 
 def child(flags: list[str]) -> None:
-    """One start: prints the seconds of its phases as a JSON line."""
+    """One start: prints the seconds of each phase as a JSON line."""
     marks = {"python": float(os.environ["BENCH_BEGAN"]), "imports": time.time()}
     import train_gpt2
 

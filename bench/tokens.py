@@ -1,12 +1,12 @@
-"""How fast fineweb.py tokenizes, beside a build-nanogpt-style loop and beside gigatoken alone, in the same run.
+"""How fast fineweb.py tokenizes, against a build-nanogpt-style loop and gigatoken alone, in the same run.
 
     python bench/tokens.py 'books-*.parquet'
     python bench/tokens.py 'books-*.parquet' --repeats 5 --enlarge 3
 
-Whole-process wall times, interleaved, medians. The loop is what build-nanogpt does: a pool of processes (here one a
-core), tiktoken on one document at a time, shards filled in the parent; but its texts come by pyarrow, not by the
-`datasets` library. The steady rate leaves the start-up out: the additional tokens of a source enlarged so many times,
-over the additional time.
+Whole-process wall times, interleaved, medians. The loop is what build-nanogpt does: a pool of processes (here one per
+core), tiktoken on one document at a time, shards filled in the parent; but it reads texts with pyarrow, not with the
+`datasets` library. The steady rate leaves out the start-up: the additional tokens of a source enlarged --enlarge times,
+divided by the additional time.
 """
 
 import glob
@@ -29,13 +29,13 @@ sys.path.insert(0, str(ROOT))
 @dataclass(frozen=True)
 class Args:
     files: tyro.conf.Positional[tuple[str, ...]]
-    """Parquet files with a column `text` (globs welcome)."""
+    """Parquet files with a column `text` (or globs)."""
     repeats: int = 3
-    """Runs of each; the table has their medians."""
+    """Runs of each; the table shows their medians."""
     enlarge: int = 3
-    """The larger source of the steady rate is so many times the files."""
+    """The larger source, for the steady rate, repeats the files this many times."""
     shard_size: int = 10_000_000
-    """Tokens a shard, for both."""
+    """Tokens per shard, for both."""
 
 
 def tokenize(text: str):
@@ -48,7 +48,7 @@ def tokenize(text: str):
 
 
 def loop(out: Path, shard_size: int, files: list[str]) -> None:
-    """The loop beside us: a pool, a document at a time, np.save."""
+    """The loop to compare with: a pool, one document at a time, np.save."""
     import multiprocessing
 
     import numpy as np
@@ -71,7 +71,7 @@ def loop(out: Path, shard_size: int, files: list[str]) -> None:
 
 
 def alone(files: list[str]) -> None:
-    """gigatoken from files to ids in memory; prints the seconds of that call."""
+    """gigatoken from files to ids in memory; prints the seconds that call takes."""
     import gigatoken
 
     import tokenizer
@@ -130,14 +130,14 @@ def main() -> None:
                 made = scratch / "fineweb.py 0"
                 a = np.concatenate([shards.read_shard(made / s.file) for s in shards.read_manifest(made).shards])
                 b = np.concatenate([np.load(p) for p in sorted(theirs.glob("*.npy"))])
-                assert np.array_equal(a, b), "the two do not give the same tokens"
+                assert np.array_equal(a, b), "the two produce different tokens"
                 tokens = len(a)
             subprocess.run(["rm", "-rf", *map(str, scratch.glob("fineweb.py *")), str(theirs)], check=True)
 
     wall = {name: statistics.median(t for t, _ in runs) for name, runs in results.items()}
     memory = {name: max(m for _, m in runs) for name, runs in results.items()}
     print(
-        f"\n{tokens:,} tokens, the same from both; {os.cpu_count()} cores; median of {args.repeats}, largest memory\n"
+        f"\n{tokens:,} tokens, identical from both; {os.cpu_count()} cores; median of {args.repeats}, largest memory\n"
     )
     print("| | seconds | M tokens/s | peak resident GB |\n|---|---|---|---|")
     for name in ("fineweb.py", "build-nanogpt-style loop", "encode_files"):
@@ -150,7 +150,7 @@ def main() -> None:
         f"\nfineweb.py is {wall['build-nanogpt-style loop'] / wall['fineweb.py']:.1f} times as fast as the loop",
         end="; ",
     )
-    print(f"steady, it has {rate['fineweb.py'] / rate['encode_files']:.0%} of the rate of encode_files alone")
+    print(f"steady, it reaches {rate['fineweb.py'] / rate['encode_files']:.0%} of the rate of encode_files alone")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""How fast a training step is, beside build-nanogpt and nanoGPT, interleaved in the same run.
+"""How fast a training step is, against build-nanogpt and nanoGPT, interleaved in the same run.
 
     python bench/train.py quickstart --data-dir data/stdlib --peers ~/peers
     python bench/train.py gpt2-124m --data-dir data/fineweb-edu --peers ~/peers --steps 20     # on a GPU
     python bench/train.py gpt2-124m --data-dir data/fineweb-edu --only ours ours-recompute     # memory against time
-    python bench/train.py gpt2-124m --data-dir data/fineweb-edu --only ours --profile          # where a step goes
+    python bench/train.py gpt2-124m --data-dir data/fineweb-edu --only ours --profile          # where the time goes
 
---peers names a folder that holds checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the
-same tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a process of its own;
-the rounds are interleaved, and what is printed are medians over all timed steps. build-nanogpt runs as it is (eager);
-its classes are taken out of the file, because importing it starts its training. MFU is by model.GPT.flops_per_token.
+--peers names a folder with checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the same
+tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a separate process; the
+rounds are interleaved, and medians over all timed steps are printed. build-nanogpt runs as it is (eager); its classes
+are extracted from the file, because importing it starts training. MFU is based on model.GPT.flops_per_token.
 """
 
 import ast
@@ -36,23 +36,23 @@ CONTENDERS = (
 class Args:
     preset: tyro.conf.Positional[str] = "quickstart"
     flags: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Further flags of train_gpt2.py, after --."""
+    """More flags of train_gpt2.py, after --."""
     data_dir: str = "data/stdlib"
     peers: Path | None = None
     steps: int = 6
-    """Timed steps a round."""
+    """Timed steps per round."""
     rounds: int = 2
     only: tuple[str, ...] = ()
     """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt, ours-recompute; ours-whole and ours-blocks
     compile the model in one graph or block by block, whatever the trainer would do here."""
     profile: bool = False
-    """Also list what takes most of the device's time in a step of the first contender, and how long it is idle."""
+    """Also list what takes most device time in a step of the first contender, and how long it is busy."""
     child: str = ""
     """Set for the process that runs one contender."""
 
 
 def peer_model(name: str, folder: Path, shape, lr: float):
-    """(model, maker of its optimizer) of a peer at our shape and learning rate, from its own code."""
+    """(model, function that makes its optimizer) of a peer at our shape and learning rate, from its own code."""
     import torch
 
     sizes = {k: getattr(shape, k) for k in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
@@ -82,7 +82,7 @@ def peer_model(name: str, folder: Path, shape, lr: float):
 
 
 def child(args: Args) -> None:
-    """One contender, one round: prints a JSON line."""
+    """Run one contender for one round and print a JSON line."""
     cli.thread_waits()
     import torch
 
@@ -112,13 +112,13 @@ def child(args: Args) -> None:
             optimizers = [make(rt.device)]
         B = train_gpt2.plan.micro_batch_size(cfg, rt, model, forward)
         for p in forward.parameters():
-            p.grad = None  # what trying out B left in a peer's
+            p.grad = None  # left in a peer's by trying out B
         scaler = torch.amp.GradScaler(rt.device.type, enabled=False)
         batches = data.batches(0, cfg.sequences_per_step, B, rt)
         parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
         times, profiler = [], None
         for step in range(args.steps + 3 + args.profile):
-            if step == args.steps + 3:  # after those that are timed
+            if step == args.steps + 3:  # after the timed steps
                 profiler = torch.profiler.profile()
                 profiler.start()
             t0 = time.perf_counter()
@@ -159,11 +159,11 @@ def child(args: Args) -> None:
 
 
 def table(profiler, seconds: float, kind: str) -> None:
-    """What takes the device's time, kernel by kernel (on a CPU: operation by operation), on stderr."""
+    """Print device time per kernel (on a CPU: per operation) to stderr."""
     rows = []
     for row in profiler.key_averages():
         own = row.self_cpu_time_total if kind == "cpu" else row.self_device_time_total
-        # a compiled graph and an optimizer's step have rows of their own, over the kernels' that they enclose
+        # compiled graphs and optimizer steps have rows of their own, on top of those of the kernels they enclose
         if own and (kind == "cpu" or (str(row.device_type).endswith("CUDA") and not row.is_user_annotation)):
             rows.append((own / 1e6, row.count, row.key))
     rows.sort(reverse=True)
@@ -195,7 +195,7 @@ def main() -> None:
             print(".", end="", file=sys.stderr, flush=True)
     one = results[names[0]][0]
     title = f"{args.preset} {' '.join(args.flags)} on {one['device']}, torch {one['torch']}"
-    print(f"\n{title}, {one['tokens']:,} tokens a step")
+    print(f"\n{title}, {one['tokens']:,} tokens per step")
     print("| contender | tokens/s | ours is | step ms | data | fwd+bwd | optimizer | MFU | peak GB | start s | loss |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     ours = None
