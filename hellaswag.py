@@ -113,7 +113,7 @@ def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
         if model.vocab_size < tokenizer.VOCAB_SIZE:
             why = f"the model has {model.vocab_size} tokens, fewer than GPT-2's"
         elif longest > model.block_size:
-            why = f"an ending has {longest} tokens, the model reads {model.block_size}"
+            why = f"an ending has {longest} tokens, but the model reads {model.block_size}"
         else:
             return examples
     print0(f"HellaSwag is off: {why}")

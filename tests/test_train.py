@@ -260,7 +260,7 @@ def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, caps
     assert "warning: --warmup-steps 2 of 2 steps" in said
     fit(tiny_args, tmp_path / "short", *text, "--model.vocab-size", "50304", "--warmup-steps", "1")
     said = capsys.readouterr().out
-    assert "HellaSwag is off: an ending has 41 tokens, the model reads 32" in said and "sample 3: " in said
+    assert "HellaSwag is off: an ending has 41 tokens, but the model reads 32" in said and "sample 3: " in said
     assert "warm" not in said
 
 
