@@ -3,6 +3,7 @@ that is found again, and what may differ on resume."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import shlex
@@ -44,6 +45,9 @@ def read(path: str | Path) -> dict[str, Any]:
             "a new run from its weights with --init-from"
         )
     return saved
+
+
+REPEAT = 2  # seconds
 
 
 class Stopped(Exception):
@@ -126,15 +130,19 @@ def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
 
 @contextmanager
 def signals() -> Iterator[dict[str, Any]]:
-    """SIGTERM and SIGINT set a flag that a collective shares with all ranks; a second signal kills as usual. A helper
+    """SIGTERM and SIGINT set a flag that a collective shares with all ranks; a second signal kills as usual, unless it
+    comes within REPEAT seconds: torchrun passes on what a terminal or Slurm has sent to its ranks already. A helper
     thread receives them while this one blocks them: compilers started here inherit the mask and survive Ctrl-C."""
     stop: dict[str, Any] = {"signal": None}
+    # by the C library: Python sets a handler in its main thread only, which may be waiting in a collective by then
+    kill_from_now = threading.Timer(REPEAT, lambda: [ctypes.CDLL(None).signal(int(s), None) for s in before])
+    kill_from_now.daemon = True
 
     def handler(number: int, frame: Any) -> None:
-        stop["signal"] = signal.Signals(number).name
-        for s in before:
-            signal.signal(s, signal.SIG_DFL)
-        print0(f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving")
+        if stop["signal"] is None:
+            stop["signal"] = signal.Signals(number).name
+            kill_from_now.start()
+            print0(f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving")
 
     before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -142,6 +150,7 @@ def signals() -> Iterator[dict[str, Any]]:
     try:
         yield stop
     finally:
+        kill_from_now.cancel()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         for s, h in before.items():
             signal.signal(s, h)

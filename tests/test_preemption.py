@@ -171,6 +171,30 @@ def test_a_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, lon
     assert_close(curve(out), curve(fit(tiny_args, tmp_path / "whole")))
 
 
+def test_a_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
+    """As Slurm sends it, and a terminal: torchrun passes it on to ranks that have it already."""
+    out = tmp_path / "out"
+    run = ["quickstart", *tiny_args, "--max-steps", "100000", "--save-every", "0", "--val-every", "0"]
+    process = agent("--standalone", "--nproc_per_node=2", str(ROOT / "train_gpt2.py"), *run, "--out-dir", str(out))
+    wait_for(lambda: last_step(out) >= 5)
+    for pid in [*ranks_of(process.pid), process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert "stopped by signal SIGTERM" in said and checkpoint.latest_step(out) > last_step(out), said[-3000:]
+
+
+@pytest.mark.parametrize("seconds", [0, 3])
+def test_a_second_signal_kills_unless_it_is_the_same_again(seconds):
+    code = "import resume, time\nwith resume.signals():\n    print(flush=True)\n    for _ in range(50): time.sleep(0.1)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == (-signal.SIGTERM if seconds else 0)
+
+
 def test_a_signal_ends_hellaswag(tiny_args, tmp_path, long_evaluation, start):
     out, log = tmp_path / "out", tmp_path / "log"
     run = ["quickstart", *tiny_args, "--model.vocab-size", "50304", "--out-dir", out]
