@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -128,6 +128,10 @@ class TrainConfig:
     """Train on the first batch repeatedly: if the loss does not collapse, something is broken."""
 
     def __post_init__(self):
+        for name, hint in get_type_hints(TrainConfig).items():
+            if not is_a(value := getattr(self, name), hint):
+                shown = f"{value}" if type(value) in (int, float) else f"of type {type(value).__name__}"
+                raise UserError(f"--{name.replace('_', '-')} cannot be {shown:.99}; see: python train_gpt2.py --help")
         if wrong := self.model.wrong():
             raise UserError(f"--model.{wrong.replace('_', '-')}")
         T, tokens = self.sequence_length, self.total_batch_size
@@ -144,10 +148,7 @@ class TrainConfig:
                 f"--micro-batch-size {self.micro_batch_size} must be at least 1, or auto",
             ),
             (0 <= self.cooldown <= 1, f"--cooldown {self.cooldown} must be a fraction of the steps, between 0 and 1"),
-            (
-                math.inf > self.max_lr >= self.min_lr >= 0,
-                f"--min-lr {self.min_lr} must lie between 0 and --max-lr {self.max_lr}",
-            ),
+            (self.max_lr >= self.min_lr >= 0, f"--min-lr {self.min_lr} must lie between 0 and --max-lr {self.max_lr}"),
             (self.epochs >= 1, f"--epochs {self.epochs} must be at least 1"),
             (self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}"),
         ]
@@ -197,6 +198,16 @@ class TrainConfig:
             return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
         except (UserError, ValueError, TypeError, AttributeError, RuntimeError) as e:
             raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
+
+
+def is_a(value: object, hint: Any) -> bool:
+    """Whether a value has exactly a field's type; an int will do for a float, and numbers must fit in 64 bits (a NaN
+    does not)."""
+    if get_origin(hint) is Literal:
+        return any(type(value) is type(option) and value == option for option in get_args(hint))
+    if options := get_args(hint):
+        return any(is_a(value, option) for option in options)
+    return type(value) in (hint, int) and abs(value) < 2**63 if hint in (int, float) else type(value) is hint
 
 
 def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:

@@ -556,7 +556,7 @@ def test_tensorboard_has_every_curve_and_resumes_without_doubled_points(tiny_arg
         (["--init-from", "nowhere.pt"], ["nowhere.pt"]),
         (["--device", "cuda"], ["cuda", "--device auto"]),
         (["--hellaswag-every", "5", "--hellaswag-data", "none.jsonl"], ["none.jsonl", "python hellaswag.py"]),
-        (["--model.vocab-size", "100"], ["vocabulary of 100"]),
+        (["--model.vocab-size", "100"], ["vocabulary size, 100"]),
     ],
 )
 def test_bad_input_is_one_message(tiny_args, tmp_path, flags, says):

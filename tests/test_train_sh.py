@@ -52,7 +52,7 @@ if deed == "usererror":
     print("error: --max-lr -1 must be positive", file=sys.stderr)
     sys.exit(1)
 if deed == "diskfail":
-    print("error of the machine: [Errno 5] Input/output error; fix that, then run the command again", file=sys.stderr)
+    print("system error: [Errno 5] Input/output error; fix that, then run the command again", file=sys.stderr)
 if deed in ("savefail", "savehang", "ok", "limit") and rank0:
     save("00010")
 if deed == "limit" and rank0:

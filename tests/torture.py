@@ -195,7 +195,7 @@ class Torture:
         last=False: not counted yet if all that is so, because the run goes on and is judged by its end."""
         said, kept = ended.said, kept or {}
         lost = [p.name for p, data in kept.items() if not p.is_file() or p.read_bytes() != data]
-        messages = len(re.findall(r"^(?:error(?: of the machine)?: |rank \d+ (?:lost|could not))", said, re.MULTILINE))
+        messages = len(re.findall(r"^(?:(?:system )?error: |rank \d+ (?:lost|could not))", said, re.MULTILINE))
         wrong = [f"exit code {ended.code}"] * (ended.code is None or ended.code <= 0)
         wrong += ["a traceback"] * ("Traceback" in said) + [f"{messages} messages"] * (messages != 1)
         wrong += [f"not a word of {s!r}" for s in says if s.lower() not in said.lower()]
@@ -546,7 +546,7 @@ def log_full(t: Torture) -> None:
                 continue
             fill_up(disk[0] / "fill")
             done = p.start("--out-dir", str(disk[0]), check=False)
-            wrong = done.returncode != 1 or "is its disk full" not in done.stderr or p.starts()
+            wrong = done.returncode != 1 or "is the disk full" not in done.stderr or p.starts()
             t.note("SILENT" if wrong else "refused", "train.sh, full disk before it starts", why=done.stderr)
             (disk[0] / "fill").unlink()
             p.start("--out-dir", str(disk[0]), plan="hang savefail", MAX_RESTARTS="1")
