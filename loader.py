@@ -30,8 +30,20 @@ from runtime import Runtime
 
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) determined by `key`. RandomState, because its stream is frozen (NumPy's NEP 19)."""
-    return np.random.RandomState([k % 2**32 for k in key]).permutation(n)
+    """A permutation of range(n), fixed forever by the 64-bit integers `key`: the argsort of splitmix64 hashes (Steele et
+    al. 2014)."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    with np.errstate(over="ignore"):
+        state = np.zeros(1, np.uint64)
+        for k in key:
+            state = mix(state ^ np.uint64(k % 2**64))
+        return np.argsort(mix(state ^ mix(np.arange(n, dtype=np.uint64))), kind="stable")
 
 
 class Order:

@@ -12,7 +12,7 @@ from cli import UserError
 from loader import Loader, Order, permutation, to_device
 from runtime import Runtime
 
-GOLDEN = [1, 3, 5, 4, 0, 6, 2, 7]  # of permutation(8, 1337, 0)
+GOLDEN = [0, 7, 5, 6, 3, 1, 2, 4]  # of permutation(8, 1337, 0)
 CPU = Runtime(torch.device("cpu"), torch.float32)
 
 
