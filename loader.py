@@ -30,8 +30,8 @@ from runtime import Runtime
 
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), fixed forever by the 64-bit integers `key`: the argsort of splitmix64 hashes (Steele et
-    al. 2014)."""
+    """A permutation of range(n), fixed forever by the 64-bit integers `key`: the argsort of splitmix64 hashes (Steele
+    et al. 2014)."""
 
     def mix(x: np.ndarray) -> np.ndarray:
         x = x + np.uint64(0x9E3779B97F4A7C15)
