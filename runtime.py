@@ -257,7 +257,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not one_machine:
         raise UserError(
-            "torchrun would keep one store over its restarts, in which ranks meet the addresses of those that died; on "
+            "torchrun would share one store across restarts, where ranks find the addresses of dead ranks; run on "
             "every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start again"
         )
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
