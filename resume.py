@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import checkpoint
+import cli
 import optim
 import runtime
 from checkpoint import Writer
@@ -142,7 +143,9 @@ def signals() -> Iterator[dict[str, Any]]:
         if stop["signal"] is None:
             stop["signal"] = signal.Signals(number).name
             kill_from_now.start()
-            print0(f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving")
+            words = f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving\n"
+            with suppress(OSError):  # not print, which may be what the signal has interrupted: it cannot be reentered
+                os.write(1, words.encode() if cli.env_rank() == 0 else b"")
 
     before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
     threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -185,13 +186,22 @@ def test_a_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path
 
 @pytest.mark.parametrize("seconds", [0, 3])
 def test_a_second_signal_kills_unless_it_is_the_same_again(seconds):
-    code = "import resume, time\nwith resume.signals():\n    print(flush=True)\n    for _ in range(50): time.sleep(0.1)"
+    """The first comes while a print waits for its reader: the handler then runs inside that print."""
+    code = """import resume, time
+end = time.time() + 5
+with resume.signals():
+    while time.time() < end:
+        print("words " * 999, flush=True)"""
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     process.stdout.readline()
+    time.sleep(0.5)  # until the pipe is full
     process.send_signal(signal.SIGINT)
+    reader = threading.Thread(target=process.stdout.read)
+    reader.start()
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.wait(60)
+    reader.join()
     assert process.returncode == (-signal.SIGTERM if seconds else 0)
 
 
