@@ -91,6 +91,7 @@ def test_two_machines_equal_one(tiny_args, tmp_path):
     assert_close(curve(tmp_path / "two"), curve(one))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_a_rank_killed_on_one_of_two_machines_costs_no_human_and_no_bits(tiny_args, tmp_path):
     """The first machine's ranks are the later ones: those of the other could find what the dead have left."""
