@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import tyro
 
 from cli import UserError
-from model import GPTConfig
+from model import GPTConfig, misfit
 
 # Settings that may change on resume: training continues as before, or reports how its schedule changes. All others
 # shape the result and need --allow-drift.
@@ -128,10 +128,8 @@ class TrainConfig:
     """Train on the first batch repeatedly: if the loss does not collapse, something is broken."""
 
     def __post_init__(self):
-        for name, hint in get_type_hints(TrainConfig).items():
-            if not is_a(value := getattr(self, name), hint):
-                shown = f"{value}" if type(value) in (int, float) else f"of type {type(value).__name__}"
-                raise UserError(f"--{name.replace('_', '-')} cannot be {shown:.99}; see: python train_gpt2.py --help")
+        if wrong := misfit(self):
+            raise UserError(f"--{wrong.replace('_', '-')}; see: python train_gpt2.py --help")
         if wrong := self.model.wrong():
             raise UserError(f"--model.{wrong.replace('_', '-')}")
         T, tokens = self.sequence_length, self.total_batch_size
@@ -198,16 +196,6 @@ class TrainConfig:
             return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
         except (UserError, ValueError, TypeError, AttributeError, RuntimeError) as e:
             raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
-
-
-def is_a(value: object, hint: Any) -> bool:
-    """Whether a value has exactly a field's type; an int will do for a float, and numbers must fit in 64 bits (a NaN
-    does not)."""
-    if get_origin(hint) is Literal:
-        return any(type(value) is type(option) and value == option for option in get_args(hint))
-    if options := get_args(hint):
-        return any(is_a(value, option) for option in options)
-    return type(value) in (hint, int) and abs(value) < 2**63 if hint in (int, float) else type(value) is hint
 
 
 def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:

@@ -155,6 +155,7 @@ def load(path: Path) -> tuple:
     """The .pt file for a file or run folder, its model, and a model card with the run's figures at that step."""
     import checkpoint
     import metrics
+    from model import is_a
 
     model, facts = checkpoint.load(path)
     c, step = model.config, facts["step"]
@@ -163,7 +164,7 @@ def load(path: Path) -> tuple:
         facts |= row if row["step"] <= step else {}
     if batch := metrics.tokens_per_step(weights.parent):
         facts["tokens"] = step * batch
-    facts = {k: v for k, v in facts.items() if isinstance(v, int | float)}
+    facts = {k: v for k, v in facts.items() if is_a(v, float)}
     card = f"---\npipeline_tag: text-generation\ntags: [gpt2]\n---\n# GPT-2\n\n{model.num_params():,} parameters: "
     card += f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}.\n\n| | |\n|-|-|\n"
     return weights, model, card + "".join(f"| {k} | {facts[k]:,} |\n" for k in CARD_FACTS if k in facts) + "\n"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -26,6 +26,24 @@ REAL_VOCAB = 50257  # number of ids in GPT-2's tokenizer; higher ids only pad th
 # For changing lengths: cuDNN's, torch's choice on Hopper, takes 0.4 s to plan each one (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGEST = 2**20  # upper bound on every size in a config, which may come from a file
+
+
+def is_a(value: object, hint: Any) -> bool:
+    """Whether a value has exactly a field's type; an int will do for a float. Numbers must fit in 64 bits: no NaN."""
+    if get_origin(hint) is Literal:
+        return any(type(value) is type(option) and value == option for option in get_args(hint))
+    if options := get_args(hint):
+        return any(is_a(value, option) for option in options)
+    return type(value) in (hint, int) and abs(value) < 2**63 if hint in (int, float) else type(value) is hint
+
+
+def misfit(config: object) -> str:
+    """Which field of a config dataclass holds a value that is not of its type; an empty string if none does."""
+    for name, hint in get_type_hints(type(config)).items():
+        if not is_a(value := getattr(config, name), hint):
+            shown = str(value) if type(value) in (int, float) else f"of type {type(value).__name__}"
+            return f"{name} cannot be {shown:.99}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -62,12 +80,11 @@ class GPTConfig:
 
     def wrong(self) -> str:
         """Why this config is invalid (value and rule); an empty string if it is valid."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if (allowed := get_args(f.type)) and value not in allowed:
-                return f"{f.name} {value!r:.99} is not one of {', '.join(allowed)}"
-            if f.type is int and not (type(value) is int and 1 <= value <= LARGEST):
-                return f"{f.name} {value!r:.99} must be a whole number between 1 and {LARGEST}"
+        if bad := misfit(self):
+            return bad
+        for f in fields(self)[:5]:  # the sizes
+            if not 1 <= (size := getattr(self, f.name)) <= LARGEST:
+                return f"{f.name} {size} must lie between 1 and {LARGEST}"
         if self.n_embd % self.n_head:
             return f"n_head {self.n_head} does not divide n_embd {self.n_embd}"
         if self.positions == "rope" and self.head_size % 2:

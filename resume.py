@@ -144,8 +144,9 @@ def signals() -> Iterator[dict[str, Any]]:
             stop["signal"] = signal.Signals(number).name
             kill_from_now.start()
             words = f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving\n"
-            with suppress(OSError):  # not print, which may be what the signal has interrupted: it cannot be reentered
-                os.write(1, words.encode() if cli.env_rank() == 0 else b"")
+            if cli.env_rank() == 0:
+                with suppress(OSError):  # not print: the signal may have interrupted one, which cannot be reentered
+                    os.write(1, words.encode())
 
     before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
     threading.Thread(target=threading.Event().wait, daemon=True).start()
