@@ -315,11 +315,11 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
 
 # Dense bfloat16 (float16 before Ampere) peak in FLOP/s, vendor data sheets, no sparsity. Longest match wins.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "GH200": 989e12, "H200 NVL": 835e12, "H100": 989e12,
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12, "A100": 312e12, "A800": 312e12,
-    "A40": 149.7e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "T4": 65e12, "V100": 125e12, "V100-PCIE": 112e12, "A6000": 154.8e12, "RTX 6000 Ada": 364e12, "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12, "RTX 5090": 209.5e12, "RTX 2080 Ti": 56.9e12,
+    "B300": 2250e12, "GB300": 2500e12, "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "GH200": 989e12,
+    "H200 NVL": 835e12, "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12,
+    "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12,
+    "L40": 181e12, "L4": 121e12, "T4": 65e12, "V100": 125e12, "V100-PCIE": 112e12, "A6000": 154.8e12,
+    "RTX 6000 Ada": 364e12, "RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12, "RTX 2080 Ti": 56.9e12,
 }  # fmt: skip
 
 
