@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Literal
 import tokenizer
 from cli import UserError, print0, run_cli
 from files import whole_file
-from runtime import Runtime
 
 if TYPE_CHECKING:
     import torch
 
     from model import GPT, GPTConfig
+    from runtime import Runtime
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -190,6 +190,8 @@ def score(
     import torch
     import torch.nn.functional as F
     from tqdm import tqdm
+
+    from runtime import Runtime
 
     rt = rt or Runtime(device, torch.float32)
     # positions per batch, rows of logits at a time; a CPU is fastest when they fit in its cache

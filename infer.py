@@ -22,7 +22,6 @@ import tyro
 
 import tokenizer
 from cli import UserError, printable, run_cli
-from runtime import pick_device, pick_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -176,6 +175,7 @@ class Decoder:
 def load(args: Args) -> GPT:
     """The model named on the command line, ready for inference. Raises UserError."""
     from convert import open_gpt2
+    from runtime import pick_device, pick_dtype
 
     device = pick_device(args.device)
     return prepare(open_gpt2(args.model), device, pick_dtype(args.dtype, device))

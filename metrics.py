@@ -10,16 +10,10 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import runtime
 from cli import UserError, print0
 from files import whole_file
-from runtime import Runtime
-
-if TYPE_CHECKING:
-    from config import TrainConfig
-    from model import GPT
 
 
 def duration(seconds: float) -> str:
@@ -30,27 +24,6 @@ def duration(seconds: float) -> str:
     if s >= 3600:
         return f"{s // 3600}h{s % 3600 // 60:02d}m"
     return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
-
-
-class Pace:
-    """How fast a run is: step time, tokens per second, MFU (None if the card's peak is unknown), time to go."""
-
-    def __init__(self, cfg: TrainConfig, rt: Runtime, model: GPT):
-        self.tokens, self.flops = cfg.total_batch_size, model.flops_per_token(cfg.sequence_length)
-        self.peak = (runtime.peak_flops(rt.device) or 0) * rt.world_size
-        self.steps, self.smooth_s = 0, 0.0
-
-    def step(self, seconds: float) -> dict[str, Any]:
-        step_ms = seconds * 1e3
-        self.smooth_s = step_ms / 1e3 if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * step_ms / 1e3
-        self.steps += 1  # the first ones compile: no averaging yet
-        rate = self.tokens / step_ms * 1e3
-        mfu = rate * self.flops / self.peak if self.peak else None
-        return {"step_ms": step_ms, "tokens_per_second": rate, "mfu": mfu}
-
-    def eta_s(self, steps: int) -> float:
-        """Seconds that `steps` more will take; NaN after the first step, which is not representative."""
-        return self.smooth_s * steps if self.steps > 1 else math.nan
 
 
 class Outliers:

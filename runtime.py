@@ -1,6 +1,6 @@
 """The environment, read once: device, dtype, ranks, clocks, peak FLOP/s.
 
-Every other file asks this one instead of the machine. Importing it is cheap: torch is imported on use.
+Every other file asks this one instead of the machine. It imports torch: cli.thread_waits must come before.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from glob import glob
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from cli import UserError, env_rank, fail
 from cli import print0 as print0  # re-exported: readers look for it here, too
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -44,24 +43,18 @@ class Runtime:
 
     def autocast(self):
         """Context in which the model's forward runs."""
-        import torch
-
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def synchronize(self) -> None:
         """Wait until the device has finished its queued work, so a clock read afterwards is accurate."""
-        import torch
-
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `tensor` in place over all ranks (op: sum, max or min) and return it. Every rank must call it."""
         if self.world_size > 1:
-            import torch.distributed as dist
-
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
         return tensor
 
@@ -69,9 +62,6 @@ class Runtime:
         """Every rank's `tensor` (same shape on all), in rank order. Every rank must call it."""
         if self.world_size == 1:
             return [tensor]
-        import torch
-        import torch.distributed as dist
-
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor)
         return parts
@@ -79,14 +69,10 @@ class Runtime:
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fill `tensor` (same shape on all ranks) with rank `source`'s. Every rank must call it."""
         if self.world_size > 1:
-            import torch.distributed as dist
-
             dist.broadcast(tensor, source)
 
     def any(self, flag: object) -> bool:
         """Whether `flag` is set on any rank; all ranks get the same answer. Every rank must call it."""
-        import torch
-
         if self.world_size == 1:
             return bool(flag)
         return bool(self.all_reduce(torch.tensor(float(bool(flag)), device=self.device), "max").item())
@@ -94,16 +80,12 @@ class Runtime:
     def barrier(self, hours: float = 0) -> None:
         """Wait until every rank is here, for up to the timeout of a collective, or for `hours`."""
         if self.world_size > 1:
-            import torch.distributed as dist
-
             # NCCL would end the run after its own timeout, whatever the ranks are waiting for
             dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo") if hours else None)
 
     def peak_memory(self) -> int:
         """Peak bytes on the device (CUDA), or the peak resident bytes of this process elsewhere."""
         import resource
-
-        import torch
 
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
@@ -112,8 +94,6 @@ class Runtime:
 
 def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
     """Why a torch built for CUDA cannot use this machine's GPU; an empty string if nothing is wrong."""
-    import torch
-
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if torch.version.cuda is None or hidden or not glob(devices) or torch.cuda.is_available():
         return ""
@@ -127,8 +107,6 @@ def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """`auto` tries cuda, then mps, then cpu; a name is checked against what is available. Raises UserError,
     also if a GPU is present but unusable."""
-    import torch
-
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name in ("auto", "cuda") and (why := unusable_gpu()):
         raise UserError(
@@ -173,8 +151,6 @@ def cpu_has_bfloat16() -> bool:
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 where the hardware has it (sm80+, CPUs as above), float16 on older CUDA, else float32."""
-    import torch
-
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -196,8 +172,6 @@ def keep_memory() -> None:
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
-    import torch
-
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=40"]
     known = {"torch": str(torch.__version__), "python": platform.python_version()}
     with suppress(OSError, subprocess.SubprocessError):
@@ -218,8 +192,6 @@ def missing_compiler(device: torch.device) -> str:
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the device type and CPU thread count."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({torch.get_num_threads()} threads)"
@@ -236,8 +208,6 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this, before CUDA starts
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # do not choose kernels by timing
-    import torch
-
     local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     dev = pick_device(device, local_rank)
     rt = Runtime(dev, pick_dtype(dtype, dev), env_rank(), local_rank, world_size)
@@ -249,8 +219,6 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     if world_size == 1:
         yield rt
         return
-    import torch.distributed as dist
-
     missing = [v for v in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE={world_size} but {', '.join(missing)} not set; start with torchrun")
@@ -326,8 +294,6 @@ PEAK_FLOPS = {
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense FLOP/s of the card at training precision (see PEAK_FLOPS), or None if not known: MFU is then
     "unknown". A 3090 Ti, a laptop 4090 and a MIG slice of an A100 do not match the cards in the table."""
-    import torch
-
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

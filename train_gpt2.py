@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import cli
-import runtime
 
 cli.thread_waits()  # before torch is imported
 import torch
@@ -29,12 +28,13 @@ import hellaswag
 import optim
 import plan
 import resume
+import runtime
 import shards
 from cli import UserError, print0
 from config import TrainConfig, model_from_init, parse
 from evals import Evals, due, val_windows, validate
 from loader import Loader, to_device
-from metrics import Pace, RunLog
+from metrics import RunLog
 from model import GPT
 from runtime import Runtime
 
@@ -72,7 +72,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
     writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
     batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
-    pace, stopper, skipped = Pace(cfg, rt, model), resume.Stopper(stop, cfg.time_limit, rt), 0
+    pace, stopper, skipped = plan.Pace(cfg, rt, model), resume.Stopper(stop, cfg.time_limit, rt), 0
 
     def save() -> None:
         run.keep_best()

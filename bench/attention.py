@@ -21,7 +21,6 @@ sys.path[0] = str(ROOT)
 import tyro  # noqa: E402
 
 import cli  # noqa: E402
-import runtime  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ def main() -> None:
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    import runtime
 
     args = tyro.cli(Args, description=__doc__)
     kinds = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")

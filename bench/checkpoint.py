@@ -23,7 +23,6 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import cli  # noqa: E402
-import runtime  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ def main() -> None:
     import checkpoint
     import optim
     import resume
+    import runtime
     from config import PRESETS
     from model import GPT
 

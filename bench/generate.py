@@ -25,7 +25,6 @@ sys.path[0] = str(ROOT)
 import tyro  # noqa: E402
 
 import cli  # noqa: E402
-import runtime  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ def main() -> None:
     import torch
     import transformers
 
+    import runtime
     from convert import save_hf
     from infer import Decoder, prepare
     from model import GPT, GPTConfig

@@ -22,7 +22,6 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import cli  # noqa: E402
-import runtime  # noqa: E402
 
 WAYS = ("plain", "plain compiled", "chunked", "chunked compiled", "torch's", "torch's chunked", "products alone")
 
@@ -87,6 +86,8 @@ def make(way: str, args: Args, dtype):
 
 def child(args: Args) -> None:
     import torch
+
+    import runtime
 
     with runtime.session() as rt:
         torch.manual_seed(0)

@@ -24,7 +24,6 @@ import tyro  # noqa: E402
 
 import cli  # noqa: E402
 import hellaswag  # noqa: E402
-import runtime  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
     import torch
 
+    import runtime
     from convert import open_model
     from model import GPT, GPTConfig
 

@@ -23,7 +23,6 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import cli  # noqa: E402
-import runtime  # noqa: E402
 
 WAYS = ("default", "deterministic", "deterministic recompute", "dtype=float16", "dtype=float16 deterministic")
 
@@ -69,6 +68,7 @@ def main() -> None:
     import torch
 
     import metrics
+    import runtime
 
     args = tyro.cli(Args, description=__doc__)
     device = runtime.device_name(runtime.pick_device())

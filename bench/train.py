@@ -25,7 +25,6 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import cli  # noqa: E402
-import runtime  # noqa: E402
 
 CONTENDERS = (
     "ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute", "ours-whole", "ours-blocks",
@@ -87,6 +86,7 @@ def child(args: Args) -> None:
     import torch
 
     import optim
+    import runtime
     import train_gpt2
     from config import parse
     from loader import to_device
