@@ -50,7 +50,7 @@ class Evals:
             if self.comparable and (line := reference.on_track(step, loss)):
                 print0(line)
         if self.examples and due(cfg.hellaswag_every, step, last):
-            score = hellaswag.evaluate(self.model, self.examples, self.rt.device, self.rt, check)
+            score = hellaswag.evaluate(self.model, self.examples, self.rt.device, self.rt, check=check)
             found |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
             print0(f"{head} | {hellaswag.summary_line(score)}")
         return found

@@ -209,13 +209,10 @@ def score(
             seen, sees = part[:, None, None, :], part[:, None, :, None]  # of (N, 1, T, T)
             mask = ((seen == 0) | (seen == sees)).tril()
             x = model.hidden(idx, positions=positions, mask=mask)[row.to(device), column.to(device)]  # (M, C)
-            nll = torch.cat([
-                F.cross_entropy(model.logits(some).float(), t, reduction="none").cpu()
-                for some, t in zip(x.split(head_rows), targets.split(head_rows), strict=True)
-            ])  # fmt: skip
-            losses[b.rows] = (
-                torch.zeros(4 * len(b.rows)).index_add_(0, slot, nll).view(-1, 4)
-            )  # on the CPU: fixed order
+            parts = zip(x.split(head_rows), targets.split(head_rows), strict=True)
+            nll = torch.cat([F.cross_entropy(model.logits(p).float(), t, reduction="none").cpu() for p, t in parts])
+            summed = torch.zeros(4 * len(b.rows)).index_add_(0, slot, nll)  # on the CPU: fixed order
+            losses[b.rows] = summed.view(-1, 4)
     return rt.all_reduce(losses.to(device)).cpu()  # an example's losses are zero on all ranks but one
 
 
@@ -229,15 +226,9 @@ def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float 
     return {"acc": acc, "acc_norm": acc_norm, "stderr": math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1)), "n": n}
 
 
-def evaluate(
-    model: GPT,
-    examples: list[Example],
-    device: torch.device,
-    rt: Runtime | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Score `examples` (from load_examples): {"acc", "acc_norm", "stderr", "n"}. With `rt`, every rank must call it."""
-    return summarize(score(model, examples, device, rt, check=check), examples)
+def evaluate(model: GPT, examples: list[Example], device: torch.device, *args, **kwargs) -> dict[str, float | int]:
+    """{"acc", "acc_norm", "stderr", "n"} of `examples` (from load_examples). Takes the same arguments as `score`."""
+    return summarize(score(model, examples, device, *args, **kwargs), examples)
 
 
 def summary_line(found: dict[str, float]) -> str:
@@ -255,9 +246,8 @@ def download(path: Path, url: str) -> None:
         with urllib.request.urlopen(url, timeout=20) as answer:
             content = answer.read()
     except (OSError, ValueError, HTTPException) as e:
-        raise UserError(
-            f"cannot download {url} ({e}); check the network and run the same command again, or save it as {path}"
-        ) from None
+        again = f"check the network and run the same command again, or save it as {path}"
+        raise UserError(f"cannot download {url} ({e}); {again}") from None
     if (rows := content.count(b"\n")) != VAL_ROWS:
         raise UserError(f"{url} returned {rows} rows, not HellaSwag's {VAL_ROWS}; run the same command again")
     with whole_file(path) as f:
@@ -311,10 +301,8 @@ def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> Non
     with whole_file(path) as f:
         for i, (e, row) in enumerate(zip(examples, losses.tolist(), strict=True)):
             norm = [x / u for x, u in zip(row, e.units, strict=True)]
-            picks = {"pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}
-            f.write(
-                json.dumps({"index": i, "label": e.label, **picks, "losses": row, "losses_norm": norm}).encode() + b"\n"
-            )
+            line = {"index": i, "label": e.label, "pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}
+            f.write(json.dumps({**line, "losses": row, "losses_norm": norm}).encode() + b"\n")
 
 
 if __name__ == "__main__":
