@@ -172,29 +172,24 @@ class Decoder:
         return replay
 
 
-def load(args: Args) -> GPT:
-    """The model named on the command line, ready for inference. Raises UserError."""
-    from convert import open_gpt2
-    from runtime import pick_device, pick_dtype
-
-    device = pick_device(args.device)
-    return prepare(open_gpt2(args.model), device, pick_dtype(args.dtype, device))
-
-
 def main() -> None:
     args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     args.check()
     prompt = read_prompt(args)
     tokens = encode(prompt, args.allow_special)
-    model = load(args)
-    if len(tokens) > (limit := model.config.block_size):
-        raise UserError(f"the prompt has {len(tokens)} tokens, but the context of {args.model} is {limit}; shorten it")
     import torch
 
+    from convert import open_gpt2
+    from runtime import pick_device, pick_dtype
+
+    device = pick_device(args.device)
+    model = prepare(open_gpt2(args.model), device, pick_dtype(args.dtype, device))
+    if len(tokens) > (limit := model.config.block_size):
+        raise UserError(f"the prompt has {len(tokens)} tokens, but the context of {args.model} is {limit}; shorten it")
     steps = model.stream(
-        torch.tensor([tokens], device=model.device), args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-        torch.Generator(model.device).manual_seed(args.seed), args.num_samples,
-        Decoder(model) if model.device.type == "cuda" else None,
+        torch.tensor([tokens], device=device), args.max_new_tokens, args.temperature, args.top_k, args.top_p,
+        torch.Generator(device).manual_seed(args.seed), args.num_samples,
+        Decoder(model) if device.type == "cuda" else None,
     )  # fmt: skip
     ids = until_eot(steps, args.stop_at_eot)
     sys.stdout.reconfigure(errors="replace")  # a non-UTF-8 terminal shows ? instead of failing
