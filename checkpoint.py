@@ -13,7 +13,7 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import PickleError
@@ -42,13 +42,13 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def complete_steps(out_dir: str | Path) -> list[int]:
-    """Steps of the run folder whose two files are both whole, sorted."""
+def complete_steps(out_dir: str | Path, needed: Iterable[str] = ("model", "optim")) -> list[int]:
+    """Steps of the run folder whose `needed` files are whole, sorted."""
     found: dict[int, set[str]] = {}
     for path in Path(out_dir).glob("*.pt"):
         if (m := NAME.fullmatch(path.name)) and is_whole(path):
             found.setdefault(int(m[2]), set()).add(m[1])
-    return sorted(step for step, kinds in found.items() if len(kinds) == 2)
+    return sorted(step for step, kinds in found.items() if kinds.issuperset(needed))
 
 
 def latest_step(out_dir: str | Path) -> int | None:
@@ -134,16 +134,13 @@ def load_weights(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     """(state dict on the CPU, the file's other entries: config, step, val_loss, preset) of a .pt file or run folder."""
     path = Path(path)
     if path.is_dir():
-        step = latest_step(path)
-        if step is None:  # e.g. pulled from a Hub without the optimizer: any complete model will do for inference
-            models = [p for p in sorted(path.glob("model_*.pt")) if NAME.fullmatch(p.name) and is_whole(p)]
-            if not models:
-                runs = ", ".join(sorted({str(p.parent) for p in path.glob("*/model_*.pt")}))
-                mend = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
-                raise UserError(f"{path} holds no complete checkpoint (model_*.pt); {mend}")
-            path = models[-1]
-        else:
-            path = model_path(path, step)
+        # a folder pulled from a Hub may have no optimizer: a model alone will do for inference
+        steps = complete_steps(path) or complete_steps(path, ["model"])
+        if not steps:
+            runs = ", ".join(sorted({str(p.parent) for p in path.glob("*/model_*.pt")}))
+            mend = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
+            raise UserError(f"{path} holds no complete checkpoint (model_*.pt); {mend}")
+        path = model_path(path, steps[-1])
     found = _load(path)
     if not all(isinstance(found.get(key), kind) for key, kind in {"model": dict, "config": dict, "step": int}.items()):
         raise UserError(f"{path} contains no model; use the model_*.pt file")
