@@ -62,10 +62,8 @@ def model_path(out_dir: str | Path, step: int) -> Path:
 
 def missing(path: Path) -> UserError:
     """The error for a missing checkpoint; it lists those that exist."""
-    here = sorted(p.name for p in path.parent.glob("model_*.pt")) if path.parent.is_dir() else []
-    return UserError(
-        f"no checkpoint {path}; {path.parent} has {', '.join(here) or 'none'} (train: python train_gpt2.py)"
-    )
+    here = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
+    return UserError(f"no checkpoint {path}; {path.parent} has {here} (train: python train_gpt2.py)")
 
 
 def pickled_names(path: Path) -> set[str]:
@@ -113,20 +111,15 @@ def _load(path: Path) -> dict[str, Any]:
         step = NAME.fullmatch(path.name)
         earlier = f"; move *_{step[2]}.pt away, and --resume auto uses the previous one" if step else ""
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
+    convert = f"convert build-nanogpt and nanoGPT files with: python hub.py import {path} OUT_DIR"
     try:
         found = read_tensors(path)
     except PickleError:
-        raise UserError(
-            f"{path} holds pickled objects, which are never run; if it is a build-nanogpt or nanoGPT checkpoint, "
-            f"convert it with: python hub.py import {path} OUT_DIR"
-        ) from None
+        raise UserError(f"{path} holds pickled objects, which are never run; {convert}") from None
     except Exception as e:  # torch raises many exception types for a file that is not what it seems
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
     if not isinstance(found, dict) or type(found.get("format")) is not int or found["format"] != FORMAT:
-        raise UserError(
-            f"{path} is not a checkpoint of this project; convert build-nanogpt and nanoGPT files with: "
-            f"python hub.py import {path} OUT_DIR"
-        )
+        raise UserError(f"{path} is not a checkpoint of this project; {convert}")
     return found
 
 
@@ -154,9 +147,8 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     try:
         return GPT.from_state_dict(GPTConfig.from_dict(rest["config"]), state).eval(), rest
     except (RuntimeError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-        raise UserError(
-            f"{path}: its weights do not fit its config ({' '.join(str(e).split()):.300}); use an earlier one"
-        ) from None
+        why = " ".join(str(e).split())[:300]
+        raise UserError(f"{path}: its weights do not fit its config ({why}); use an earlier one") from None
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
@@ -174,17 +166,12 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         path = model_path(path, step)
     if not path.is_file():
         raise missing(path)
+    mend = f"to start a new run from its weights, use --init-from {path}"
     if not NAME.fullmatch(path.name):
-        raise UserError(
-            f"cannot resume from {path}: checkpoints are named like model_00500.pt; to start a new run from weights, "
-            f"use --init-from {path}"
-        )
+        raise UserError(f"cannot resume from {path}: checkpoints are named like model_00500.pt; {mend}")
     optim = path.with_name(path.name.replace("model_", "optim_"))
     if not optim.is_file():
-        raise UserError(
-            f"{path} has no {optim.name} next to it, so the run cannot resume exactly; to start a new run from its "
-            f"weights, use --init-from {path}"
-        )
+        raise UserError(f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {mend}")
     return _load(optim)
 
 
