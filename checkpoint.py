@@ -175,9 +175,8 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     return _load(optim)
 
 
-def to_host(tree: Any, memo: dict | None = None) -> Any:
+def to_host(tree: Any, memo: dict) -> Any:
     """A copy of nested containers with every tensor in host memory; tensors that share storage are copied once."""
-    memo = {} if memo is None else memo
     if isinstance(tree, torch.Tensor):
         key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
         if key not in memo:
@@ -249,16 +248,14 @@ class Writer:
             self._thread = None
 
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
-        memo: dict = {}
         try:
             device = next(iter(model["model"].values())).device
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a new thread starts on cuda:0, which may not be ours
             # a stream of its own lets the copy on a GPU overlap the next forward and backward
             with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-                model, train = to_host(model, memo), to_host(train, memo)
+                model, train = to_host([model, train], {})
             self._copied.set()
-            memo.clear()
             if bad := [name for name, weight in model["model"].items() if not weight.isfinite().all()]:
                 raise UserError(f"the weights are not finite ({bad[0]}); lower --max-lr")
             for left in self.out_dir.glob(".*.pt.part"):  # left by a run killed while writing
