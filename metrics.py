@@ -29,9 +29,8 @@ def duration(seconds: float) -> str:
 class Outliers:
     """Running z-scores (exponential mean and variance over about 100 steps) that flag spikes in loss or norm."""
 
-    def __init__(self, keys: tuple[str, ...] = ("train_loss", "grad_norm"), threshold: float = 6.0):
-        self.threshold = threshold
-        self._state = {key: (0, 0.0, 0.0) for key in keys}  # count, mean, variance
+    def __init__(self):
+        self._state = {key: (0, 0.0, 0.0) for key in ("train_loss", "grad_norm")}  # count, mean, variance
 
     def check(self, record: dict[str, Any]) -> list[str]:
         """Describe the outliers in this step's record, then update the statistics with it."""
@@ -41,7 +40,7 @@ class Outliers:
             if not math.isfinite(value):
                 continue
             z = (value - mean) / math.sqrt(variance) if variance > 0 else 0.0
-            if n >= 50 and z > self.threshold:
+            if n >= 50 and z > 6:
                 said.append(f"step {record['step']}: {key} {value:.4f} is {z:.1f} standard deviations above {mean:.4f}")
             share = max(0.01, 1 / (n + 1))
             variance = (1 - share) * (variance + share * (value - mean) ** 2)
@@ -82,20 +81,12 @@ class RunLog:
             try:
                 import wandb
             except ImportError:
-                raise UserError(
-                    "--tracker wandb needs the wandb package; install it: .venv/bin/pip install wandb"
-                ) from None
+                raise UserError("--tracker wandb needs its package: .venv/bin/pip install wandb") from None
             run_id = out_dir / "wandb_id"
             if not (start_step and run_id.exists()):
                 run_id.write_text(secrets.token_hex(4))
-            self._wandb = wandb.init(
-                project="gpt2",
-                name=out_dir.name,
-                id=run_id.read_text(),
-                resume="allow",
-                dir=str(out_dir),
-                config=config,
-            )
+            who = {"project": "gpt2", "name": out_dir.name, "id": run_id.read_text()}
+            self._wandb = wandb.init(**who, resume="allow", dir=str(out_dir), config=config)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line: `step` and whatever was measured there."""
@@ -107,9 +98,8 @@ class RunLog:
             if self._file.write(line) != len(line):  # the disk is full; readers skip a torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            raise UserError(
-                f"cannot write to {self._file.name}: {e.strerror}; fix that, then continue with --resume auto"
-            ) from None
+            why = f"cannot write to {self._file.name}: {e.strerror}"
+            raise UserError(f"{why}; fix that, then continue with --resume auto") from None
         values = {k: v for k, v in record.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
             for key, value in values.items():
