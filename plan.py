@@ -54,17 +54,15 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
             f"--total-batch-size {cfg.total_batch_size} is {S} sequences of {cfg.sequence_length}, which do not split "
             f"evenly over {W} ranks; use --total-batch-size {max(1, round(S / W)) * W * cfg.sequence_length}"
         )
-    share = S // W
-    if cfg.micro_batch_size != "auto":
-        if share % cfg.micro_batch_size:
-            fits = [b for b in range(1, share + 1) if share % b == 0]
-            near = min(fits, key=lambda b: abs(b - cfg.micro_batch_size))
-            raise UserError(
-                f"--micro-batch-size {cfg.micro_batch_size} does not divide the {share} sequences that each of {W} "
-                f"ranks takes per step; use --micro-batch-size {near} (or auto)"
-            )
-        return cfg.micro_batch_size
-    choices = [b for b in range(min(64, share), 0, -1) if share % b == 0]
+    share, B = S // W, cfg.micro_batch_size
+    fits = [b for b in range(1, share + 1) if share % b == 0]
+    if B in fits:
+        return B
+    if B != "auto":
+        near = min(fits, key=lambda b: abs(b - B))
+        rule = f"does not divide the {share} sequences that each of {W} ranks takes per step"
+        raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {near} (or auto)")
+    choices = [b for b in reversed(fits) if b <= 64]
     if rt.device.type != "cuda":  # running out of main memory raises no useful error: keep the logits near half a GB
         room = 2**27 if rt.device.type == "cpu" else 2**28  # on a CPU malloc may hold them twice: runtime.keep_memory
         return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= room), 1)
@@ -120,14 +118,13 @@ def describe(
     T, tokens = cfg.sequence_length, max_steps * cfg.total_batch_size
     epochs = tokens / (data.order.per_epoch * T) if data else 0.0
     where = f"{rt.world_size} x {runtime.device_name(rt.device)}, {str(rt.dtype).removeprefix('torch.')}"
-    print0(
-        f"{cfg.preset}: {model.num_params():,} parameters on {where}, torch {torch.__version__}, seed {cfg.seed}\n"
-        f"data {cfg.data_dir}: "
-        + (f"{len(data.paths)} train shards, {sum(data.tokens):,} tokens" if data else "not there yet")
-        + f"\nsteps {start} to {max_steps} of {cfg.total_batch_size:,} tokens (ranks x micro-steps x sequences x T: "
-        f"{rt.world_size} x {cfg.sequences_per_step // rt.world_size // B} x {B} x {T}); {tokens:,} tokens"
-        + (f", {epochs:.2f} epochs of this data" if data else "")
-    )
+    print0(f"{cfg.preset}: {model.num_params():,} parameters on {where}, torch {torch.__version__}, seed {cfg.seed}")
+    found = f"{len(data.paths)} train shards, {sum(data.tokens):,} tokens" if data else "not there yet"
+    print0(f"data {cfg.data_dir}: {found}")
+    split = f"{rt.world_size} x {cfg.sequences_per_step // rt.world_size // B} x {B} x {T}"
+    step = f"{cfg.total_batch_size:,} tokens (ranks x micro-steps x sequences x T: {split})"
+    total = f"{tokens:,} tokens" + (f", {epochs:.2f} epochs of this data" if data else "")
+    print0(f"steps {start} to {max_steps} of {step}; {total}")
     if data and not (data.paths[0].parent / shards.MANIFEST).exists():
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
     if cfg.warmup_steps >= max_steps:
@@ -148,14 +145,9 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
 
 
 def estimate(
-    cfg: TrainConfig,
-    rt: Runtime,
-    model: GPT,
-    run: Callable[[torch.Tensor], torch.Tensor],
-    update: Callable[[], None],
-    steps: int,
-    B: int,
-) -> None:
+    cfg: TrainConfig, rt: Runtime, model: GPT, run: Callable[[torch.Tensor], torch.Tensor],
+    update: Callable[[], None], steps: int, B: int,
+) -> None:  # fmt: skip
     """--dry-run: memory, step time as measured here, ETA and dollars. `run` does forward and backward of (n, B, T + 1)
     tokens, and compiles on its first call; `update` does the optimizer's part."""
     batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
