@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import cli
 import hellaswag
 import reference
 import tokenizer
-from cli import print0
+from cli import print0, printable
 from config import TrainConfig
 from loader import Loader, to_device
 from model import GPT
@@ -105,4 +104,4 @@ def samples(
     new = model.stream(idx, tokens, generator=torch.Generator(rt.device).manual_seed(cfg.seed))
     with rt.autocast():
         out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
-    return "\n".join(f"sample {i}: {cli.printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
+    return "\n".join(f"sample {i}: {printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))

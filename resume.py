@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 import checkpoint
-import cli
 import optim
 import runtime
 from checkpoint import Writer
-from cli import UserError, print0
+from cli import UserError, env_rank, print0
 from config import TrainConfig, drift, model_from_init, parse_duration
 from loader import Loader
 from metrics import duration
@@ -41,10 +40,8 @@ def read(path: str | Path) -> dict[str, Any]:
     saved = checkpoint.read_train_state(path)
     odd = [key for key, kind in TRAIN_STATE.items() if key not in saved or not isinstance(saved[key], kind)]
     if odd or not 0 <= saved["step"] < 2**53:
-        raise UserError(
-            f"the train state of {path} has no usable {(odd or ['step'])[0]}; resume from another checkpoint or start "
-            "a new run from its weights with --init-from"
-        )
+        mend = "resume from another checkpoint or start a new run from its weights with --init-from"
+        raise UserError(f"the train state of {path} has no usable {(odd or ['step'])[0]}; {mend}")
     return saved
 
 
@@ -144,7 +141,7 @@ def signals() -> Iterator[dict[str, Any]]:
             stop["signal"] = signal.Signals(number).name
             kill_from_now.start()
             words = f"{stop['signal']}: saving the run, then stopping; a second signal stops without saving\n"
-            if cli.env_rank() == 0:
+            if env_rank() == 0:
                 with suppress(OSError):  # not print: the signal may have interrupted one, which cannot be reentered
                     os.write(1, words.encode())
 
@@ -170,39 +167,31 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     elif cfg.resume not in ("auto", "none"):
         saved = read(cfg.resume)
     if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
-        raise UserError(
-            f"{out} already holds a run at step {newest}, which is never overwritten; continue it with "
-            "--resume auto, or write to another folder with --out-dir"
-        )
+        mend = "continue it with --resume auto, or write to another folder with --out-dir"
+        raise UserError(f"{out} already holds a run at step {newest}, which is never overwritten; {mend}")
     if saved is None:
         return None
     old = TrainConfig.from_dict(saved["config"])
     if cfg.init_from != "scratch":  # which set the network, or at least the vocabulary
-        cfg = replace(
-            cfg, model=old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
-        )
+        ours = old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
+        cfg = replace(cfg, model=ours)
     harmless, refused = drift(old, cfg)
     for change in harmless:
         if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):
             print0(f"resume: {change}")
     if saved["data"] != data_id:
         refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on")
-    for change in refused if cfg.allow_drift else ():
-        print0(f"resume, by --allow-drift: {change}")
     if refused and not cfg.allow_drift:
-        raise UserError(
-            f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}. "
-            "Restore them, or continue anyway with --allow-drift"
-        )
+        why = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
+        raise UserError(f"{why}. Restore them, or continue anyway with --allow-drift")
+    for change in refused:
+        print0(f"resume, by --allow-drift: {change}")
     if saved["max_steps"] != max_steps:
-        before, after = (
-            optim.lr_factor(saved["step"], m, c) * c.max_lr for m, c in ((saved["max_steps"], old), (max_steps, cfg))
-        )
-        print0(
-            f"resume: {saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans them, and "
-            f"the learning rate at step {saved['step']} "
-            + (f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}")
-        )
+        before = optim.lr_factor(saved["step"], saved["max_steps"], old) * old.max_lr
+        after = optim.lr_factor(saved["step"], max_steps, cfg) * cfg.max_lr
+        moves = f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}"
+        spans = f"{saved['max_steps']} steps become {max_steps}; the {cfg.schedule} schedule now spans them"
+        print0(f"resume: {spans}, and the learning rate at step {saved['step']} {moves}")
     return saved
 
 
@@ -241,22 +230,17 @@ def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScale
             if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU state kilobytes; neither fits the other
                 torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
     except Exception as e:  # torch raises many exception types
-        raise UserError(
-            f"the train state of step {saved['step']} does not fit this run ({type(e).__name__}: {e!s:.200}); start a "
-            "new run from its weights with --init-from"
-        ) from None
+        why = f"the train state of step {saved['step']} does not fit this run ({type(e).__name__}: {e!s:.200})"
+        raise UserError(f"{why}; start a new run from its weights with --init-from") from None
 
 
 def launcher() -> str:
     """How this process was started, for printed commands that users can paste."""
-    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "python"
-    return (
-        f"torchrun --standalone --nproc_per_node={local}"
-        if local == world
-        else f"torchrun [as on each node] --nproc_per_node={local}"
-    )
+    local = os.environ["LOCAL_WORLD_SIZE"]
+    how = "--standalone" if local == os.environ["WORLD_SIZE"] else "[as on each node]"
+    return f"torchrun {how} --nproc_per_node={local}"
 
 
 def command(cfg: TrainConfig, step: int) -> str:
