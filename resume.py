@@ -94,9 +94,6 @@ class RunState:
     def best_step(self) -> int | None:
         return self.best and self.best["step"]
 
-    def saved(self) -> dict[str, Any]:
-        return {"record": self.record, "best": self.best, "evaluated": self.evaluated}
-
     def keep_best(self) -> None:
         """Call before a save: only a saved step can be kept as the best."""
         loss = self.record.get("val_loss")
@@ -196,18 +193,13 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
 
 
 def train_state(
-    cfg: TrainConfig,
-    rt: Runtime,
-    step: int,
-    optimizers: list,
-    scaler: torch.amp.GradScaler,
-    data_id: str,
+    cfg: TrainConfig, rt: Runtime, run: RunState, optimizers: list, scaler: torch.amp.GradScaler, data_id: str,
     max_steps: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """What resuming needs besides the weights. Every rank must call it (ZeRO and random states are gathered)."""
     rng = torch.get_rng_state() if rt.device.type != "cuda" else torch.cuda.get_rng_state(rt.device)
     return {
-        "step": step,
+        **vars(run),
         "max_steps": max_steps,
         "optimizers": optim.full_state(optimizers, rt),
         "rng": rt.gather(rng.to(rt.device)),

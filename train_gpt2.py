@@ -76,11 +76,11 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
 
     def save() -> None:
         run.keep_best()
-        state = resume.train_state(cfg, rt, run.step, optimizers, scaler, data_id, max_steps)
+        state = resume.train_state(cfg, rt, run, optimizers, scaler, data_id, max_steps)
         if rt.is_main:
             file = checkpoint.model_file(model, run.step, val_loss=run.record.get("val_loss"), preset=cfg.preset)
             log.flush()
-            writer.save(run.step, file | {"model": weights.state_dict()}, state | run.saved(), run.best_step)
+            writer.save(run.step, file | {"model": weights.state_dict()}, state, run.best_step)
 
     try:
         halt = rt.any(stop["signal"])

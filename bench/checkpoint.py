@@ -66,7 +66,7 @@ def main() -> None:
                 model(idx, idx)[1].backward()
 
         def content(n: int) -> tuple[dict, dict]:
-            state = resume.train_state(cfg, rt, n, optimizers, scaler, "", 0)
+            state = resume.train_state(cfg, rt, resume.RunState(n), optimizers, scaler, "", 0)
             return checkpoint.model_file(model, n), {"format": checkpoint.FORMAT, **state}
 
         def synchronous() -> None:
