@@ -132,35 +132,28 @@ class TrainConfig:
             raise UserError(f"--{wrong.replace('_', '-')}; see: python train_gpt2.py --help")
         if wrong := self.model.wrong():
             raise UserError(f"--model.{wrong.replace('_', '-')}")
-        T, tokens = self.sequence_length, self.total_batch_size
+        T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
+        whole = max(1, round(tokens / max(T, 1))) * T
         rules = [
-            (T >= 1, f"--sequence-length {T} must be at least 1"),
-            (T <= self.model.block_size, f"--sequence-length {T} is above --model.block-size {self.model.block_size}"),
-            (
-                T >= 1 and tokens >= T and tokens % T == 0,
-                f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; "
-                f"use --total-batch-size {max(1, round(tokens / max(T, 1))) * T}",
-            ),
-            (
-                self.micro_batch_size == "auto" or self.micro_batch_size >= 1,
-                f"--micro-batch-size {self.micro_batch_size} must be at least 1, or auto",
-            ),
-            (0 <= self.cooldown <= 1, f"--cooldown {self.cooldown} must be a fraction of the steps, between 0 and 1"),
-            (self.max_lr >= self.min_lr >= 0, f"--min-lr {self.min_lr} must lie between 0 and --max-lr {self.max_lr}"),
-            (self.epochs >= 1, f"--epochs {self.epochs} must be at least 1"),
-            (self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}"),
-        ]
+            ("sequence_length", T >= 1, "must be at least 1"),
+            ("sequence_length", T <= self.model.block_size, f"is above --model.block-size {self.model.block_size}"),
+            ("total_batch_size", tokens >= T and tokens % max(T, 1) == 0,
+             f"is not a whole number of sequences of {T} tokens; use --total-batch-size {whole}"),
+            ("micro_batch_size", B == "auto" or B >= 1, "must be at least 1, or auto"),
+            ("cooldown", 0 <= self.cooldown <= 1, "must be a fraction of the steps, between 0 and 1"),
+            ("min_lr", self.max_lr >= self.min_lr >= 0, f"must lie between 0 and --max-lr {self.max_lr}"),
+            ("epochs", self.epochs >= 1, "must be at least 1"),
+            ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
+        ]  # fmt: skip
         for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
                      "grad_clip skip_bad_steps weight_decay muon_lr muon_weight_decay muon_momentum_warmup_steps "
                      "embed_lr_scale gpu_hour_usd").split():  # fmt: skip
-            value = getattr(self, name)
-            rules.append((value >= 0, f"--{name.replace('_', '-')} {value} must not be negative"))
+            rules.append((name, getattr(self, name) >= 0, "must not be negative"))
         for name in ("beta1", "beta2", "muon_momentum"):
-            value = getattr(self, name)
-            rules.append((0 <= value < 1, f"--{name.replace('_', '-')} {value} must be at least 0 and below 1"))
-        for holds, message in rules:
+            rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))
+        for name, holds, rule in rules:
             if not holds:
-                raise UserError(message)
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)} {rule}")
         parse_duration(self.time_limit)
 
     @property
@@ -179,10 +172,9 @@ class TrainConfig:
             return self.epochs * self.steps_per_epoch
         if steps := self.epochs * windows_per_epoch // self.sequences_per_step:
             return steps
-        raise UserError(
-            f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens) is "
-            f"less than one step of --total-batch-size {self.total_batch_size}; lower it, or set --max-steps"
-        )
+        data = f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens)"
+        step = f"one step of --total-batch-size {self.total_batch_size}"
+        raise UserError(f"{data} is less than {step}; lower it, or set --max-steps")
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
