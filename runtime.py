@@ -107,33 +107,27 @@ def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """`auto` tries cuda, then mps, then cpu; a name is checked against what is available. Raises UserError,
     also if a GPU is present but unusable."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
     if name in ("auto", "cuda") and (why := unusable_gpu()):
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({why}); `nvidia-smi` shows the newest "
             "CUDA that the driver supports: install a torch built for that or older, then run make install "
             "SYSTEM_TORCH=1, or use a machine with a newer driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
         )
-    if name == "auto":
-        name = next(k for k, there in available.items() if there)
-    kind = name.split(":")[0]
-    if not available.get(kind):
-        usable = ", ".join(k for k, there in available.items() if there)
-        raise UserError(f"device {name!r} is not available here (available: {usable}); use --device auto")
+    kind, _, number = (usable[0] if name == "auto" else name).partition(":")
+    if kind not in usable:
+        raise UserError(f"device {name!r} is not available here (available: {', '.join(usable)}); use --device auto")
     if kind == "cuda":
-        index = int(name.split(":")[1]) if ":" in name else local_rank
-        if index >= torch.cuda.device_count():
-            raise UserError(
-                f"rank {env_rank()} needs cuda:{index} but this machine has {torch.cuda.device_count()} GPUs; "
-                f"use --nproc_per_node={torch.cuda.device_count()}"
-            )
+        index = int(number or local_rank)
+        if index >= (count := torch.cuda.device_count()):
+            why = f"rank {env_rank()} needs cuda:{index} but this machine has {count} GPUs"
+            raise UserError(f"{why}; use --nproc_per_node={count}")
         built = [int(a[3:]) for a in torch.cuda.get_arch_list() if a[:3] == "sm_" and a[3:].isdigit()]
         major, minor = torch.cuda.get_device_capability(index)
         if built and 10 * major + minor < min(built):
-            raise UserError(
-                f"torch {torch.__version__} has no code for a {torch.cuda.get_device_name(index)}, sm_{major}{minor}; "
-                "install one that has (for a V100, torch 2.11 to 2.14 for CUDA 12.6), then: make install SYSTEM_TORCH=1"
-            )
+            why = f"torch {torch.__version__} has no code for a {torch.cuda.get_device_name(index)}, sm_{major}{minor}"
+            mend = "install one that has (for a V100, torch 2.11 to 2.14 for CUDA 12.6)"
+            raise UserError(f"{why}; {mend}, then: make install SYSTEM_TORCH=1")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(kind)
@@ -224,13 +218,13 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         raise UserError(f"WORLD_SIZE={world_size} but {', '.join(missing)} not set; start with torchrun")
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not one_machine:
-        raise UserError(
-            "torchrun would share one store across restarts, where ranks find the addresses of dead ranks; run on "
-            "every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start again"
-        )
+        why = "torchrun would share one store across restarts, where ranks find the addresses of dead ranks"
+        mend = "run on every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start again"
+        raise UserError(f"{why}; {mend}")
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
     gloo, patience = dev.type != "cuda", timedelta(minutes=timeout_minutes)
+    backend, device_id = ("gloo", None) if gloo else ("nccl", dev)
     soon = timedelta(seconds=60) if gloo else patience  # gloo ranks meet in seconds or never
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=soon))
@@ -239,12 +233,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
             # of several machines count their restarts differently, so there each needs a store of its own.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
-            "gloo" if gloo else "nccl",
-            store=store,
-            rank=rt.rank,
-            world_size=world_size,
-            device_id=None if gloo else dev,
-            timeout=soon,
+            backend, timeout=soon, world_size=world_size, rank=rt.rank, store=store, device_id=device_id
         )
     except RuntimeError as e:  # a torchrun restart may fix it, so this is not a UserError
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
