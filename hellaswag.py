@@ -174,13 +174,9 @@ def make_batch(plan: list[tuple[int, int, list[int]]], examples: list[Example]) 
 
 
 def score(
-    model: GPT,
-    examples: list[Example],
-    device: torch.device,
-    rt: Runtime | None = None,
-    progress: bool = False,
+    model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None, progress: bool = False,
     check: Callable[[], None] = lambda: None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Summed negative log-likelihood of each ending in nats, (n, 4) float32 on the CPU, the same on all ranks.
 
     The context is read once for its four endings; the head is applied only where an ending is predicted. The ranks
