@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import convert
+import shards
 from cli import UserError, print0, run_cli
 from files import locked
 from hf import open_hub
@@ -115,8 +117,6 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
 
 def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     """Upload a folder of token shards, checked against its manifest, as a dataset (private unless --public)."""
-    import shards
-
     if (manifest := shards.read_manifest(data_dir)) is None:
         raise UserError(f"{data_dir} has no {shards.MANIFEST}; make one with: python fineweb.py --out {data_dir}")
     if problems := list(shards.verify(data_dir)):
@@ -129,8 +129,6 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
 def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
     """Download token shards, at most `limit_shards` of them for training, and check each one's sha256 (from the
     manifest, or from the Hub if there is none). Returns the folder; raises UserError."""
-    import shards
-
     out, manifest = Path(data_dir), None
     here = {s.file: s.sha256 for s in mine.shards} if (mine := shards.read_manifest(out)) else {}
     with pull(repo, "dataset", out, revision) as (remote, fetch):
@@ -199,8 +197,6 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
 
 def export(path: Path, out_dir: Path) -> None:
     """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card."""
-    import convert
-
     _, model, card = load(path)
     convert.save_hf(model, out_dir)
     (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
@@ -210,10 +206,8 @@ def export(path: Path, out_dir: Path) -> None:
 def main() -> None:
     import tyro
 
-    from convert import import_old
-
     commands = {f.__name__.replace("_", "-"): f for f in (push_data, pull_data, push_model, pull_model, export)}
-    commands |= {"import": import_old}
+    commands |= {"import": convert.import_old}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,))
 
 
