@@ -23,8 +23,10 @@ cli.thread_waits()  # before torch is imported
 import torch
 
 import checkpoint
+import convert
 import files
 import hellaswag
+import hub
 import optim
 import plan
 import resume
@@ -168,8 +170,6 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     """--eval-only: val loss and HellaSwag of the weights named by --init-from, as a run reports them."""
     if cfg.init_from == "scratch":
         raise UserError("--eval-only needs trained weights: add --init-from gpt2, a run folder or a model_*.pt")
-    import convert
-
     model = convert.open_model(cfg.init_from).to(rt.device)
     cfg = replace(cfg, model=model.config, sequence_length=min(cfg.sequence_length, model.config.block_size))
     data = Loader(local_data(cfg, rt), "val", cfg.sequence_length, cfg.model.vocab_size)
@@ -208,8 +208,6 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
         return Path(cfg.data_dir)
     folder = Path("data") / repo.replace("/", "--")
     if rt.local_rank == 0:
-        import hub
-
         hub.pull_data(repo, folder)
     rt.barrier(hours=24)
     return folder
@@ -225,8 +223,6 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> G
     elif cfg.init_from == "scratch":
         model = GPT(cfg.model)
     else:
-        import convert
-
         model = convert.open_model(cfg.init_from)
         print0(f"weights of {cfg.init_from}")
     there, asked = vars(replace(model.config, vocab_size=cfg.model.vocab_size)), vars(cfg.model)
