@@ -75,7 +75,7 @@ def validate(
     called before each batch, equally often on all ranks."""
     count, stride = val_windows(data, cfg), B * rt.world_size
     windows = data.order.span(0, count)
-    total = torch.zeros(2, device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
+    total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
     for i in range(0, count, stride):
         check()
         rows = data.read(windows[i : i + stride][rt.rank :: rt.world_size])
@@ -87,9 +87,8 @@ def validate(
         y[len(rows) :] = -100  # cross_entropy's ignore_index
         with rt.autocast():
             _, loss = forward(x, y)
-        total += torch.stack([loss.to(total.dtype) * len(rows), total.new_tensor(len(rows))])
-    loss_sum, n = rt.all_reduce(total).tolist()
-    return loss_sum / n
+        total += loss.to(total.dtype) * len(rows)
+    return rt.all_reduce(total).item() / count
 
 
 @torch.no_grad()
