@@ -11,10 +11,8 @@ from cli import UserError
 from config import TrainConfig
 from runtime import Runtime
 
-OPTIMIZER_STATE = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
-}  # per parameter
+# per parameter
+OPTIMIZER_STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
 
 
 class Weights:
@@ -117,15 +115,13 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
 
 def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
     """Set every group's learning rate (and Muon's momentum) for `step`; return the rate for a peak of max_lr."""
-    factor = lr_factor(step, max_steps, cfg)
+    factor, warmup = lr_factor(step, max_steps, cfg), cfg.muon_momentum_warmup_steps
+    share = step / warmup if step < warmup else 1.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-            if "momentum" in group and step < cfg.muon_momentum_warmup_steps:
-                share = step / cfg.muon_momentum_warmup_steps
+            if "momentum" in group:
                 group["momentum"] = (1 - share) * 0.85 + share * cfg.muon_momentum
-            elif "momentum" in group:
-                group["momentum"] = cfg.muon_momentum
     return cfg.max_lr * factor
 
 
