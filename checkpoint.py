@@ -237,10 +237,8 @@ class Writer:
         """Wait for the write in progress, if any; raise UserError if it failed."""
         self._join()
         if self._error is not None:
-            raise UserError(
-                f"could not write the checkpoint in {self.out_dir}: {self._error}; free space or choose another "
-                f"--out-dir. Newest complete step there: {latest_step(self.out_dir)}"
-            )
+            mend = f"free space or choose another --out-dir. Newest complete step there: {latest_step(self.out_dir)}"
+            raise UserError(f"could not write the checkpoint in {self.out_dir}: {self._error}; {mend}")
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -201,9 +201,8 @@ def import_old(old: Path, out_dir: Path) -> None:
         if not 0 <= step < 2**53:
             raise ValueError("its step is not a valid number of steps")
     except Exception as e:  # torch raises many kinds of errors for malformed files
-        raise UserError(
-            f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run: {e!s:.99}"
-        ) from None
+        why = f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run"
+        raise UserError(f"{why}: {e!s:.99}") from None
     if there := sorted(out_dir.glob("model_*.pt")):
         raise UserError(f"{there[0]} already exists, and an import never joins another run; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)

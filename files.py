@@ -44,12 +44,10 @@ def locked(folder: Path, wait: bool = False):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
-            holder = lock.read().strip()
+            used = f"{folder} is in use by process {lock.read().strip()}"
             if not wait:
-                raise UserError(
-                    f"{folder} is in use by process {holder}; wait for it or choose another folder"
-                ) from None
-            print(f"{folder} is in use by process {holder}: waiting for it", flush=True)
+                raise UserError(f"{used}; wait for it or choose another folder") from None
+            print(f"{used}: waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(str(os.getpid()))

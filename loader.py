@@ -86,10 +86,8 @@ class Loader:
         self.sha256 = {s.file: s.sha256 for s in manifest.shards} if manifest else {}
         self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle)
         if self.order.per_epoch == 0:
-            raise UserError(
-                f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
-                "use a smaller --sequence-length or more data (python fineweb.py --help)"
-            )
+            why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"
+            raise UserError(f"{why}; use a smaller --sequence-length or more data (python fineweb.py --help)")
         self._shard = lru_cache(maxsize=1)(self._read_shard)  # while the next shard is read, both are in memory
 
     def _read_shard(self, i: int) -> np.ndarray:

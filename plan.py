@@ -50,10 +50,9 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
     fit in memory with the optimizer state; tried on the device, and all ranks use the smallest result of any."""
     S, W = cfg.sequences_per_step, rt.world_size
     if S % W:
-        raise UserError(
-            f"--total-batch-size {cfg.total_batch_size} is {S} sequences of {cfg.sequence_length}, which do not split "
-            f"evenly over {W} ranks; use --total-batch-size {max(1, round(S / W)) * W * cfg.sequence_length}"
-        )
+        why = f"{S} sequences of {cfg.sequence_length}, which do not split evenly over {W} ranks"
+        mend = f"use --total-batch-size {max(1, round(S / W)) * W * cfg.sequence_length}"
+        raise UserError(f"--total-batch-size {cfg.total_batch_size} is {why}; {mend}")
     share, B = S // W, cfg.micro_batch_size
     fits = [b for b in range(1, share + 1) if share % b == 0]
     if B in fits:
@@ -78,10 +77,9 @@ def probe(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, c
             tried, B = b, b * fits_in_memory(model, forward, cfg, rt, b)
     B = int(rt.all_reduce(torch.tensor(float(B), device=rt.device), "min").item())
     if not B:
-        raise UserError(
-            f"out of memory with {choices[-1]} sequence(s) of {cfg.sequence_length} tokens per rank; use --recompute, "
-            "--zero-stage 1 (on several GPUs), a smaller --sequence-length or model"
-        )
+        why = f"out of memory with {choices[-1]} sequence(s) of {cfg.sequence_length} tokens per rank"
+        mend = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model"
+        raise UserError(f"{why}; {mend}")
     return B
 
 

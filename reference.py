@@ -44,8 +44,7 @@ def expected(step: int) -> tuple[float, float] | None:
 def on_track(step: int, val_loss: float) -> str | None:
     """One line on how a gpt2-124m run on FineWeb-Edu compares at `step` with `val_loss` (nats per token), or None where
     `expected` is None. Too low is off track, too: no honest run is that good, so something must leak."""
-    interval = expected(step)
-    if interval is None:
+    if (interval := expected(step)) is None:
         return None
     low, high = interval
     verdict = "on track" if low <= val_loss <= high else "off track"  # NaN is in no interval
