@@ -162,7 +162,6 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     One panel per measured quantity, one color per run. reference: draw the band of the two public FineWeb-Edu 10B runs
     (reference.py) behind them, as far as the runs' own steps reach. Raises UserError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -178,8 +177,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     wide = int(panels[0] == LOSS)  # the loss gets its own row
     columns = 3 if len(panels) - wide == 3 else 2
     heights = [5.2] * wide + [3.4] * -(-(len(panels) - wide) // columns)
-    figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # its own canvas: pyplot would need a display, or show it twice in a notebook
+    figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")  # pyplot's would need a display
     grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
     last = max(steps[-1] for r in runs for steps, _ in r.metrics.values())
     for i, keys in enumerate(panels):
