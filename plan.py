@@ -33,12 +33,11 @@ class Pace:
         self.steps, self.smooth_s = 0, 0.0
 
     def step(self, seconds: float) -> dict[str, Any]:
-        step_ms = seconds * 1e3
-        self.smooth_s = step_ms / 1e3 if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * step_ms / 1e3
+        self.smooth_s = seconds if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * seconds
         self.steps += 1  # the first ones compile: no averaging yet
-        rate = self.tokens / step_ms * 1e3
+        rate = self.tokens / seconds
         mfu = rate * self.flops / self.peak if self.peak else None
-        return {"step_ms": step_ms, "tokens_per_second": rate, "mfu": mfu}
+        return {"step_ms": seconds * 1e3, "tokens_per_second": rate, "mfu": mfu}
 
     def eta_s(self, steps: int) -> float:
         """Seconds that `steps` more will take; NaN after the first step, which is not representative."""
