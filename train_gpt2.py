@@ -138,9 +138,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
 def agree(local_loss: torch.Tensor, stop: bool, bad: torch.Tensor, rt: Runtime) -> tuple[float, bool, bool]:
     """The mean loss over the ranks, whether any was asked to stop, and whether any has a non-finite norm, in one
     collective and one wait for the device."""
-    flags = torch.full((2,), float(stop), device=rt.device)
-    flags[1] = bad
-    loss, halt, bad = rt.all_reduce(torch.cat([local_loss[None] / rt.world_size, flags])).tolist()
+    told = torch.stack([local_loss / rt.world_size, local_loss.new_full((), stop), bad.float()])
+    loss, halt, bad = rt.all_reduce(told).tolist()
     return loss, bool(halt), bool(bad)
 
 
