@@ -220,7 +220,8 @@ class Writer:
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
         """Start copying both to host memory and writing the copies. Neither may change until `copied` returns."""
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
         self._copied.clear()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what was just gathered for it has arrived
@@ -235,15 +236,11 @@ class Writer:
 
     def wait(self) -> None:
         """Wait for the write in progress, if any; raise UserError if it failed."""
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             mend = f"free space or choose another --out-dir. Newest complete step there: {latest_step(self.out_dir)}"
             raise UserError(f"could not write the checkpoint in {self.out_dir}: {self._error}; {mend}")
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
         try:

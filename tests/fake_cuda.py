@@ -147,7 +147,7 @@ def write(path: Path, content: dict, real=checkpoint.write) -> None:
 
 def save(self: checkpoint.Writer, *args, real=checkpoint.Writer.save) -> None:
     real(self, *args)
-    self._join()  # a fake mode is not for two threads at once
+    self._thread.join()  # a fake mode is not for two threads at once
 
 
 checkpoint.write, checkpoint.Writer.save = write, save
