@@ -43,9 +43,8 @@ class Weights:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict, in float32."""
-        twins = {id(p): twin.detach() for p, twin in self.pairs}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {k: twins.get(id(parameters.get(k)), v) for k, v in self.model.state_dict().items()}
+        twins = dict(self.pairs)
+        return {k: twins.get(p, p).detach() for k, p in self.model.state_dict(keep_vars=True).items()}
 
 
 def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict]]:
