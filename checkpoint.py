@@ -6,8 +6,6 @@
 A step is complete when both files are whole. Each is written under a temporary name, synced to disk, then renamed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pickletools
 import re

@@ -3,8 +3,6 @@
 Importing it is cheap: nothing here needs torch.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

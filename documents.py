@@ -1,7 +1,5 @@
 """Read documents from parquet, jsonl and plain text files in small chunks, however large a file is."""
 
-from __future__ import annotations
-
 import json
 import queue
 import re

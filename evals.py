@@ -1,7 +1,5 @@
 """What a run evaluates periodically: validation loss, HellaSwag, samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any

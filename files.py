@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, and folders that only one process may hold at a time."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from pathlib import Path

@@ -8,8 +8,6 @@
 After any interruption, the same command resumes at the shard in progress and ends with the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -12,8 +12,6 @@ whole and front to back, when its turn comes. Otherwise the order is build-nanog
 A shard listed in a manifest must match its sha256 when read: damage on disk ends the run instead of being trained on.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache

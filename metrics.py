@@ -1,7 +1,5 @@
 """The record of a run: metrics.jsonl (one object per step, no step twice), the console line, and trackers."""
 
-from __future__ import annotations
-
 import atexit
 import errno
 import json

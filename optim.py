@@ -1,7 +1,5 @@
 """Parameter groups, optimizers, ZeRO-1 and learning-rate schedules."""
 
-from __future__ import annotations
-
 import math
 
 import torch

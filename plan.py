@@ -1,7 +1,5 @@
 """What a run will do and cost, before it starts: how a step splits into micro-batches, memory, time, money."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

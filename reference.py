@@ -1,7 +1,5 @@
 """Figures from two public gpt2-124m runs on FineWeb-Edu: what a healthy run looks like, step by step."""
 
-from __future__ import annotations
-
 import csv
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every other file asks this one instead of the machine. It imports torch: cli.thread_waits must come before.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -5,8 +5,6 @@ build-nanogpt's edufineweb_train_000001.npy and kjj0's fineweb_train_000001.bin.
 file's size before memory is allocated, and nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -5,8 +5,6 @@ torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT
 python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
