@@ -238,13 +238,11 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         raise SystemExit(f"rank {rt.rank} could not join the {world_size} ranks at {where}: {e}") from None
     if gloo:
         dist.distributed_c10d._set_pg_timeout(patience)
-    broken = True
     try:
         total = rt.all_reduce(torch.ones(1, device=dev)).item()
         if total != world_size:
             raise SystemExit(f"preflight on rank {rt.rank}: {total:.0f} of {world_size} ranks responded")
         yield rt
-        broken = False
     except RuntimeError as e:  # gloo raises plain ones
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
@@ -261,7 +259,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         watchdog = threading.Timer(60, give_up)  # teardown, too, can hang on a dead rank
         watchdog.daemon = True
         watchdog.start()
-        if broken and not gloo:  # destroying it would wait for ranks that may never arrive
+        if why and not gloo:  # destroying it would wait for ranks that may never arrive
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
