@@ -6,7 +6,7 @@ PY := .venv/bin/python
 .PHONY: help install quickstart test lint torture clean
 
 help: ## this list
-	@grep -E '^[a-z]+: .*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s%s\n", $$1, $$2}' Makefile
 
 install: .venv/.installed ## .venv with the pinned requirements (SYSTEM_TORCH=1: use the torch this machine has)
 

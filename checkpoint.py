@@ -226,6 +226,8 @@ class Writer:
         train = {"format": FORMAT, **train}
         self._thread = threading.Thread(target=self._write, args=(step, model, train, best_step), name=WRITER)
         self._thread.start()
+        if next(iter(model["model"].values())).device.type == "mps":  # not for two threads at once (pytorch#197805)
+            self._copied.wait()
 
     def copied(self) -> None:
         """Wait until the arguments of `save` may change again."""

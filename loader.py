@@ -129,5 +129,6 @@ class Loader:
 
 def to_device(tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T + 1) uint16 -> inputs and targets (B, T) int64 on the device; only two bytes per token cross the bus."""
-    tokens = tokens.to(device, non_blocking=True).to(torch.int64)
+    # on mps the copy may still be reading when the tokens have been freed (pytorch#189690)
+    tokens = tokens.to(device, non_blocking=device.type == "cuda").to(torch.int64)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -59,9 +59,9 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
         rule = f"does not divide the {share} sequences that each of {W} ranks takes per step"
         raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {near} (or auto)")
     choices = [b for b in reversed(fits) if b <= 64]
-    if rt.device.type != "cuda":  # running out of main memory raises no useful error: keep the logits near half a GB
-        room = 2**27 if rt.device.type == "cpu" else 2**28  # on a CPU malloc may hold them twice: runtime.keep_memory
-        return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= room), 1)
+    if rt.device.type != "cuda":
+        # running out of main memory raises no useful error: keep the logits, perhaps held twice, near half a GB
+        return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= 2**27), 1)
     return probe(model, forward, cfg, rt, choices)
 
 

@@ -104,8 +104,10 @@ def unusable_gpu(devices: str = "/dev/nvidia[0-9]*") -> str:
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """`auto` tries cuda, then mps, then cpu; a name is checked against what is available. Raises UserError,
-    also if a GPU is present but unusable."""
-    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    also if a GPU is present but unusable. mps counts from torch 2.14 on: before, M1 and M2 get a gradient wrong that
+    sums over more than 32,768 tokens or vocabulary entries, such as that of GPT-2's head (pytorch#177116)."""
+    mps = torch.backends.mps.is_available() and torch.__version__ >= (2, 14)
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
     if name in ("auto", "cuda") and (why := unusable_gpu()):
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({why}); `nvidia-smi` shows the newest "

@@ -591,6 +591,18 @@ def test_a_gpu_that_torch_cannot_use_is_not_paid_for_in_vain(tmp_path, monkeypat
     assert train_gpt2.runtime.pick_device("auto").type == "cpu"
 
 
+def test_a_mac_gpu_needs_a_torch_that_computes_its_gradients_rightly(monkeypatch):
+    from torch.torch_version import TorchVersion
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for version, device in {"2.13.1": "cpu", "2.14.0": "mps", "2.15.0+cpu": "mps"}.items():
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        assert train_gpt2.runtime.pick_device("auto").type == device
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    with pytest.raises(UserError, match="'mps' is not available here"):
+        train_gpt2.runtime.pick_device("mps")
+
+
 def test_command_line_end_to_end(tiny_args, tmp_path, run_script, fails):
     done = run_script("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run")
     assert "val loss" in done.stdout and "eta" in done.stdout
