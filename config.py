@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -136,7 +138,7 @@ class TrainConfig:
         whole = max(1, round(tokens / max(T, 1))) * T
         rules = [
             ("sequence_length", T >= 1, "must be at least 1"),
-            ("sequence_length", T <= self.model.block_size, f"is above --model.block-size {self.model.block_size}"),
+            ("sequence_length", T <= self.model.block_size, f"exceeds the model's context: add --model.block-size {T}"),
             ("total_batch_size", tokens >= T and tokens % max(T, 1) == 0,
              f"is not a whole number of sequences of {T} tokens; use --total-batch-size {whole}"),
             ("micro_batch_size", B == "auto" or B >= 1, "must be at least 1, or auto"),
@@ -297,18 +299,25 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
+    if late := [b for a, b in pairwise(["", *rest]) if b in PRESETS and not re.fullmatch("--[^=]+", a)]:
+        raise UserError(f"{late[0]} is a preset, and the preset comes first: python train_gpt2.py {late[0]} --flag ...")
     base = PRESETS[name or "gpt2-124m"]
     words = [w for arg in rest for w in arg.split("=", 1)]
     flags = {w.replace("_", "-") for w in words}
     path = words[words.index("--resume") + 1] if "--resume" in words[:-1] else "none"
     if name is None and path not in ("none", "auto"):
-        base = replace(TrainConfig.from_dict(read_saved(path)), out_dir=str(Path(path).parent))
+        base = replace(
+            TrainConfig.from_dict(read_saved(path)), out_dir=path if Path(path).is_dir() else str(Path(path).parent)
+        )
     if "--epochs" in flags and "--max-steps" not in flags:
         base = replace(base, max_steps=0)
-    return tyro.cli(
+    cfg = tyro.cli(
         TrainConfig,
         default=base,
         args=rest,
         prog="train_gpt2.py [PRESET]",
         description=f"Train a GPT. Presets: {', '.join(PRESETS)} (default gpt2-124m). Defaults shown are the preset's.",
     )
+    if cfg.tracker == "wandb" and getattr(find_spec("wandb"), "origin", None) is None:  # a folder may have that name
+        raise UserError("--tracker wandb needs its package: .venv/bin/pip install wandb")
+    return cfg

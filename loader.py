@@ -116,10 +116,10 @@ class Loader:
         self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False
     ) -> Iterator[torch.Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
-        that step), read ahead by a thread, into pinned memory if training on a GPU."""
+        step 0), read ahead by a thread, into pinned memory if training on a GPU."""
 
         def read() -> Iterator[torch.Tensor]:
-            for step in itertools.repeat(first_step) if fixed else itertools.count(first_step):
+            for step in itertools.repeat(0) if fixed else itertools.count(first_step):
                 windows = self.step_windows(step, sequences, B, rt.rank, rt.world_size)
                 batch = torch.from_numpy(self.read(windows.reshape(-1, 2)).reshape(*windows.shape[:2], self.T + 1))
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch

@@ -76,10 +76,8 @@ class RunLog:
             for summary in hparams(flat, {"train_loss": 0.0, "val_loss": 0.0}):  # add_hparams would start another run
                 self._tensorboard.file_writer.add_summary(summary)
         elif tracker == "wandb":
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("--tracker wandb needs its package: .venv/bin/pip install wandb") from None
+            import wandb
+
             run_id = out_dir / "wandb_id"
             if not (start_step and run_id.exists()):
                 run_id.write_text(secrets.token_hex(4))

@@ -213,7 +213,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
-        if config.norm == "rmsnorm":  # normalized next, so the embedding's scale only sets its effective learning rate
+        # normalized next, so an embedding's scale only sets its effective learning rate; but a head's matters
+        if config.norm == "rmsnorm" and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
     @staticmethod

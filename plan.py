@@ -120,8 +120,10 @@ def describe(
     step = f"{cfg.total_batch_size:,} tokens (ranks x micro-steps x sequences x T: {split})"
     total = f"{tokens:,} tokens" + (f", {epochs:.2f} epochs of this data" if data else "")
     print0(f"steps {start} to {max_steps} of {step}; {total}")
-    if data and not (data.paths[0].parent / shards.MANIFEST).exists():
+    if data and (manifest := shards.read_manifest(folder := data.paths[0].parent)) is None:
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
+    elif data and not manifest.complete:
+        print0(f"warning: {folder} is unfinished: run its fineweb.py command again first; no run resumes on other data")
     if cfg.warmup_steps >= max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
@@ -145,23 +147,32 @@ def estimate(
 ) -> None:  # fmt: skip
     """--dry-run: memory, step time as measured here, ETA and dollars. `run` does forward and backward of (n, B, T + 1)
     tokens, and compiles on its first call; `update` does the optimizer's part."""
-    batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
-    runs, updates = [], []
-    for _ in range(4):
-        for times, work in ((runs, partial(run, batch)), (updates, update)):
+
+    def seconds(*works: Callable[[], object]) -> list[float]:  # of each the shortest of four, taken in turns
+        times = []
+        for work in 4 * works:
             rt.synchronize()
             t0 = time.perf_counter()
             work()
             rt.synchronize()
             times.append(time.perf_counter() - t0)
+        return [min(times[i :: len(works)]) for i in range(len(works))]
+
+    batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
+    run_s, update_s = seconds(partial(run, batch), update)
+    peak, reduce_s = rt.peak_memory(), 0.0
+    if rt.world_size > 1:
+        gradients = torch.zeros(model.num_params(), dtype=model.lm_head.weight.dtype, device=rt.device)
+        (reduce_s,) = seconds(partial(rt.all_reduce, gradients))
     micro_steps = cfg.sequences_per_step // rt.world_size // B
-    step_s = min(runs) / len(batch) * micro_steps + min(updates)
+    step_s = run_s / len(batch) * micro_steps + update_s + reduce_s
     hours, speed = steps * step_s / 3600, Pace(cfg, rt, model).step(step_s)
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
     print0(
-        f"dry run: peak memory per rank {rt.peak_memory() / 2**30:.1f} GiB, with gradients and optimizer state\n"
-        f"step {step_s * 1e3:,.0f} ms ({micro_steps} micro-steps, plus {min(updates) * 1e3:,.0f} ms to update): "
-        f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
+        f"dry run: peak memory per rank {peak / 2**30:.1f} GiB, with gradients and optimizer state\n"
+        f"step {step_s * 1e3:,.0f} ms ({micro_steps} micro-steps, plus {update_s * 1e3:,.0f} ms to update"
+        + (f" and {reduce_s * 1e3:,.0f} ms to reduce gradients, less what overlaps" if reduce_s else "")
+        + f"): {speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
         f"{steps} steps take {duration(hours * 3600)}; {usd}"
     )

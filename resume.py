@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +39,9 @@ def read(path: str | Path) -> dict[str, Any]:
     """checkpoint.read_train_state, with the presence and type of every entry checked. Raises UserError."""
     saved = checkpoint.read_train_state(path)
     odd = [key for key, kind in TRAIN_STATE.items() if key not in saved or not isinstance(saved[key], kind)]
+    best = {"step": int, "val_loss": float}
+    if isinstance(found := saved.get("best"), dict) and {k: type(v) for k, v in found.items()} != best:
+        odd.append("best")
     if odd or not 0 <= saved["step"] < 2**53:
         mend = "resume from another checkpoint or start a new run from its weights with --init-from"
         raise UserError(f"the train state of {path} has no usable {(odd or ['step'])[0]}; {mend}")
@@ -87,8 +90,13 @@ class RunState:
     evaluated: bool = False  # whether this step's evaluations are done
 
     @staticmethod
-    def of(saved: dict[str, Any] | None) -> RunState:
-        return RunState(saved["step"], saved["record"], saved["best"], saved["evaluated"]) if saved else RunState()
+    def of(saved: dict[str, Any] | None, run_dir: Path) -> RunState:
+        """The progress in a train state; its best step counts if it is in this run's folder, too."""
+        if saved is None:
+            return RunState()
+        best = saved["best"]
+        best = best if best and checkpoint.model_path(run_dir, best["step"]).exists() else None
+        return RunState(saved["step"], saved["record"], best, saved["evaluated"])
 
     @property
     def best_step(self) -> int | None:
@@ -192,6 +200,20 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     return saved
 
 
+def check_ranks(rt: Runtime, saved: dict[str, Any] | None, data_id: str, max_steps: int) -> None:
+    """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
+    may not: DDP would train them side by side, from different weights, without a word."""
+    found = torch.tensor([saved["step"] if saved else -1, max_steps, int(data_id[:15], 16)], device=rt.device)
+    ranks = torch.stack(rt.gather(found)).tolist()
+    for rank, other in enumerate(ranks):
+        for what, a, b in zip(
+            ("checkpoint (step, -1: none)", "max-steps", "data (hash)"), ranks[0], other, strict=True
+        ):
+            if a != b:
+                mend = "every machine must see the same --out-dir and --data-dir and get the same flags"
+                raise UserError(f"rank {rank} and rank 0 differ in {what}: {b} and {a}; {mend}")
+
+
 def train_state(
     cfg: TrainConfig, rt: Runtime, run: RunState, optimizers: list, scaler: torch.amp.GradScaler, data_id: str,
     max_steps: int,
@@ -248,10 +270,12 @@ def command(cfg: TrainConfig, step: int) -> str:
 
 
 def refuse(
-    cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int, w: Writer
-) -> None:
-    """Report the rank, shard and window of a non-finite loss or gradient. Raises UserError once --skip-bad-steps is
-    used up. Every rank calls this, with its own loss and norm, before any update."""
+    cfg: TrainConfig, rt: Runtime, step: int, loss: float, norm: float, skipped: int, data: Loader, B: int,
+    save: Callable[[], None], writer: Writer,
+) -> None:  # fmt: skip
+    """Report the rank, shard and window of a non-finite loss or gradient. Once --skip-bad-steps is used up, save the
+    run as it was before this step and raise UserError. Every rank calls this, with its own loss and norm, before any
+    update."""
     losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
     bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
     bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]
@@ -263,9 +287,11 @@ def refuse(
     )
     if skipped <= cfg.skip_bad_steps:
         return print0(f"{message} ({skipped} of --skip-bad-steps {cfg.skip_bad_steps})")
-    w.wait()
-    good = checkpoint.latest_step(cfg.run_dir)
-    safe = "no earlier step was saved"
-    if good is not None:
-        safe = f"the weights of step {good} are safe; resume with: {command(cfg, good)}"
-    raise UserError(f"{message}; {safe}. Lower --max-lr, or tolerate a few with --skip-bad-steps 5")
+    save()
+    try:
+        writer.wait()
+        safe = f"all before it is saved; to go on without it: {command(cfg, step)} --skip-bad-steps 5"
+    except UserError as e:
+        safe = str(e)
+    rt.barrier(hours=24)  # a rank that exits would end the one that is still writing
+    raise UserError(f"{message}; {safe}; if it happens again, lower --max-lr with --allow-drift")

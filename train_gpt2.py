@@ -47,9 +47,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     val_data = Loader(data_dir, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
     max_steps, data_id = cfg.horizon(data.order.per_epoch), shards.fingerprint(data_dir)
     saved = resume.find(cfg, data_id, max_steps)
+    resume.check_ranks(rt, saved, data_id, max_steps)
     if saved and resume.is_complete(saved, max_steps):
         return print0(resume.nothing_left(cfg, saved["step"]))
-    run = resume.RunState.of(saved)
+    run = resume.RunState.of(saved, cfg.run_dir)
     start = run.step
 
     # ---- model, optimizers, compiler, ranks
@@ -74,7 +75,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
     pace, stopper, skipped = plan.Pace(cfg, rt, model), resume.Stopper(stop, cfg.time_limit, rt), 0
 
-    def save() -> None:
+    def save(evaluated: bool = True) -> None:
+        run.evaluated = evaluated
         run.keep_best()
         state = resume.train_state(cfg, rt, run, optimizers, scaler, data_id, max_steps)
         if rt.is_main:
@@ -92,7 +94,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
             if not run.evaluated:
                 run.record |= evals.measure(step, partial(stopper.check, timed=step > start))
                 if step and (last or due(cfg.save_every, step, last)):
-                    run.evaluated = True
                     save()
                 if rt.is_main and (text := evals.samples(step, stopper.asked)):
                     log.text(step, text)
@@ -114,7 +115,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
                 print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped, scale halved")
             else:
                 skipped += 1
-                resume.refuse(cfg, rt, step, local_loss.item(), norm, skipped, data, B, writer)
+                resume.refuse(cfg, rt, step, local_loss.item(), norm, skipped, data, B, save, writer)
             optim.finish(optimizers, scaler)
             # log; on a GPU the update is still running, and its time counts toward the next step
             run.record |= {"train_loss": loss, "lr": lr, "grad_norm": norm} | pace.step(time.perf_counter() - t0)
@@ -125,11 +126,11 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         said = resume.done(cfg, run, stopper.seconds())
     except resume.Stopped:
         run.forget_unfinished()
-        save()
+        save(run.evaluated)
         said = f"stopped by {stopper.why()} at step {step}, all saved; resume with: {resume.command(cfg, step)}"
     log.close()
     writer.wait()
-    rt.barrier()  # a rank that exits may end the others while they are still writing
+    rt.barrier(hours=24)  # a rank that exits, or times out here, would end the one that is still writing
     print0(said)
 
 

@@ -59,6 +59,13 @@ def test_only_a_complete_step_counts(tmp_path):
     assert checkpoint.load_model(tmp_path).config == SMALL
 
 
+def test_the_newest_of_models_alone_is_found_by_number(tmp_path):
+    for step in (99_999, 100_000):
+        save(tmp_path, step)
+        (tmp_path / f"optim_{step:05d}.pt").unlink()
+    assert checkpoint.load(tmp_path)[1]["step"] == 100_000
+
+
 def test_retention_keeps_newest_and_best(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step, keep=2, best=2 if step >= 2 else None)

@@ -80,6 +80,11 @@ def test_resume_path_brings_its_config():
     assert (c.preset, c.seed, c.epochs, str(c.run_dir)) == ("quickstart", 7, 2, "log/q")
 
 
+def test_resume_folder_stays_in_that_folder(tmp_path):
+    saved = dataclasses.replace(PRESETS["quickstart"], out_dir="elsewhere").to_dict()
+    assert parse(["--resume", str(tmp_path)], lambda path: saved).run_dir == tmp_path
+
+
 def test_horizon():
     c = dataclasses.replace(PRESETS["gpt2-124m"], epochs=2)
     assert c.horizon(10**9) == 2 * 19073
@@ -96,7 +101,7 @@ def test_durations(text, seconds):
     "change, says",
     [
         ({"total_batch_size": 1000}, ["1000", "--total-batch-size 1024"]),
-        ({"sequence_length": 2048}, ["2048", "block-size"]),
+        ({"sequence_length": 2048}, ["--sequence-length 2048", "--model.block-size 2048"]),
         ({"min_lr": 1.0}, ["--min-lr 1.0"]),
         ({"time_limit": "soon"}, ["soon", "3h50m"]),
         ({"epochs": 0}, ["--epochs 0"]),
@@ -115,6 +120,16 @@ def test_bad_values_say_value_and_rule(change, says):
 def test_unknown_preset_and_flag(fails):
     fails("train_gpt2.py", "gpt2-125m", says=["gpt2-125m", "did you mean 'gpt2-124m'"])
     fails("train_gpt2.py", "quickstart", "--max-stepz", "3", says=["--max-stepz", "--max-steps"])
+    for words in ("--max-steps 5 quickstart", "--max-steps=5 quickstart", "--max-steps 5 quickstart --seed 1"):
+        with pytest.raises(UserError, match="quickstart is a preset, and the preset comes first"):
+            parse(words.split(), nothing_saved)
+    assert parse(["--out-dir", "quickstart"], nothing_saved).out_dir == "quickstart"
+
+
+def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("config.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        parse(["quickstart", "--tracker", "wandb"], nothing_saved)
 
 
 def test_drift_names_fields():

@@ -175,3 +175,12 @@ def test_from_state_dict_is_the_same_model(options):
     again = GPT.from_state_dict(model.config, model.state_dict())
     assert torch.equal(model(idx)[0], again(idx)[0])
     assert again.num_params() == model.num_params()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_a_new_model_knows_nothing(tied, norm):
+    """Its loss is near log V, 10.83, whatever the options: the head's weights are small, also if they embed, too."""
+    torch.manual_seed(0)
+    model, idx = GPT(dataclasses.replace(TINY, n_embd=128, norm=norm, tied_head=tied)), make_idx()
+    assert abs(model(idx[:, :-1], idx[:, 1:])[1].item() - 10.83) < 0.2

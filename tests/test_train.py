@@ -18,6 +18,7 @@ from conftest import ROOT, TINY
 
 import checkpoint
 import evals
+import shards
 import train_gpt2
 from cli import UserError
 from config import PRESETS, parse
@@ -305,6 +306,35 @@ def test_non_finite_updates_are_refused(tiny_args, tmp_path, torchrun, capsys):
     assert "traceback : error: step 1: loss nan" in report and "To enable traceback" not in report
 
 
+def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
+    """All before it is saved, though no save is due; and the run goes on from there to the same bits."""
+    whole, run, real = fit(tiny_args, tmp_path / "whole"), tmp_path / "run", train_gpt2.accumulate
+    calls = []
+
+    def poisoned_once(forward, batch, rt, scaler):
+        calls.append(1)
+        return real(forward, batch, rt, scaler) * (math.nan if len(calls) == 8 else 1)
+
+    monkeypatch.setattr(train_gpt2, "accumulate", poisoned_once)
+    with pytest.raises(UserError, match=r"step 7: loss nan.* all before it is saved.*model_00007.pt --skip-bad-steps"):
+        fit(tiny_args, run, "--save-every", "100")
+    assert checkpoint.complete_steps(run) == [7]
+    fit(tiny_args, run, "--save-every", "100", "--resume", "auto", "--skip-bad-steps", "5")
+    assert same_bits(weights(run), weights(whole)) and curve(run) == curve(whole)
+
+
+def test_ranks_that_see_different_runs_are_told_so():
+    def differ(change):
+        other = torch.tensor([3, 12, 0xABC])
+        return dataclasses.make_dataclass("Two", ["device", "gather"])(CPU.device, lambda t: [t, other + change])
+
+    check = partial(train_gpt2.resume.check_ranks, saved={"step": 3}, data_id="abc", max_steps=12)
+    check(differ(torch.tensor([0, 0, 0])))
+    for i, what in enumerate(("checkpoint", "max-steps", "data")):
+        with pytest.raises(UserError, match=f"rank 1 and rank 0 differ in {what}.*same --out-dir"):
+            check(differ(torch.eye(3, dtype=torch.int64)[i]))
+
+
 def test_an_error_leaves_no_empty_run_folder(tiny_args, tmp_path, run_script):
     out = tmp_path / "a" / "run"
     args = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", out]
@@ -421,7 +451,12 @@ def test_overfit_preset_collapses(tiny_args, tmp_path):
     cfg = parse(["overfit", *tiny, "--val-every", "0", "--save-every", "0", "--out-dir", str(tmp_path / "run")], None)
     assert cfg.max_steps == 200 and cfg.overfit_single_batch
     train_gpt2.train(cfg, CPU, {"signal": None})
-    assert curve(tmp_path / "run")[199][0] < 0.1
+    found = curve(tmp_path / "run")
+    assert found[199][0] < 0.1
+    for steps in ("50", "200"):  # interrupted: the same batch again
+        cfg = dataclasses.replace(cfg, out_dir=str(tmp_path / "parts"), max_steps=int(steps), resume="auto")
+        train_gpt2.train(cfg, CPU, {"signal": None})
+    assert curve(tmp_path / "parts")[199][0] < 0.2
 
 
 def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, tmp_path, run_script):
@@ -466,12 +501,28 @@ def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch):
+def test_dry_run_counts_the_reduction_of_gradients(tiny_args, torchrun):
+    said = torchrun(2, "train_gpt2.py", "quickstart", *tiny_args, "--dry-run").stdout
+    assert re.search(r"plus \d+ ms to update and \d+ ms to reduce gradients", said) and "less what overlaps" in said
+
+
+def test_data_that_is_not_finished_is_not_trained_on_in_silence(tiny_args, tiny_data, tmp_path, capsys):
+    source = {"name": "x", "subset": "", "column": "text", "revision": "1", "files": []}
+    for complete in (True, False):
+        shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, complete=complete))
+        train_gpt2.dry_run(parse(["quickstart", *tiny_args, "--dry-run"], None), CPU)
+        assert ("tiny is unfinished" in capsys.readouterr().out) != complete
+
+
+def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch, capsys):
     """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has."""
     said = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])
     monkeypatch.setattr(evals, "validate", lambda *args: next(said))
     run = fit(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "4", "--keep", "1")
     assert checkpoint.complete_steps(run) == [4, 12]
+    monkeypatch.setattr(evals, "validate", lambda *args: 9.0)  # never better than step 4, which the fork does not have
+    fork = fit(tiny_args, tmp_path / "fork", "--resume", str(run / "model_00012.pt"), "--max-steps", "14")
+    assert "fork/model_00004" not in capsys.readouterr().out and checkpoint.complete_steps(fork) == [14]
 
 
 def test_the_command_that_goes_on_can_be_typed(tmp_path, monkeypatch):
