@@ -257,8 +257,8 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
     _record8,
     replace(  # changes from later records that helped in our ablation: bench/RESULTS.md, "Recipes"
         _record8,
-        preset="speedrun-124m",
-        max_steps=3600, max_lr=0.004, embed_lr_scale=175.0, beta1=0.8, muon_momentum_warmup_steps=300,
+        preset="speedrun-124m", model=replace(_record8.model, unet_skips=True),
+        max_steps=3000, max_lr=0.004, embed_lr_scale=175.0, beta1=0.8, muon_momentum_warmup_steps=300,
     ),
     TrainConfig(  # rate and batch from nanoGPT's finetune_shakespeare; --init-from sets the network
         preset="finetune",

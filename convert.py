@@ -133,7 +133,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
     from model import REAL_VOCAB, GPTConfig
 
     c, out_dir = model.config, Path(out_dir)
-    for field in ("positions", "norm", "activation", "qk_norm", "logit_softcap"):
+    for field in ("positions", "norm", "activation", "qk_norm", "logit_softcap", "unet_skips"):
         if (ours := getattr(c, field)) != (theirs := getattr(GPTConfig, field)):
             why = f"this model has {field}={ours!r}, but transformers' GPT-2 supports only {theirs!r}"
             raise UserError(f"{why}; use the checkpoint with this project: python infer.py CHECKPOINT")

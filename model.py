@@ -48,7 +48,10 @@ def misfit(config: object) -> str:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on."""
+    """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on.
+
+    unet_skips: the second half of the blocks also gets what the first half put out, the last first, each in a learned
+    proportion (U-Net, Ronneberger et al. 2015; in modded-nanogpt since November 2024)."""
 
     block_size: int = 1024
     vocab_size: int = 50257
@@ -64,6 +67,7 @@ class GPTConfig:
     qk_norm: bool = False
     zero_init_projections: bool = False
     logit_softcap: float = 0.0
+    unet_skips: bool = False
 
     @property
     def head_size(self) -> int:
@@ -89,6 +93,8 @@ class GPTConfig:
             return f"n_head {self.n_head} does not divide n_embd {self.n_embd}"
         if self.positions == "rope" and self.head_size % 2:
             return f"rope rotates pairs of channels, but a head has {self.head_size}"
+        if self.unet_skips and self.n_layer < 2:
+            return f"unet_skips needs two halves, but n_layer is {self.n_layer}"
         return "" if self.logit_softcap >= 0 else f"logit_softcap {self.logit_softcap} must not be negative"
 
 
@@ -207,6 +213,8 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
         if config.positions == "rope":
             self.register_buffer("cos_sin", rope_table(config), persistent=False)
+        if config.unet_skips:
+            self.skip_weights = nn.Parameter(torch.ones(config.n_layer // 2))
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
             if name.endswith("c_proj.weight"):
@@ -280,11 +288,16 @@ class GPT(nn.Module):
         else:
             cos_sin = self.cos_sin[:, where, None]
         with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
-            for block in blocks or self.transformer.h:
+            skips, half = [], self.config.n_layer // 2
+            for i, block in enumerate(blocks or self.transformer.h):
+                if skips and i >= self.config.n_layer - half:
+                    x = x + self.skip_weights[-len(skips)].to(x.dtype) * skips.pop()
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos_sin, cache, mask)
+                if self.config.unet_skips and i < half:
+                    skips.append(x)
         if cache is not None:
             cache.length += T
         return x

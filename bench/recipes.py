@@ -51,6 +51,7 @@ RECIPES = {  # preset, flags
 WITHOUT = {  # the speedrun with one ingredient as in record 8
     "no-fast-embedding": "--max-lr 0.002 --embed-lr-scale 150",
     "no-beta1": "--beta1 0.9",
+    "no-unet-skips": "--model.no-unet-skips",
     "no-momentum-warmup": "--muon-momentum-warmup-steps 0",
     "no-bfloat16-weights": "--weights float32",
 }

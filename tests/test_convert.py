@@ -151,6 +151,7 @@ def test_no_network_is_said_quickly(fails, tmp_path):
         ({"activation": "relu2"}, "activation='relu2'"),
         ({"qk_norm": True}, "qk_norm=True"),
         ({"logit_softcap": 15.0}, "logit_softcap=15.0"),
+        ({"unet_skips": True, "n_layer": 2}, "unet_skips=True"),
     ],
 )
 def test_what_the_layout_cannot_hold_is_refused(tmp_path, options, says):

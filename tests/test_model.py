@@ -13,6 +13,7 @@ OPTIONS = {
     "no-bias": {"bias": False},
     "rope": {"positions": "rope"},
     "modern": {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "tied_head": False},
+    "skips": {"unet_skips": True, "n_layer": 5},
     "softcap": {"logit_softcap": 15.0, "tied_head": False},
 }
 
@@ -184,3 +185,15 @@ def test_a_new_model_knows_nothing(tied, norm):
     torch.manual_seed(0)
     model, idx = GPT(dataclasses.replace(TINY, n_embd=128, norm=norm, tied_head=tied)), make_idx()
     assert abs(model(idx[:, :-1], idx[:, 1:])[1].item() - 10.83) < 0.2
+
+
+def test_unet_skips_join_the_halves_the_last_first():
+    model, idx, outs = make(unet_skips=True, n_layer=5), make_idx(), []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda block, args, out: outs.append((args[0], out)))
+    model(idx)
+    (_, a), (_, b), (into_c, c), (into_d, d), (into_e, _) = outs  # 5 blocks: the middle one is in neither half
+    first, second = model.skip_weights
+    torch.testing.assert_close(into_c, b)
+    torch.testing.assert_close(into_d, c + first * b)
+    torch.testing.assert_close(into_e, d + second * a)
