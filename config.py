@@ -306,9 +306,8 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     flags = {w.replace("_", "-") for w in words}
     path = words[words.index("--resume") + 1] if "--resume" in words[:-1] else "none"
     if name is None and path not in ("none", "auto"):
-        base = replace(
-            TrainConfig.from_dict(read_saved(path)), out_dir=path if Path(path).is_dir() else str(Path(path).parent)
-        )
+        folder = path if Path(path).is_dir() else str(Path(path).parent)
+        base = replace(TrainConfig.from_dict(read_saved(path)), out_dir=folder)
     if "--epochs" in flags and "--max-steps" not in flags:
         base = replace(base, max_steps=0)
     cfg = tyro.cli(

@@ -204,14 +204,13 @@ def check_ranks(rt: Runtime, saved: dict[str, Any] | None, data_id: str, max_ste
     """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
     may not: DDP would train them side by side, from different weights, without a word."""
     found = torch.tensor([saved["step"] if saved else -1, max_steps, int(data_id[:15], 16)], device=rt.device)
-    ranks = torch.stack(rt.gather(found)).tolist()
-    for rank, other in enumerate(ranks):
-        for what, a, b in zip(
-            ("checkpoint (step, -1: none)", "max-steps", "data (hash)"), ranks[0], other, strict=True
-        ):
-            if a != b:
+    first, *others = torch.stack(rt.gather(found)).tolist()
+    whats = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
+    for rank, other in enumerate(others, 1):
+        for what, theirs, ours in zip(whats, other, first, strict=True):
+            if theirs != ours:
                 mend = "every machine must see the same --out-dir and --data-dir and get the same flags"
-                raise UserError(f"rank {rank} and rank 0 differ in {what}: {b} and {a}; {mend}")
+                raise UserError(f"rank {rank} and rank 0 differ in {what}: {theirs} and {ours}; {mend}")
 
 
 def train_state(
