@@ -211,7 +211,7 @@ def wrapped(owner, name: str, wrap: Callable):
 
 
 def targets_on_host(real):
-    return lambda tokens, device: (real(tokens, device)[0], real(tokens, "cpu")[1])
+    return lambda tokens, device: (real(tokens, device)[0], real(tokens, torch.device("cpu"))[1])
 
 
 def moments_on_host(real):

@@ -451,12 +451,7 @@ def test_overfit_preset_collapses(tiny_args, tmp_path):
     cfg = parse(["overfit", *tiny, "--val-every", "0", "--save-every", "0", "--out-dir", str(tmp_path / "run")], None)
     assert cfg.max_steps == 200 and cfg.overfit_single_batch
     train_gpt2.train(cfg, CPU, {"signal": None})
-    found = curve(tmp_path / "run")
-    assert found[199][0] < 0.1
-    for steps in ("50", "200"):  # interrupted: the same batch again
-        cfg = dataclasses.replace(cfg, out_dir=str(tmp_path / "parts"), max_steps=int(steps), resume="auto")
-        train_gpt2.train(cfg, CPU, {"signal": None})
-    assert curve(tmp_path / "parts")[199][0] < 0.2
+    assert curve(tmp_path / "run")[199][0] < 0.1
 
 
 def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, tmp_path, run_script):
