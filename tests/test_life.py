@@ -23,6 +23,7 @@ import checkpoint
 TOY = [*TINY, "--model.vocab-size", "50304"]  # GPT-2's tokens
 
 
+@pytest.mark.slow
 def test_a_run_moves_to_another_machine_through_the_hub(run_script, tmp_path):
     """Push tokens, train from hf://, push the run, pull it, go on, sample."""
     here, there = tmp_path / "here", tmp_path / "there"

@@ -111,7 +111,7 @@ def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, torchrun)
     assert_close(curve(tmp_path / "two"), one)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, torchrun, dtype):
     """From 1 rank to 2, 4 and 2 again, ZeRO-1 on, off and on; a time limit ends all but the last after a step."""
     tiny_args = [*tiny_args, "--weights", dtype]
@@ -170,7 +170,7 @@ cli.run_cli(main)
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_zero_divides_the_optimizer_state(tiny_args, tmp_path, torchrun, ranks):
     """Together the ranks keep each element of state once. Whole parameters are dealt out, the largest first: so a rank
     has 1/N, or more where a parameter is itself a large part, as Adam's embedding is of what Muon leaves to Adam."""
