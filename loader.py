@@ -80,8 +80,8 @@ class Loader:
         self.T, self.vocab_size = T, vocab_size
         self.paths = shards.find_shards(data_dir, split)
         self.tokens = [shards.count_tokens(p) for p in self.paths]
-        manifest = shards.read_manifest(data_dir)
-        self.sha256 = {s.file: s.sha256 for s in manifest.shards} if manifest else {}
+        self.manifest = shards.read_manifest(data_dir)
+        self.sha256 = {s.file: s.sha256 for s in self.manifest.shards} if self.manifest else {}
         self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle)
         if self.order.per_epoch == 0:
             why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"

@@ -120,10 +120,10 @@ def describe(
     step = f"{cfg.total_batch_size:,} tokens (ranks x micro-steps x sequences x T: {split})"
     total = f"{tokens:,} tokens" + (f", {epochs:.2f} epochs of this data" if data else "")
     print0(f"steps {start} to {max_steps} of {step}; {total}")
-    if data and (manifest := shards.read_manifest(folder := data.paths[0].parent)) is None:
+    if data and data.manifest is None:
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
-    elif data and not manifest.complete:
-        print0(f"warning: {folder} is unfinished: run its fineweb.py command again first; no run resumes on other data")
+    elif data and not data.manifest.complete:
+        print0(f"warning: {cfg.data_dir} is unfinished: finish it first (fineweb.py); no run resumes on other data")
     if cfg.warmup_steps >= max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data

@@ -292,5 +292,5 @@ def refuse(
         safe = f"all before it is saved; to go on without it: {command(cfg, step)} --skip-bad-steps 5"
     except UserError as e:
         safe = str(e)
-    rt.barrier(hours=24)  # a rank that exits would end the one that is still writing
+    rt.barrier(hours=2)  # a rank that exits would end the one that is still writing
     raise UserError(f"{message}; {safe}; if it happens again, lower --max-lr with --allow-drift")

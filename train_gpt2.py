@@ -130,7 +130,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
         said = f"stopped by {stopper.why()} at step {step}, all saved; resume with: {resume.command(cfg, step)}"
     log.close()
     writer.wait()
-    rt.barrier(hours=24)  # a rank that exits, or times out here, would end the one that is still writing
+    rt.barrier(hours=2)  # a rank that exits, or times out here, would end the one that is still writing
     print0(said)
 
 
