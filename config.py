@@ -46,7 +46,7 @@ class TrainConfig:
     seed: int = 1337
     """Seeds the weights and the order of the data."""
     shuffle: bool = True
-    """Two-level shuffle (shards, then windows within a shard); if off, shards are read front to back."""
+    """Two-level shuffle (shards, then windows within a shard, or several small ones); off: shards front to back."""
     epochs: int = 1
     """Passes over the data; given without --max-steps, it overrides the preset's max-steps."""
     steps_per_epoch: int = 0

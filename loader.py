@@ -5,9 +5,11 @@ holds (n - 1) // T windows of T inputs (and T targets, shifted by one); up to T 
 not used. The epochs form one endless stream that has every window once per epoch; each step takes the next
 `sequences_per_step` windows and may straddle two epochs, so no rank runs dry and nothing in between is dropped.
 
-When shuffling, each epoch visits the shards, and the windows within each shard, in a new order; a shard is read once,
-whole and front to back, when its turn comes. Otherwise the order is build-nanogpt's: shard by shard, window by window
-(build-nanogpt skips up to one step's worth of windows at the end of each shard; here they are used).
+When shuffling, each epoch visits the shards in a new order, in groups of at most POOL tokens, and the windows of each
+in a new order; a shard is read once, whole and front to back, when its group's turn comes. A shard of FineWeb is a
+group of its own; small shards are mixed, so a run of less than an epoch sees all of a small corpus, not a few shards.
+Otherwise the order is build-nanogpt's: shard by shard, window by window (build-nanogpt skips up to one step's worth of
+windows at the end of each shard; here they are used).
 
 A shard listed in a manifest must match its sha256 when read: damage on disk ends the run instead of being trained on.
 """
@@ -24,6 +26,8 @@ import shards
 from cli import UserError
 from documents import ahead
 from runtime import Runtime
+
+POOL = 100_000_000  # tokens that are shuffled together: one full shard, as much as is in memory anyway
 
 
 @lru_cache(maxsize=8)
@@ -45,10 +49,13 @@ def permutation(n: int, *key: int) -> np.ndarray:
 
 
 class Order:
-    """The stream of windows: position -> (shard, window). Reaching any position costs O(windows of a shard)."""
+    """The stream of windows: position -> (shard, window). Reaching any position costs O(windows of a group of shards).
 
-    def __init__(self, windows: list[int], seed: int, shuffle: bool):
+    windows: of each shard. together: shards in a group, when shuffling."""
+
+    def __init__(self, windows: list[int], seed: int, shuffle: bool, together: int = 1):
         self.windows, self.seed, self.shuffle = np.asarray(windows), seed, shuffle
+        self.together = together if shuffle else 1
         self.per_epoch = int(self.windows.sum())
 
     def _permuted(self, n: int, *key: int) -> np.ndarray:
@@ -61,12 +68,14 @@ class Order:
             epoch, position = divmod(start, self.per_epoch)
             visit = self._permuted(len(self.windows), epoch, 0)
             ends = np.cumsum(self.windows[visit])
-            i = int(np.searchsorted(ends, position, side="right"))
-            shard, first = int(visit[i]), position - (int(ends[i - 1]) if i else 0)
-            take = min(end - start, int(self.windows[shard]) - first)
-            within = self._permuted(int(self.windows[shard]), epoch, 1, shard)[first : first + take]
-            pieces.append(np.stack([np.full(take, shard), within], axis=1))
-            start += take
+            i = int(np.searchsorted(ends, position, side="right")) // self.together * self.together
+            group = visit[i : i + self.together]
+            first = position - int(ends[i] - self.windows[group[0]])
+            ends = np.cumsum(self.windows[group])
+            at = self._permuted(int(ends[-1]), epoch, 1, int(group[0]))[first : first + end - start]
+            shard = group[which := np.searchsorted(ends, at, side="right")]
+            pieces.append(np.stack([shard, at - ends[which] + self.windows[shard]], axis=1))
+            start += len(at)
         return np.concatenate(pieces)
 
 
@@ -82,11 +91,12 @@ class Loader:
         self.tokens = [shards.count_tokens(p) for p in self.paths]
         self.manifest = shards.read_manifest(data_dir)
         self.sha256 = {s.file: s.sha256 for s in self.manifest.shards} if self.manifest else {}
-        self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle)
+        together = max(1, POOL // max(1, *self.tokens))
+        self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle, together)
         if self.order.per_epoch == 0:
             why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"
             raise UserError(f"{why}; use a smaller --sequence-length or more data (python fineweb.py --help)")
-        self._shard = lru_cache(maxsize=1)(self._read_shard)  # while the next shard is read, both are in memory
+        self._shard = lru_cache(maxsize=together)(self._read_shard)  # with the next one: at most POOL tokens twice
 
     def _read_shard(self, i: int) -> np.ndarray:
         """Tokens of shard i, read whole and front to back."""

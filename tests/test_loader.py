@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import loader
 import shards
 from cli import UserError
 from loader import Loader, Order, permutation, to_device
@@ -72,9 +73,17 @@ def test_order_depends_on_seed_and_epoch_only(tiny_data):
     assert (make(tiny_data, shuffle=False).order.span(0, n) == make(tiny_data, shuffle=False).order.span(n, n)).all()
 
 
-def test_shards_are_visited_one_after_the_other(tiny_data):
-    visited = make(tiny_data).order.span(0, make(tiny_data).order.per_epoch)[:, 0]
-    assert (np.diff(visited) != 0).sum() == 2
+def test_small_shards_are_mixed_and_full_ones_visited_one_after_the_other(tiny_data, monkeypatch):
+    def visited(pool):
+        monkeypatch.setattr(loader, "POOL", pool)
+        order = make(tiny_data).order
+        return order.span(0, order.per_epoch)[:, 0]
+
+    assert (np.diff(visited(4097)) != 0).sum() == 2
+    two_groups = visited(2 * 4097)
+    assert (two_groups[:-1] != two_groups[1:]).sum() > 10 and len(set(two_groups[-40:])) == 1
+    share = np.bincount(visited(10**8)[:90]) / np.array([93, 128, 46])  # of each shard, in the first third of an epoch
+    assert share.min() > 0.2 and share.max() < 0.5
 
 
 def test_seek_to_any_step_is_immediate():
@@ -119,7 +128,8 @@ def test_too_little_data(tiny_data):
         make(tiny_data, T=8192)
 
 
-def test_memory_stays_flat_over_many_shards(tmp_path):
+def test_memory_stays_flat_over_many_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "POOL", 4_000_000)
     for i in range(30):
         shards.write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(2_000_000, i, np.uint16))
     data = make(tmp_path, T=1000)

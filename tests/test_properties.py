@@ -35,23 +35,24 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)  # wind
 # ------------------------------------------------------------------------- order of data
 
 
-@given(SIZES, st.integers(-(2**63), 2**63 - 1), st.booleans(), st.integers(0, 5))
-def test_every_window_comes_once_an_epoch(sizes, seed, shuffle, epoch):
+@given(SIZES, st.integers(-(2**63), 2**63 - 1), st.booleans(), st.integers(1, 9), st.integers(0, 5))
+def test_every_window_comes_once_an_epoch(sizes, seed, shuffle, together, epoch):
     n = sum(sizes)
-    found = Order(sizes, seed, shuffle).span(epoch * n, n)
+    found = Order(sizes, seed, shuffle, together).span(epoch * n, n)
     assert sorted(map(tuple, found.tolist())) == [(s, w) for s, size in enumerate(sizes) for w in range(size)]
 
 
-@given(SIZES, st.integers(0, 2**63 - 1), st.booleans(), st.integers(0, 300), st.integers(1, 4), st.data())
-def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, shuffle, step, share, data):
+@given(SIZES, st.integers(0, 2**63 - 1), st.integers(0, 300), st.integers(1, 4), st.data())
+def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, step, share, data):
     """Whatever the ranks, the micro-batch and what was read before, a step has the same windows in one order."""
     ranks, micro_steps = data.draw(st.sampled_from([1, 2, 3, 4])), data.draw(st.integers(1, 3))
+    order = sizes, seed, data.draw(st.booleans()), data.draw(st.integers(1, 9))
     S = ranks * micro_steps * share
     loader = object.__new__(Loader)  # its files are not needed to know its order
-    loader.order = Order(sizes, seed, shuffle)
+    loader.order = Order(*order)
     for other in data.draw(st.lists(st.integers(0, 300), max_size=3)):
         loader.step_windows(other, S, share)
-    alone = Order(sizes, seed, shuffle).span(step * S, S)
+    alone = Order(*order).span(step * S, S)
     parts = [loader.step_windows(step, S, share, rank, ranks) for rank in range(ranks)]  # each (micro_steps, B, 2)
     together = np.stack(parts, axis=1).reshape(-1, 2)
     assert (together == alone).all()
