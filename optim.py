@@ -9,7 +9,7 @@ from cli import UserError
 from config import TrainConfig
 from runtime import Runtime
 
-# per parameter
+# tensors per parameter, each of its shape except "step"; ZeRO-1 saves no others: add those of a new optimizer
 OPTIMIZER_STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
 
 
@@ -84,6 +84,9 @@ def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.O
     for name, groups in parameter_groups(weights.named, cfg).items():
         cls, settings = kinds[name]
         if cfg.zero_stage == 1 and rt.world_size > 1:
+            if cls not in OPTIMIZER_STATE:  # else it would only fail at the first save, perhaps the last step
+                why = f"--zero-stage 1 does not know what {cls.__name__} keeps; use --zero-stage 0"
+                raise UserError(f"{why}, or add it to OPTIMIZER_STATE in optim.py")
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             optimizers.append(ZeroRedundancyOptimizer(groups, cls, lr=cfg.max_lr, **settings))
@@ -176,10 +179,11 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
         raise ValueError(f"it has {len(states)} optimizers, but this config has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
         params = [p for g in optimizer.param_groups for p in g["params"]]
-        for i, saved in state["state"].items():
-            if saved.keys() not in map(set, OPTIMIZER_STATE.values()) or any(
-                t.numel() != 1 and t.shape != params[i].shape for t in saved.values()
-            ):
+        kind = type(getattr(optimizer, "optim", optimizer))
+        for i, saved in state["state"].items() if kind in OPTIMIZER_STATE else ():
+            if saved.keys() != set(OPTIMIZER_STATE[kind]):
+                raise ValueError(f"it keeps {', '.join(saved)} of parameter {i}, unlike {kind.__name__}")
+            if any(t.numel() != 1 and t.shape != params[i].shape for t in saved.values()):
                 raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
         ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)

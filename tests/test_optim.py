@@ -122,3 +122,35 @@ def test_bfloat16_weights_are_refused_where_only_float16_runs():
     cfg = dataclasses.replace(BASE, weights="bfloat16")
     with pytest.raises(UserError, match="--weights float32"):
         optim.build(optim.Weights(GPT(SMALL), cfg), cfg, Runtime(torch.device("cpu"), torch.float16))
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer that OPTIMIZER_STATE does not list; its state has another shape than the parameter."""
+
+    def __init__(self, params, lr, **settings):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in [p for g in self.param_groups for p in g["params"]]:
+            self.state[p]["mean"] = self.state[p].get("mean", 0) + p.grad.flatten()[:3]
+            p -= 1e-3 * p.grad.sign()
+
+
+def test_an_optimizer_of_ones_own(monkeypatch):
+    """It resumes, is not taken for another one, and ZeRO-1, which could not save it, refuses it before the first step
+    (it once failed at the first save, which in speedrun-124m is the last step)."""
+    weights = optim.Weights(GPT(SMALL), BASE)
+    adamw = optim.build(weights, BASE, CPU)
+    monkeypatch.setattr(torch.optim, "AdamW", Sign)
+    ours, again = (optim.build(weights, BASE, CPU) for _ in range(2))
+    idx = torch.zeros((2, 16), dtype=torch.int64)
+    weights.model(idx, idx)[1].backward()
+    ours[0].step()
+    optim.load_state(again, copy.deepcopy(optim.full_state(ours, CPU)))
+    assert all(torch.equal(ours[0].state[p]["mean"], again[0].state[p]["mean"]) for p in weights.named.values())
+    with pytest.raises(ValueError, match="keeps mean of parameter 0, unlike AdamW"):
+        optim.load_state(adamw, optim.full_state(ours, CPU))
+    cfg, two = dataclasses.replace(BASE, zero_stage=1), dataclasses.replace(CPU, world_size=2)
+    with pytest.raises(UserError, match="does not know what Sign keeps; use --zero-stage 0"):
+        optim.build(weights, cfg, two)
