@@ -36,7 +36,7 @@ class Weights:
     def take_gradients(self) -> list[nn.Parameter]:
         """Move the gradients from the model to the float32 parameters and return those."""
         for p, twin in self.pairs:
-            twin.grad, p.grad = p.grad.float(), None
+            twin.grad, p.grad = None if p.grad is None else p.grad.float(), None  # None: the forward pass skips it
         return list(self.named.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:

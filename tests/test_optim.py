@@ -118,6 +118,18 @@ def test_bfloat16_weights_keep_float32_twins():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
+    """As where a record drops the first attention layer; with float32 weights torch's optimizers see to it."""
+    weights = optim.Weights(model := GPT(SMALL), cfg := dataclasses.replace(BASE, weights="bfloat16"))
+    optimizers = optim.build(weights, cfg, CPU)
+    before = {k: v.clone() for k, v in weights.state_dict().items()}
+    for name, p in model.named_parameters():
+        p.grad = None if ".h.0.attn" in name else torch.ones_like(p)
+    optim.clip(weights, optimizers, scaler := torch.amp.GradScaler("cpu", enabled=False), 1.0)
+    optim.step(optimizers, weights, scaler)
+    assert all(torch.equal(v, before[k]) == (".h.0.attn" in k) for k, v in weights.state_dict().items())
+
+
 def test_bfloat16_weights_are_refused_where_only_float16_runs():
     cfg = dataclasses.replace(BASE, weights="bfloat16")
     with pytest.raises(UserError, match="--weights float32"):
