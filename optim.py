@@ -120,7 +120,7 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: 
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-            if "momentum" in group:
+            if warmup and "momentum" in group:
                 group["momentum"] = (1 - share) * 0.85 + share * cfg.muon_momentum
     return cfg.max_lr * factor
 

@@ -62,6 +62,9 @@ def test_muon_momentum_warms_up():
         optim.set_schedule(optimizers, step, 1000, cfg)
         momenta += [g["momentum"] for o in optimizers for g in o.param_groups if "momentum" in g]
     assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    sgd = torch.optim.SGD([{"params": GPT(SMALL).parameters(), "peak_lr": 0.1}], momentum=0.8)
+    optim.set_schedule([sgd], 5, 1000, BASE)
+    assert sgd.param_groups[0]["momentum"] == 0.8  # not Muon's
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
