@@ -81,7 +81,8 @@ class RunLog:
             run_id = out_dir / "wandb_id"
             if not (start_step and run_id.exists()):
                 run_id.write_text(secrets.token_hex(4))
-            who = {"project": "gpt2", "name": out_dir.name, "id": run_id.read_text()}
+            project, name = os.environ.get("WANDB_PROJECT", "gpt2"), os.environ.get("WANDB_NAME", out_dir.name)
+            who = {"project": project, "name": name, "id": run_id.read_text()}
             self._wandb = wandb.init(**who, resume="allow", dir=str(out_dir), config=config)
 
     def write(self, record: dict[str, Any]) -> None:

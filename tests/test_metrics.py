@@ -4,6 +4,8 @@ import json
 import math
 import random
 import struct
+import sys
+import types
 
 import pytest
 import torch
@@ -105,6 +107,17 @@ def test_wandb_offline_is_one_run_over_restarts(tmp_path, monkeypatch):
     log = RunLog(tmp_path / "run", 0, "wandb", {})  # a new run in an emptied folder is another one to wandb
     log.close()
     assert len({f.name for f in (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")}) == 2
+
+
+def test_wandb_takes_project_and_name_from_its_variables(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **who: told.append(who)))
+    (tmp_path / "run").mkdir()
+    RunLog(tmp_path / "run", 0, "wandb", {})
+    monkeypatch.setenv("WANDB_PROJECT", "owt")
+    monkeypatch.setenv("WANDB_NAME", "lion")
+    RunLog(tmp_path / "run", 0, "wandb", {})
+    assert [(who["project"], who["name"]) for who in told] == [("gpt2", "run"), ("owt", "lion")]
 
 
 @pytest.mark.parametrize(
