@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from model import GPT
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # stored (in, out)
+LAYOUT = re.compile(
+    r"lm_head\.weight|transformer\.(w[tp]e\.weight|(ln_f|h\.\d+\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.\w+)"
+)
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in old exports, not parameters
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in the order of GPTConfig
 FIXED = {  # what our model computes; any other value in a config.json means a different network
@@ -133,10 +137,13 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
     from model import REAL_VOCAB, GPTConfig
 
     c, out_dir = model.config, Path(out_dir)
-    for field in ("positions", "norm", "activation", "qk_norm", "logit_softcap", "unet_skips"):
+    mend = "use the checkpoint with this project: python infer.py CHECKPOINT"
+    for field in [f.name for f in fields(c)[7:] if f.name != "zero_init_projections"]:  # all that came after GPT-2
         if (ours := getattr(c, field)) != (theirs := getattr(GPTConfig, field)):
             why = f"this model has {field}={ours!r}, but transformers' GPT-2 supports only {theirs!r}"
-            raise UserError(f"{why}; use the checkpoint with this project: python infer.py CHECKPOINT")
+            raise UserError(f"{why}; {mend}")
+    if odd := [name for name in model.state_dict() if not LAYOUT.fullmatch(name)]:  # someone's change to model.py
+        raise UserError(f"this model has {odd[0]}, which transformers' GPT-2 lacks; {mend}")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
     state = {}

@@ -160,6 +160,13 @@ def test_what_the_layout_cannot_hold_is_refused(tmp_path, options, says):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_weight_of_ones_own_is_not_exported(tmp_path):
+    model = GPT(TINY)
+    model.transformer.h[0].scale = torch.nn.Parameter(torch.full((), 2.0))
+    with pytest.raises(UserError, match=r"this model has transformer\.h\.0\.scale, which transformers"):
+        convert.save_hf(model, tmp_path / "out")
+
+
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine").write_text("work")
     for target in (tmp_path, tmp_path / "mine"):
