@@ -84,6 +84,8 @@ def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], 
     """Chunks of the files in turn, the first of which has index `first`. Calls `used(path)` after reading a file."""
     for index, path in enumerate(paths, first):
         try:
+            if path.suffix in (".bin", ".npy"):  # whose bytes may happen to be UTF-8: those of nanoGPT's characters are
+                raise ValueError("it holds tokens, not text; a folder of shards goes straight to --data-dir")
             chunks = READERS.get(path.suffix, read_text)(path, column)
             yield from (chunk._replace(file=index) for chunk in chunks if chunk.texts)
         except (OSError, ValueError, NotImplementedError, MemoryError) as e:  # the last two: pyarrow, odd headers

@@ -402,6 +402,7 @@ def test_bad_sources_are_refused(tmp_path, quick):
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
     (tmp_path / "list.jsonl").write_text('["text"]\n')
     (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 9)
+    (tmp_path / "train.bin").write_bytes(b"\x27\0\x0b\0" * 9)  # nanoGPT's tokens of characters: valid UTF-8
     (tmp_path / "none.jsonl").write_text("\n\n")
     (tmp_path / "dir").mkdir()
     for args, words in (
@@ -417,6 +418,7 @@ def test_bad_sources_are_refused(tmp_path, quick):
         ([tmp_path / "broken.jsonl"], "line 2 .*'text'"),
         ([tmp_path / "list.jsonl"], "line 1 .*'text'"),
         ([tmp_path / "latin.txt"], r"latin\.txt.*utf-8"),
+        ([tmp_path / "train.bin"], r"train\.bin: it holds tokens.*--data-dir"),
         ([tmp_path / "none.jsonl"], "holds no documents"),
         ([tmp_path / "good.parquet", "--shard-size", 0], "--shard-size"),
         ([tmp_path / "good.parquet", "--limit-tokens", -5], "--limit-tokens"),
