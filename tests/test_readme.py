@@ -131,6 +131,7 @@ def as_here(command):
     """The command as it is run here: scripts with their arguments, or an empty list where it is for another machine."""
     stand_ins = {
         "OWNER/NAME": "tester/NAME",
+        "kjj0/fineweb10B-gpt2 data/fineweb": "tester/NAME data/pulled",
         "model_19073": "model_00002",
         " /shared/": " ",
         " /lambda/nfs/": " ",
