@@ -146,7 +146,8 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
         return GPT.from_state_dict(GPTConfig.from_dict(rest["config"]), state).eval(), rest
     except (RuntimeError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         why = " ".join(str(e).split())[:300]
-        raise UserError(f"{path}: its weights do not fit its config ({why}); use an earlier one") from None
+        mend = "use an earlier one, or the model.py it was made with"
+        raise UserError(f"{path}: its weights do not fit its config here ({why}); {mend}") from None
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:

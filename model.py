@@ -75,9 +75,11 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict) -> "GPTConfig":
-        """The config stored in a checkpoint, minus unknown keys. Raises ValueError if no network can have it."""
-        known = {f.name for f in fields(GPTConfig)}
-        config = GPTConfig(**{k: v for k, v in saved.items() if k in known})
+        """The config stored in a checkpoint. Raises ValueError if no network can have it, or none of this version: a
+        setting unknown here may mean another network with the same weights."""
+        if unknown := saved.keys() - {f.name for f in fields(GPTConfig)}:
+            raise ValueError(f"unknown setting {min(unknown)}")
+        config = GPTConfig(**saved)
         if wrong := config.wrong():
             raise ValueError(wrong)
         return config

@@ -143,6 +143,11 @@ def test_foreign_and_missing_files_are_named(tmp_path):
     checkpoint.write(tmp_path / "model_00003.pt", wrong)
     with pytest.raises(UserError, match="do not fit"):
         checkpoint.load_model(tmp_path / "model_00003.pt")
+    other = checkpoint.model_file(GPT(SMALL), 4)
+    other["config"]["attention"] = "sigmoid"  # someone's change to model.py, with weights of the same shapes
+    checkpoint.write(tmp_path / "model_00004.pt", other)
+    with pytest.raises(UserError, match=r"unknown setting attention.*the model\.py it was made with"):
+        checkpoint.load_model(tmp_path / "model_00004.pt")
 
 
 def test_resume_needs_both_files(tmp_path):
