@@ -209,7 +209,7 @@ def import_old(old: Path, out_dir: Path) -> None:
             raise ValueError("its step is not a valid number of steps")
     except Exception as e:  # torch raises many kinds of errors for malformed files
         why = f"{old} is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run"
-        raise UserError(f"{why}: {e!s:.99}") from None
+        raise UserError(f"{why}: {'it has no ' * isinstance(e, KeyError)}{e!s:.99}") from None
     if there := sorted(out_dir.glob("model_*.pt")):
         raise UserError(f"{there[0]} already exists, and an import never joins another run; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
