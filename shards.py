@@ -34,6 +34,8 @@ CHUNK = 1 << 24  # tokens checked at a time, so that checking a shard needs litt
 def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
+    if data_dir.is_file():
+        raise UserError(f"{data_dir} is a file, but a folder of shards is needed; use {data_dir.parent}")
     if not data_dir.is_dir():
         raise UserError(f"data folder {data_dir} does not exist; make it with: {_make(data_dir)}")
     found = [(m, p) for p in data_dir.iterdir() if (m := SHARD_NAME.fullmatch(p.name)) and p.is_file()]

@@ -78,6 +78,9 @@ def test_find_shards_says_what_is_missing(tmp_path):
     shards.write_shard(tmp_path / "x_train_000001.bin", np.ones(5))
     with pytest.raises(UserError, match=r"as \.npy and as \.bin"):
         shards.find_shards(tmp_path, "train")
+    (tmp_path / "x_train.bin").touch()  # llm.c's --input_bin names a file
+    with pytest.raises(UserError, match=r"x_train\.bin is a file, but a folder of shards"):
+        shards.find_shards(tmp_path / "x_train.bin", "train")
 
 
 def save(path, array, **kwargs):
