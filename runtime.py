@@ -174,14 +174,15 @@ def versions() -> dict[str, str]:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++; for a GPU, Triton's
-    launchers are C and need Python's headers."""
+    """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++, for a GPU Triton's
+    launchers are C; both include Python's headers."""
     names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"
     if device.type != "cpu":
         names, compiler = ("CC", "gcc", "clang"), "C compiler (gcc)"
-        if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-            return "Python.h (python3-dev)"
-    return "" if any(shutil.which(os.environ.get(n, n)) for n in names) else compiler
+    if not any(shutil.which(os.environ.get(n, n)) for n in names):
+        return compiler
+    there = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+    return "" if there else "Python.h (python3-dev)"
 
 
 def device_name(device: torch.device) -> str:

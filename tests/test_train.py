@@ -642,6 +642,19 @@ def test_a_gpu_that_torch_cannot_use_is_not_paid_for_in_vain(tmp_path, monkeypat
     assert train_gpt2.runtime.pick_device("auto").type == "cpu"
 
 
+def test_a_machine_that_cannot_compile_is_told_what_is_missing(monkeypatch, tmp_path):
+    """Debian has the compiler and Python's headers in different packages, and torch's C++ includes Python.h, too."""
+    runtime = train_gpt2.runtime
+    monkeypatch.setattr(runtime.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    for there, header, says in ((False, False, "compiler"), (True, False, "Python.h"), (True, True, "")):
+        monkeypatch.setattr(runtime.shutil, "which", lambda name, there=there: name if there else None)
+        if header:
+            (tmp_path / "Python.h").touch()
+        for kind in ("cpu", "cuda"):
+            missing = runtime.missing_compiler(torch.device(kind))
+            assert says in missing and bool(missing) == bool(says)
+
+
 def test_a_mac_gpu_needs_a_torch_that_computes_its_gradients_rightly(monkeypatch):
     from torch.torch_version import TorchVersion
 
