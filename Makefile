@@ -11,7 +11,8 @@ help: ## this list
 install: .venv/.installed ## .venv with the pinned requirements (SYSTEM_TORCH=1: use the torch this machine has)
 
 # The stamp is made last, so that an interrupted install starts again. With SYSTEM_TORCH=1, as on a pod whose image
-# brings a torch built for its driver, the venv sees the system's packages and the torch pin is left out.
+# brings a torch built for its driver, the venv sees the system's packages and the torch pin is left out; it gets a
+# torchrun of its own, because the system's runs the system's Python, which lacks the other packages.
 .venv/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make install PYTHON=python3.12"; exit 1; }
@@ -22,6 +23,8 @@ ifeq ($(SYSTEM_TORCH),1)
 	$(PYTHON) -m venv --system-site-packages .venv
 	grep -v '^torch==' requirements.txt > .venv/requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
+	printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m torch.distributed.run "$$@"\n' > .venv/bin/torchrun
+	chmod +x .venv/bin/torchrun
 else
 	@echo "installing into .venv: some minutes, most of them for torch"
 	$(PYTHON) -m venv .venv

@@ -133,3 +133,24 @@ def test_dockerfile_has_the_pins_and_every_file_a_command_needs():
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {"data", "log", ".venv"} <= set(ignored) and not {c.split("/")[0] for c in copied} & set(ignored)
     assert os.access(ROOT / "train.sh", os.X_OK)
+
+
+def test_the_torch_of_an_image_takes_the_place_of_the_pinned_one(tmp_path):
+    """The messages about a torch that does not fit the GPU say `make clean install SYSTEM_TORCH=1`, in a folder where
+    the pinned one is installed; and torchrun must then start the venv's Python, which alone has the other packages."""
+    for name in ("Makefile", "requirements.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "pinned").touch()
+    (tmp_path / ".venv" / ".installed").touch()
+    python = tmp_path / "python3"  # like an image's, as far as the Makefile asks
+    python.write_text(
+        '#!/bin/sh\n[ "$2" = venv ] && mkdir -p .venv/bin && cp "$0" .venv/bin/python\necho "$@" >> calls\n'
+    )
+    python.chmod(0o755)
+    command = ["make", "clean", "install", "SYSTEM_TORCH=1", f"PYTHON={python}"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    assert not (tmp_path / ".venv" / "pinned").exists() and (tmp_path / ".venv" / ".installed").exists()
+    assert not re.search(r"^torch\b", (tmp_path / ".venv" / "requirements.txt").read_text(), re.M)
+    subprocess.run([tmp_path / ".venv" / "bin" / "torchrun", "--standalone", "a b"], cwd=tmp_path, check=True)
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m torch.distributed.run --standalone a b"
