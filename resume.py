@@ -174,6 +174,10 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
         mend = "continue it with --resume auto, or write to another folder with --out-dir"
         raise UserError(f"{out} already holds a run at step {newest}, which is never overwritten; {mend}")
+    if newest is None and (weights := checkpoint.complete_steps(out, ["model"])):  # as pulled without the optimizer
+        path = checkpoint.model_path(out, weights[-1])
+        why = f"{path} has no whole optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
+        raise UserError(f"{why}; to train on from them, use --init-from {path} and another --out-dir")
     if saved is None:
         return None
     old = TrainConfig.from_dict(saved["config"])

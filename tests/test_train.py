@@ -202,6 +202,19 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
     assert same_bits(weights(fork), weights(run))
 
 
+def test_weights_without_their_optimizer_are_never_overwritten(tiny_args, tmp_path):
+    """A folder pulled without --with-optimizer, or whose only optimizer was cut: the preset's own run folder."""
+    run = fit(tiny_args, tmp_path / "run", "--max-steps", "3")
+    for left in (b"cut", b""):
+        (run / "optim_00003.pt").write_bytes(left) if left else (run / "optim_00003.pt").unlink()
+        before = {p: p.read_bytes() for p in run.iterdir() if p.name != ".lock"}
+        for flags in ([], ["--resume", "auto"]):
+            with pytest.raises(UserError, match=r"model_00003.pt has no whole optim_.*--init-from .*model_00003.pt"):
+                fit(tiny_args, run, *flags)
+        assert {p: p.read_bytes() for p in run.iterdir() if p.name != ".lock"} == before
+    fit(tiny_args, tmp_path / "on", "--init-from", str(run / "model_00003.pt"), "--max-steps", "1")
+
+
 def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, capsys):
     run = fit(tiny_args, tmp_path / "run")
     with pytest.raises(UserError, match=r"seed: 1337 -> 1.*--allow-drift"):
