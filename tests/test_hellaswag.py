@@ -1,6 +1,7 @@
 """Scores equal a plain scorer that takes one ending at a time; ranks, crops and broken files are handled."""
 
 import json
+import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -264,6 +265,20 @@ def server():
     yield web
     web.shutdown()
     web.server_close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"ctx"'])
+def test_the_advice_for_a_file_without_rows_downloads_them(content, server, run_script, fails, tmp_path):
+    path = tmp_path / "my rows.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    said = fails("hellaswag.py", "--model", "gpt2", "--data", path).stderr
+    assert ("remove" in said) == path.exists()
+    path.unlink(missing_ok=True)
+    command = shlex.split(said.rpartition(": python ")[2])
+    server.body = b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}\n' * hellaswag.VAL_ROWS
+    run_script(*command, "--url", server.url)
+    assert len(path.read_bytes().splitlines()) == hellaswag.VAL_ROWS
 
 
 def test_download_is_whole_and_counts_the_rows(server, run_script, fails, tmp_path):

@@ -193,7 +193,7 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
     run = fit(tiny_args, tmp_path / "run")
     with pytest.raises(UserError, match="--resume auto"):
         fit(tiny_args, run)
-    with pytest.raises(UserError, match="never overwritten"):
+    with pytest.raises(UserError, match=r"never overwritten; continue it with --resume .*model_00012.pt"):
         fit(tiny_args, run, "--resume", str(run / "model_00006.pt"))
     before = curve(run)
     fit(tiny_args, run, "--resume", "auto")
@@ -222,6 +222,8 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
     fit(tiny_args, run, "--resume", "auto", "--max-steps", "13", "--val-every", "5")
     out = capsys.readouterr().out
     assert "val_every: 4 -> 5" in out and "learning rate at step 12 moves from" in out
+    with pytest.raises(UserError, match=r"model.n_head: 2 -> 4. Restore them; its network cannot change"):
+        fit(tiny_args, run, "--resume", "auto", "--max-steps", "14", "--model.n-head", "4", "--allow-drift")
     (tiny_data / "tiny_train_000003.npy").unlink()
     with pytest.raises(UserError, match="data: the shards"):
         fit(tiny_args, run, "--resume", "auto", "--max-steps", "14")
@@ -543,6 +545,8 @@ def test_the_command_that_goes_on_can_be_typed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "quickstart", "--resume", "auto", "--resume=none", "--resume", "old.pt"])
     words = ["train_gpt2.py", "quickstart", "--resume", str(tmp_path / "a run" / "model_00003.pt")]
     assert shlex.split(train_gpt2.resume.command(cfg, 3)) == ["python", *words]
+    said = train_gpt2.resume.nothing_left(dataclasses.replace(cfg, resume="other/model_00003.pt"), 3)
+    assert said.endswith("python train_gpt2.py quickstart --resume other/model_00003.pt --max-steps 6")
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}.items():
         monkeypatch.setenv(name, value)
     assert train_gpt2.resume.command(cfg, 3).startswith("torchrun [as on each node] --nproc_per_node=8 train_gpt2.py")
