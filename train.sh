@@ -30,8 +30,9 @@ PY=$HERE/.venv/bin/python
 
 if [[ ${1:-} == *.pt ]]; then # the old form: checkpoint, epochs
     found=("$1")
-    [[ -f $1 ]] || mapfile -t found < <(find log -name "${1##*/}" -type f 2>/dev/null)
+    [[ $1 == */* || -f $1 ]] || mapfile -t found < <(find log -name "$1" -type f 2>/dev/null)
     ((${#found[@]} == 1)) || die "$1: ${#found[@]} such files under log/; give the path, as in ./train.sh log/RUN/$1 2"
+    [[ -f ${found[0]} ]] || die "no checkpoint $1; there: $(compgen -G "${1%/*}/model_*.pt" | tr '\n' ' ')"
     [[ ${2:-1} =~ ^[1-9][0-9]*$ ]] || die "epochs $2: must be a whole number of at least 1, as in ./train.sh $1 2"
     set -- --resume "$(realpath "${found[0]}")" --epochs "${2:-1}" "${@:3}" # no preset: the checkpoint has its settings
 fi
@@ -143,6 +144,8 @@ publisher() { # alongside training: push what is new since the last push
 }
 weights() { compgen -G "$OUT/model_*.pt" || true; }
 before=$(weights) publishing=''
+# the same command again, after the run has gone on from the checkpoint it names
+[[ $resume != *.pt || $(sort -V <<<"$before" | tail -n 1) -ef $resume ]] || before=''
 [[ ${PUSH_EVERY:-0} == 0 ]] || { publisher & publishing=$!; }
 while [[ -z $outcome ]]; do
     start=("${cmd[@]}") from=$(stat -c %s "$TRAIN_SH_LOG") status=0

@@ -215,10 +215,25 @@ def test_old_form(pod):
     for args, says in (
         (["model_19072.pt", "2"], "2 such files"),
         (["model_7.pt"], "0 such files"),
+        (["log/mistyped/model_19072.pt"], "no checkpoint log/mistyped/model_19072.pt"),
+        (["log/mine/model_19073.pt"], "there: log/mine/model_00010.pt log/mine/model_19072.pt"),
         (["log/mine/model_19072.pt", "two"], "epochs two"),
     ):
         done = pod.start(*args, check=False)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and says in done.stderr
+
+
+def test_the_old_form_again_goes_on_where_the_run_is_by_now(pod):
+    """As the line `stop:` says; the trainer itself would refuse, because that checkpoint is no longer the newest."""
+    run = pod.root / "log" / "mine"
+    run.mkdir(parents=True)
+    for step in (19_072, 9_000, 100_000):
+        (run / f"model_{step:05d}.pt").write_text("")
+        pod.start("log/mine/model_19072.pt", "2", "--out-dir", "log/mine")  # the stand-in needs --out-dir
+        pod.ended("log/mine")
+        (run / "model_00010.pt").unlink()  # the stand-in's
+    started = f"--resume {run}/model_19072.pt --epochs 2 --out-dir log/mine"
+    assert pod.starts() == [started, started, f"{started} --resume auto"]
 
 
 def test_survives_the_death_of_the_shell_that_started_it(pod):
