@@ -1,4 +1,4 @@
-# make quickstart: train a small GPT here, on anything.  make test: the whole suite.  make help: the rest.
+# make quickstart: train a small GPT here, on anything.  make test: the suite.  make help: the rest.
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist loadscope
 PY := .venv/bin/python
@@ -48,7 +48,7 @@ quickstart: install ## tokens, a few minutes of training, samples, curves: no GP
 	@echo "  $(PY) train_gpt2.py quickstart --max-steps 400 --out-dir log/longer   # train twice as long"
 	@echo "  $(PY) train_gpt2.py gpt2-124m --dry-run              # what GPT-2 would take on this machine"
 
-test: .venv/.installed-dev ## the whole suite, CPU and offline (PYTEST_ARGS=... for pytest)
+test: .venv/.installed-dev ## the suite but for its longest tests, CPU and offline (PYTEST_ARGS=... for pytest)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 lint: .venv/.installed-dev ## ruff

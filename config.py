@@ -48,7 +48,7 @@ class TrainConfig:
     shuffle: bool = True
     """Two-level shuffle (shards, then windows within a shard, or several small ones); off: shards front to back."""
     epochs: int = 1
-    """Passes over the data; given without --max-steps, it overrides the preset's max-steps."""
+    """Passes over the data, each of steps-per-epoch; given without --max-steps, it overrides the preset's max-steps."""
     steps_per_epoch: int = 0
     """Optimizer steps counted as one epoch; 0 derives them from the data."""
     max_steps: int = 0
@@ -57,7 +57,7 @@ class TrainConfig:
     total_batch_size: int = 524_288
     """Tokens per step, over all ranks and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences in one forward pass of one rank; auto halves until it fits in memory."""
+    """Sequences in one forward pass of one rank; auto halves until it fits in a GPU's memory (elsewhere: few)."""
     sequence_length: int = 1024
     """Tokens per sequence (T)."""
 
@@ -93,6 +93,7 @@ class TrainConfig:
     sample_every: int = 250
     sample_prompt: str = "Hello, I'm a language model,"
     save_every: int = 5000
+    """0: only at the end."""
     keep: int = 0
     """Newest checkpoints to keep, besides the best by val loss; 0 keeps all."""
 

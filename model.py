@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 REAL_VOCAB = 50257  # number of ids in GPT-2's tokenizer; higher ids only pad the vocabulary to a round size
-# For changing lengths: cuDNN's, torch's choice on Hopper, takes 0.4 s to plan each one (modelscope/FunASR#3704).
+# For changing lengths: cuDNN's, torch's choice on Hopper and Blackwell, plans each one: 0.4 s (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGEST = 2**20  # upper bound on every size in a config, which may come from a file
 

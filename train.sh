@@ -16,7 +16,8 @@
 #                 end): if the machine is taken away, only the work of that time and of --save-every steps is lost
 #   REMOVE_POD    1: afterwards remove this machine, with SHUTDOWN_CMD or else runpodctl pod delete $RUNPOD_POD_ID; only
 #                 once the weights are pushed or, without PUSH_TO, if PERSISTENT=1 says that OUT outlives the machine
-#                 (as a RunPod network volume does; a pod's own /workspace disk is deleted with the pod)
+#                 (as a RunPod network volume does; a pod's own /workspace disk is deleted with the pod), or if there
+#                 are none, because training failed before its first save
 #   REMOVE_DELAY  seconds during which `kill` can keep the machine (60); KEEP_ON_FAILURE=1 keeps it after a failure
 set -euo pipefail
 HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
