@@ -138,7 +138,8 @@ class Decoder:
     def __call__(self, cache: KVCache, new: Tensor) -> Tensor:
         """Logits (B, V) after ids `new` (B, 1), valid until the next call."""
         if cache is not self.cache:
-            self.cache, self.new, self.at = cache, new.clone(), new.new_tensor([cache.length])
+            self.cache, self.new = cache, new.clone()
+            self.slots, self.at = new.new_tensor(range(cache.k.size(3))), new.new_tensor([cache.length])
             self.replay = self._captured() if new.is_cuda else self._step
         self.new.copy_(new)
         self.at.fill_(cache.length)
@@ -148,10 +149,12 @@ class Decoder:
 
     def _step(self) -> Tensor:
         cache, length = self.cache, self.cache.length
+        ahead = self.slots > self.at
+        mask = cache.k.new_zeros(1, len(ahead)).masked_fill(ahead, float("-inf"))
         cache.at = self.at
-        logits = self.model.logits(self.model.hidden(self.new, cache)[:, -1])
+        x = self.model.hidden(self.new, cache, self.at, mask)
         cache.at, cache.length = None, length
-        return logits
+        return self.model.logits(x[:, -1])
 
     def _captured(self) -> Callable[[], Tensor]:
         import torch

@@ -25,16 +25,17 @@ from torch.utils.checkpoint import checkpoint
 REAL_VOCAB = 50257  # number of ids in GPT-2's tokenizer; higher ids only pad the vocabulary to a round size
 # For changing lengths: cuDNN's, torch's choice on Hopper and Blackwell, plans each one: 0.4 s (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-LARGEST = 2**20  # upper bound on every size in a config, which may come from a file
 
 
 def is_a(value: object, hint: Any) -> bool:
     """Whether a value has exactly a field's type; an int will do for a float. Numbers must fit in 64 bits: no NaN."""
     if get_origin(hint) is Literal:
         return any(type(value) is type(option) and value == option for option in get_args(hint))
-    if options := get_args(hint):
-        return any(is_a(value, option) for option in options)
-    return type(value) in (hint, int) and abs(value) < 2**63 if hint in (int, float) else type(value) is hint
+    if get_args(hint):  # a union
+        return any(is_a(value, option) for option in get_args(hint))
+    if hint in (int, float):
+        return type(value) in (hint, int) and abs(value) < 2**63
+    return type(value) is hint
 
 
 def misfit(config: object) -> str:
@@ -88,9 +89,9 @@ class GPTConfig:
         """Why this config is invalid (value and rule); an empty string if it is valid."""
         if bad := misfit(self):
             return bad
-        for f in fields(self)[:5]:  # the sizes
-            if not 1 <= (size := getattr(self, f.name)) <= LARGEST:
-                return f"{f.name} {size} must lie between 1 and {LARGEST}"
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if not 1 <= getattr(self, name) <= 2**20:  # a config may come from a file
+                return f"{name} {getattr(self, name)} must lie between 1 and {2**20}"
         if self.n_embd % self.n_head:
             return f"n_head {self.n_head} does not divide n_embd {self.n_embd}"
         if self.positions == "rope" and self.head_size % 2:
@@ -105,9 +106,9 @@ class KVCache:
 
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
-        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        self.k, self.v = torch.zeros((2, *shape), device=device, dtype=dtype)
         self.length = 0
-        self.at: Tensor | None = None  # (1,) int64: `length` on the device, for steps with static shapes
+        self.at: Tensor | None = None  # (1,) int64: `length` on the device, for infer.Decoder's static shapes
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs), or the full buffers with `at`."""
@@ -116,10 +117,6 @@ class KVCache:
         start, end = self.length, self.length + k.size(2)
         self.k[layer, :, :, start:end], self.v[layer, :, :, start:end] = k, v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-
-    def repeat(self, n: int) -> None:
-        """Repeat every sequence n times, so n continuations can share one prompt: (B, ...) -> (B * n, ...)."""
-        self.k, self.v = self.k.repeat_interleave(n, dim=1), self.v.repeat_interleave(n, dim=1)
 
 
 def rope_table(config: GPTConfig) -> Tensor:
@@ -217,7 +214,11 @@ class GPT(nn.Module):
             self.register_buffer("cos_sin", rope_table(config), persistent=False)
         if config.unet_skips:
             self.skip_weights = nn.Parameter(torch.ones(config.n_layer // 2))
-        self.apply(self._init_weights)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -226,13 +227,6 @@ class GPT(nn.Module):
         # normalized next, so an embedding's scale only sets its effective learning rate; but a head's matters
         if config.norm == "rmsnorm" and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
-
-    @staticmethod
-    def _init_weights(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
@@ -248,8 +242,6 @@ class GPT(nn.Module):
         model.load_state_dict(state, assign=True)
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight
-        if config.positions == "rope":
-            model.cos_sin = rope_table(config).to(model.device)
         return model
 
     @property
@@ -268,37 +260,37 @@ class GPT(nn.Module):
         return 6 * (self.num_params() - looked_up + head) + 12 * self.config.n_layer * self.config.n_embd * T
 
     def hidden(
-        self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | None = None, mask: Tensor | None = None,
-        blocks: Sequence[Callable] = (),
+        self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | slice | None = None,
+        mask: Tensor | None = None, blocks: Sequence[Callable] = (),
     ) -> Tensor:  # fmt: skip
-        """Hidden states (B, T, C) of idx (B, T), the input of `logits`; with a cache, idx continues the positions it
-        holds. A row may be a tree of texts instead of one text: then pass positions (B, T) and a bool mask
-        (B, 1, T, T), true where i attends to j. `blocks` replace the model's own: the same blocks, compiled."""
-        T, start, limit = idx.size(1), cache.length if cache is not None else 0, self.config.block_size
-        assert positions is not None or start + T <= limit, f"{start + T} positions, block_size {limit}"
+        """Hidden states (B, T, C) of idx (B, T), the input of `logits`. With a cache, idx continues the text it holds.
+        A row may be a tree of texts instead of one text: then pass positions (B, T) and a bool mask (B, 1, T, T), true
+        where i attends to j. `blocks` replace the model's own: the same blocks, compiled."""
+        T, config = idx.size(1), self.config
+        start = cache.length if cache is not None else 0
         if start and T > 1:  # new position i attends to all old ones and to new ones up to i
             mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
-        where = slice(start, start + T) if positions is None else positions
-        if cache is not None and cache.at is not None:  # static shapes: positions ahead are masked
-            where, seen = cache.at, torch.arange(cache.k.size(3), device=idx.device) <= cache.at
-            mask = torch.zeros(seen.shape, dtype=cache.k.dtype, device=idx.device).masked_fill(~seen, -math.inf)[None]
-        x, cos_sin = self.transformer.wte(idx), None
-        if self.config.norm == "rmsnorm":
+        if positions is None:
+            assert start + T <= config.block_size, f"{start + T} positions, block_size {config.block_size}"
+            positions = slice(start, start + T)
+        x = self.transformer.wte(idx)
+        if config.norm == "rmsnorm":
             x = F.rms_norm(x, x.shape[-1:])
-        if self.config.positions == "learned":
-            x = x + self.transformer.wpe.weight[where]
+        cos_sin = None
+        if config.positions == "learned":
+            x = x + self.transformer.wpe.weight[positions]
         else:
-            cos_sin = self.cos_sin[:, where, None]
+            cos_sin = self.cos_sin[:, positions, None]
+        skips, half = [], config.n_layer // 2
         with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
-            skips, half = [], self.config.n_layer // 2
             for i, block in enumerate(blocks or self.transformer.h):
-                if skips and i >= self.config.n_layer - half:
-                    x = x + self.skip_weights[-len(skips)].to(x.dtype) * skips.pop()
+                if config.unet_skips and i >= config.n_layer - half:
+                    x = x + self.skip_weights[i - config.n_layer].to(x.dtype) * skips.pop()
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos_sin, cache, mask)
-                if self.config.unet_skips and i < half:
+                if config.unet_skips and i < half:
                     skips.append(x)
         if cache is not None:
             cache.length += T
@@ -321,8 +313,10 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache in autocast's precision or, without autocast, the weights'; float32 on a CPU: faster there."""
         kind = self.device.type
-        dtype = torch.float32 if kind == "cpu" else self.lm_head.weight.dtype
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = torch.float32 if kind == "cpu" else self.lm_head.weight.dtype
         return KVCache(self.config, batch, max_len, self.device, dtype)
 
     @torch.no_grad()
@@ -336,25 +330,30 @@ class GPT(nn.Module):
         idx is read once for all samples. When the context is full, its newer half is reread from position 0, so text
         may outgrow block_size. temperature 0 is greedy. A decoder reads one position: (cache, (B, 1)) -> (B, V).
         """
-        limit, fresh = self.config.block_size, idx
+        limit = self.config.block_size
         length = -(-(idx.size(1) + max_new_tokens) // 16) * 16  # otherwise a kernel pads the mask again in every layer
         cache = self.new_cache(idx.size(0), min(length, limit))
+        unread = idx  # what the cache does not hold yet
         for i in range(max_new_tokens):
             if cache.length == limit:
-                cache.length, fresh = 0, idx[:, -(limit // 2 or 1) :]
-            alone = decoder if i > 0 and fresh.size(1) == 1 else None
-            logits = alone(cache, fresh) if alone else self.logits(self.hidden(fresh, cache)[:, -1])
-            if i == 0 and num_samples > 1:
+                cache.length = 0
+                unread = idx[:, -(limit // 2 or 1) :]
+            if decoder and i > 0 and unread.size(1) == 1:
+                logits = decoder(cache, unread)
+            else:
+                logits = self.logits(self.hidden(unread, cache)[:, -1])
+            if i == 0 and num_samples > 1:  # from here on each sample has its own row
                 logits, idx = (t.repeat_interleave(num_samples, dim=0) for t in (logits, idx))
-                cache.repeat(num_samples)
+                cache.k, cache.v = (t.repeat_interleave(num_samples, dim=1) for t in (cache.k, cache.v))
             new = sample(logits, temperature, top_k, top_p, generator)
-            idx, fresh = torch.cat((idx, new[:, None]), dim=1), new[:, None]
+            unread = new[:, None]
+            idx = torch.cat((idx, unread), dim=1)
             yield new
 
-    def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
+    def generate(self, idx: Tensor, max_new_tokens: int, *args, num_samples: int = 1, **kwargs) -> Tensor:
         """idx (B, T) continued to (B * num_samples, T + max_new_tokens) by `stream`, which takes the same arguments."""
-        new = [t[:, None] for t in self.stream(idx, max_new_tokens, *args, **kwargs)]
-        return torch.cat((idx.repeat_interleave(len(new[0]) // len(idx), dim=0), *new), dim=1) if new else idx
+        new = self.stream(idx, max_new_tokens, *args, num_samples=num_samples, **kwargs)
+        return torch.cat((idx.repeat_interleave(num_samples, dim=0), *(ids[:, None] for ids in new)), dim=1)
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator=None) -> Tensor:
