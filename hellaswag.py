@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import tokenizer
 from cli import UserError, print0, run_cli
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 VAL_ROWS = 10_042
+GRAIN = 8  # row lengths are multiples of this: few shapes, little padding
 LONGEST = 1 << 16  # bytes per row; HellaSwag's rows have a few thousand
 Style = Literal["completion", "lm-eval"]
 
@@ -123,57 +124,51 @@ def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
     return []
 
 
-@dataclass(frozen=True)
-class Batch:
-    """N examples of similar length. A row is a tree: the context, then four branches that do not see each other.
+class Row(NamedTuple):
+    """An example as the model reads it: a tree of the context and four branches that do not see each other."""
 
-    tokens (3, N, T): id, position in the text, and part (0 context, 1 to 4 endings, 5 padding).
-    scored (3, M), per ending token: row and column of the position that predicts it, and its ending among all 4N.
-    """
-
-    rows: list[int]  # which examples
-    tokens: torch.Tensor
-    scored: torch.Tensor
-    targets: torch.Tensor  # (M,) the tokens of the endings
+    length: int  # positions, rounded up to a multiple of GRAIN
+    index: int  # which example
+    ctx: list[int]  # its context, cut at the start to fit the model
 
 
-GRAIN = 8  # row lengths are multiples of this: few shapes, little padding
-
-
-def plan_batches(examples: list[Example], block_size: int, token_budget: int) -> list[list[tuple[int, int, list[int]]]]:
-    """All examples as (row length, index, context), sorted by length into batches of at most token_budget positions
-    (or one example). A context too long for the model is cut at its start; an ending too long raises UserError."""
-    work = []  # (row length, index, context)
+def plan_batches(examples: list[Example], block_size: int, token_budget: int) -> list[list[Row]]:
+    """All examples, sorted by length into batches of at most token_budget positions (or one example). A context too
+    long for the model is cut; an ending too long raises UserError."""
+    rows = []
     for i, e in enumerate(examples):
         longest = max(map(len, e.endings))
         if longest > block_size:
             raise UserError(f"HellaSwag row {i} has an ending of {longest} tokens, but the model reads {block_size}")
         ctx = e.ctx[-(block_size + 1 - longest) :]  # the last token of an ending is predicted, not read
-        work.append((-(-(len(ctx) + sum(map(len, e.endings)) - 4) // GRAIN) * GRAIN, i, ctx))
-    work.sort(reverse=True)  # longest first: if the first batch fits in memory, all do
+        positions = len(ctx) + sum(len(ending) - 1 for ending in e.endings)
+        rows.append(Row(-(-positions // GRAIN) * GRAIN, i, ctx))
+    rows.sort(reverse=True)  # longest first: if the first batch fits in memory, all do
     batches = []
-    while work:
-        n = max(1, token_budget // work[0][0])
-        batches.append(work[:n])
-        work = work[n:]
+    while rows:
+        n = max(1, token_budget // rows[0].length)
+        batches.append(rows[:n])
+        rows = rows[n:]
     return batches
 
 
-def make_batch(plan: list[tuple[int, int, list[int]]], examples: list[Example]) -> Batch:
-    """The tensors for one batch of plan_batches."""
+def make_batch(rows: list[Row], examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One batch of N rows of up to T positions, whose endings have M tokens in all:
+    tokens (3, N, T): id, position in the text, and part (0 context, 1 to 4 endings, 5 padding)
+    scored (3, M): row and column of the position that predicts a token, and its ending among all 4N
+    targets (M,): the tokens of the endings."""
     import torch
 
     tokens, scored, targets = [], [], []
-    for r, (_, i, ctx) in enumerate(plan):
-        row = [(token, at, 0) for at, token in enumerate(ctx)]
-        for c, ending in enumerate(examples[i].endings):
-            before = [len(ctx) - 1, *range(len(row), len(row) + len(ending) - 1)]
-            scored += [(r, at, 4 * r + c) for at in before]
+    for r, row in enumerate(rows):
+        tree = [(token, at, 0) for at, token in enumerate(row.ctx)]
+        for c, ending in enumerate(examples[row.index].endings):
+            before = [len(row.ctx) - 1, *range(len(tree), len(tree) + len(ending) - 1)]  # each predicts the next token
+            scored += [(r, column, 4 * r + c) for column in before]
             targets += ending
-            row += [(token, len(ctx) + at, c + 1) for at, token in enumerate(ending[:-1])]
-        tokens.append(row + [(0, 0, 5)] * (plan[0][0] - len(row)))
-    made = torch.tensor(tokens).permute(2, 0, 1), torch.tensor(scored).T, torch.tensor(targets)
-    return Batch([i for _, i, _ in plan], *made)
+            tree += [(token, len(row.ctx) + at, c + 1) for at, token in enumerate(ending[:-1])]
+        tokens.append(tree + [(0, 0, 5)] * (rows[0].length - len(tree)))
+    return torch.tensor(tokens).permute(2, 0, 1), torch.tensor(scored).T, torch.tensor(targets)
 
 
 def score(
@@ -202,16 +197,16 @@ def score(
             check()
             if i + rt.rank >= len(batches):
                 continue
-            b = make_batch(batches[i + rt.rank], examples)
-            idx, positions, part = b.tokens.to(device)
-            (row, column, slot), targets = b.scored, b.targets.to(device)
+            rows = batches[i + rt.rank]
+            tokens, (row, column, slot), targets = make_batch(rows, examples)
+            idx, positions, part = tokens.to(device)
             seen, sees = part[:, None, None, :], part[:, None, :, None]  # of (N, 1, T, T)
             mask = ((seen == 0) | (seen == sees)).tril()
             x = model.hidden(idx, positions=positions, mask=mask)[row.to(device), column.to(device)]  # (M, C)
-            parts = zip(x.split(head_rows), targets.split(head_rows), strict=True)
+            parts = zip(x.split(head_rows), targets.to(device).split(head_rows), strict=True)
             nll = torch.cat([F.cross_entropy(model.logits(p).float(), t, reduction="none").cpu() for p, t in parts])
-            summed = torch.zeros(4 * len(b.rows)).index_add_(0, slot, nll)  # on the CPU: fixed order
-            losses[b.rows] = summed.view(-1, 4)
+            summed = torch.zeros(4 * len(rows)).index_add_(0, slot, nll)  # on the CPU: fixed order
+            losses[[r.index for r in rows]] = summed.view(-1, 4)
     return rt.all_reduce(losses.to(device)).cpu()  # an example's losses are zero on all ranks but one
 
 
@@ -289,19 +284,15 @@ def main() -> None:
         losses = score(model, examples, rt.device, rt, progress=rt.is_main and sys.stderr.isatty())
         seconds = time.perf_counter() - start
     if args.per_example and rt.is_main:
-        write_rows(args.per_example, losses, examples)
+        with whole_file(args.per_example) as f:
+            for i, (e, row) in enumerate(zip(examples, losses.tolist(), strict=True)):
+                norm = [x / u for x, u in zip(row, e.units, strict=True)]
+                line = {"index": i, "label": e.label, "pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}
+                f.write(json.dumps({**line, "losses": row, "losses_norm": norm}).encode() + b"\n")
     result = summarize(losses, examples)
     speed = f"{result['n'] / seconds:.1f} examples/s in {rt.dtype} on {rt.device}"
     print0(f"{args.style} style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
     print0(summary_line(result))
-
-
-def write_rows(path: Path, losses: torch.Tensor, examples: list[Example]) -> None:
-    with whole_file(path) as f:
-        for i, (e, row) in enumerate(zip(examples, losses.tolist(), strict=True)):
-            norm = [x / u for x, u in zip(row, e.units, strict=True)]
-            line = {"index": i, "label": e.label, "pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}
-            f.write(json.dumps({**line, "losses": row, "losses_norm": norm}).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -129,11 +129,12 @@ def test_shapes_are_few_and_batches_keep_to_their_budget():
     for _ in range(2000):
         n = torch.randint(1, 60, (5,), generator=g).tolist()
         rows.append(hellaswag.Example([1] * n[0], [[2] * k for k in n[1:]], n[1:], 0))
-    batches = [hellaswag.make_batch(plan, rows) for plan in hellaswag.plan_batches(rows, 256, 4096)]
-    assert sorted(i for b in batches for i in b.rows) == list(range(2000))
-    assert all(b.tokens[0].numel() <= 4096 for b in batches)
-    assert len({b.tokens.shape for b in batches}) < 50
-    assert sum(b.targets.numel() for b in batches) == sum(len(e) for r in rows for e in r.endings)
+    batches = hellaswag.plan_batches(rows, 256, 4096)
+    assert sorted(row.index for batch in batches for row in batch) == list(range(2000))
+    tokens, _, targets = zip(*(hellaswag.make_batch(batch, rows) for batch in batches), strict=True)
+    assert all(t[0].numel() <= 4096 for t in tokens)
+    assert len({t.shape for t in tokens}) < 50
+    assert sum(t.numel() for t in targets) == sum(len(e) for r in rows for e in r.endings)
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):
