@@ -31,7 +31,7 @@ class Weights:
     def copy_to_model(self) -> None:
         """After a step, copy the twins, rounded, into the model."""
         if self.pairs:
-            torch._foreach_copy_(*zip(*self.pairs, strict=True))
+            torch._foreach_copy_(*zip(*self.pairs, strict=True))  # (parameters, twins)
 
     def take_gradients(self) -> list[nn.Parameter]:
         """Move the gradients from the model to the float32 parameters and return those."""
@@ -116,18 +116,17 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
 def set_schedule(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
     """Set every group's learning rate (and Muon's momentum) for `step`; return the rate for a peak of max_lr."""
     factor, warmup = lr_factor(step, max_steps, cfg), cfg.muon_momentum_warmup_steps
-    share = step / warmup if step < warmup else 1.0
+    warm = step / warmup if step < warmup else 1.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
             if warmup and "momentum" in group:
-                group["momentum"] = (1 - share) * 0.85 + share * cfg.muon_momentum
+                group["momentum"] = (1 - warm) * 0.85 + warm * cfg.muon_momentum
     return cfg.max_lr * factor
 
 
 def clip(weights: Weights, optimizers: list, scaler: torch.amp.GradScaler, limit: float) -> torch.Tensor:
-    """Unscale the gradients, then clip them to a global norm of `limit` (0: no clipping). Returns their norm before
-    clipping, on the device."""
+    """Unscale the gradients, clip their global norm to `limit` (0: no limit); return the norm before, on the device."""
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     return torch.nn.utils.clip_grad_norm_(weights.take_gradients(), limit or math.inf)
@@ -155,15 +154,20 @@ def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dic
 def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
     """A ZeroRedundancyOptimizer's state dict, complete on rank 0, where parts from other ranks are in host memory. Its
     own consolidate_state_dict sends pickles and unpacks them byte by byte, at 16 MB/s: minutes for a large model."""
-    whole, local = torch.optim.Optimizer.state_dict(optimizer), optimizer.optim.state
+    whole = torch.optim.Optimizer.state_dict(optimizer)  # everything but the state of the parameters
+    local = optimizer.optim.state  # of this rank's share
     params = [p for g in optimizer.param_groups for p in g["params"]]
     names = OPTIMIZER_STATE[type(optimizer.optim)]
     here = torch.tensor([bool(local.get(p)) for p in params], device=rt.device, dtype=torch.int32)
-    for i, (p, ranks) in enumerate(zip(params, torch.stack(rt.gather(here), dim=1).tolist(), strict=True)):
-        if not any(ranks):  # no step taken yet
+    held = torch.stack(rt.gather(here), dim=1).tolist()  # for each parameter, 1 at the rank that has its state
+    for i, p in enumerate(params):
+        if not any(held[i]):  # no step taken yet
             continue
-        owner = ranks.index(1)
-        state = dict(local[p]) if owner == rt.rank else {k: p.new_empty(() if k == "step" else p.shape) for k in names}
+        owner = held[i].index(1)
+        if owner == rt.rank:
+            state = dict(local[p])
+        else:
+            state = {name: p.new_empty(() if name == "step" else p.shape) for name in names}
         for name in names:
             rt.broadcast(state[name], owner)
             if owner != rt.rank:
@@ -187,8 +191,9 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
                 raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
         ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        if local := getattr(optimizer, "optim", None):  # ZeRO's own: it leaves on the CPU what fused AdamW needs on
-            for p, moments in local.state.items():  # the device (pytorch/pytorch#124133), and keeps a second copy
+        if hasattr(optimizer, "optim"):
+            # ZeRO leaves on the CPU what fused AdamW needs on the device (pytorch/pytorch#124133), and keeps a 2nd copy
+            for p, moments in optimizer.optim.state.items():
                 moments.update({k: v.to(p.device) for k, v in moments.items()})
             optimizer.state.clear()
         for group, settings in zip(optimizer.param_groups, ours, strict=True):
