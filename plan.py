@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +30,9 @@ class Pace:
         self.steps, self.smooth_s = 0, 0.0
 
     def step(self, seconds: float) -> dict[str, Any]:
+        # the first ones compile: no averaging yet
         self.smooth_s = seconds if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * seconds
-        self.steps += 1  # the first ones compile: no averaging yet
+        self.steps += 1
         rate = self.tokens / seconds
         mfu = rate * self.flops / self.peak if self.peak else None
         return {"step_ms": seconds * 1e3, "tokens_per_second": rate, "mfu": mfu}
@@ -70,8 +70,11 @@ def probe(model: GPT, forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, c
     because each try compiles. Raises UserError if none fits."""
     B, tried = 0, math.inf
     for b in choices:
-        if not B and 2 * b <= tried:
-            tried, B = b, b * fits_in_memory(model, forward, cfg, rt, b)
+        if 2 * b <= tried:
+            tried = b
+            if fits_in_memory(model, forward, cfg, rt, b):
+                B = b
+                break
     B = int(rt.all_reduce(torch.tensor(float(B), device=rt.device), "min").item())
     if not B:
         why = f"out of memory with {choices[-1]} sequence(s) of {cfg.sequence_length} tokens per rank"
@@ -148,25 +151,25 @@ def estimate(
     """--dry-run: memory, step time as measured here, ETA and dollars. `run` does forward and backward of (n, B, T + 1)
     tokens, and compiles on its first call; `update` does the optimizer's part."""
 
-    def seconds(*works: Callable[[], object]) -> list[float]:  # of each the shortest of four, taken in turns
-        times = []
-        for work in 4 * works:
-            rt.synchronize()
-            t0 = time.perf_counter()
-            work()
-            rt.synchronize()
-            times.append(time.perf_counter() - t0)
-        return [min(times[i :: len(works)]) for i in range(len(works))]
+    def seconds(work: Callable[[], object]) -> float:
+        rt.synchronize()
+        t0 = time.perf_counter()
+        work()
+        rt.synchronize()
+        return time.perf_counter() - t0
 
     batch = torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16)
-    run_s, update_s = seconds(partial(run, batch), update)
-    peak, reduce_s = rt.peak_memory(), 0.0
+    timed = [(seconds(lambda: run(batch)), seconds(update)) for _ in range(4)]  # in turns: an update takes gradients
+    run_s, update_s = map(min, zip(*timed, strict=True))
+    peak = rt.peak_memory()
+    reduce_s = 0.0
     if rt.world_size > 1:
         gradients = torch.zeros(model.num_params(), dtype=model.lm_head.weight.dtype, device=rt.device)
-        (reduce_s,) = seconds(partial(rt.all_reduce, gradients))
+        reduce_s = min(seconds(lambda: rt.all_reduce(gradients)) for _ in range(4))
     micro_steps = cfg.sequences_per_step // rt.world_size // B
     step_s = run_s / len(batch) * micro_steps + update_s + reduce_s
-    hours, speed = steps * step_s / 3600, Pace(cfg, rt, model).step(step_s)
+    hours = steps * step_s / 3600
+    speed = Pace(cfg, rt, model).step(step_s)
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     usd = f"${hours * cfg.gpu_hour_usd * rt.world_size:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
     print0(
