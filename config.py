@@ -201,7 +201,8 @@ def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
         if f.name == "model":
             refused += [f"model.{k}: {x} -> {vars(b)[k]}" for k, x in vars(a).items() if x != vars(b)[k]]
         elif a != b:
-            (harmless if f.name in MAY_CHANGE else refused).append(f"{f.name}: {a} -> {b}")
+            kind = harmless if f.name in MAY_CHANGE else refused
+            kind.append(f"{f.name}: {a} -> {b}")
     return harmless, refused
 
 
@@ -302,11 +303,12 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
-    if late := [b for a, b in pairwise(["", *rest]) if b in PRESETS and not re.fullmatch("--[^=]+", a)]:
-        raise UserError(f"{late[0]} is a preset, and the preset comes first: python train_gpt2.py {late[0]} --flag ...")
+    for before, word in pairwise(["", *rest]):
+        if word in PRESETS and not re.fullmatch("--[^=]+", before):  # not a flag's value
+            raise UserError(f"{word} is a preset, and the preset comes first: python train_gpt2.py {word} --flag ...")
     base = PRESETS[name or "gpt2-124m"]
-    words = [w for arg in rest for w in arg.split("=", 1)]
-    flags = {w.replace("_", "-") for w in words}
+    words = [word for arg in rest for word in arg.split("=", 1)]  # --flag=value is two words, like --flag value
+    flags = {word.replace("_", "-") for word in words}
     path = words[words.index("--resume") + 1] if "--resume" in words[:-1] else "none"
     if name is None and path not in ("none", "auto"):
         folder = path if Path(path).is_dir() else str(Path(path).parent)
