@@ -36,8 +36,9 @@ def read_text(path: Path, _column: str = "") -> Iterator[Chunk]:
                 pieces.append(rest[start : cut.end()])
                 start = cut.end()
             rest = rest[start:]
-            if pieces or not block:
-                pieces += [] if block else [rest]
+            if not block:  # the end of the file
+                pieces.append(rest)
+            if pieces:
                 yield Chunk(pieces, begins, sum(map(len, pieces)))
                 begins = 0
 

@@ -173,7 +173,8 @@ def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manife
             if done >= limit:
                 break
             ids, starts = encode(encoder, chunk)
-            file, used = chunk.file, used if chunk.file == file else 0
+            if chunk.file != file:
+                file, used = chunk.file, 0
             pos = min(skip, len(ids))
             skip -= pos
             while pos < len(ids) and done < limit:

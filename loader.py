@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import shards
 from cli import UserError
@@ -122,22 +123,20 @@ class Loader:
         m of rank r is the step's (m * world_size + r)-th run of B sequences."""
         return self.order.span(step * sequences, sequences).reshape(-1, world_size, B, 2)[:, rank]
 
-    def batches(
-        self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False
-    ) -> Iterator[torch.Tensor]:
+    def batches(self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False) -> Iterator[Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
         step 0), read ahead by a thread, into pinned memory if training on a GPU."""
 
-        def read() -> Iterator[torch.Tensor]:
+        def in_turn() -> Iterator[Tensor]:
             for step in itertools.repeat(0) if fixed else itertools.count(first_step):
                 windows = self.step_windows(step, sequences, B, rt.rank, rt.world_size)
-                batch = torch.from_numpy(self.read(windows.reshape(-1, 2)).reshape(*windows.shape[:2], self.T + 1))
+                batch = torch.from_numpy(self.read(windows.reshape(-1, 2))).view(-1, B, self.T + 1)
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        return ahead(read(), 16, join=True)  # steps: two seconds on 8 GPUs, time for a slow disk to read a shard
+        return ahead(in_turn(), 16, join=True)  # steps: two seconds on 8 GPUs, time for a slow disk to read a shard
 
 
-def to_device(tokens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, T + 1) uint16 -> inputs and targets (B, T) int64 on the device; only two bytes per token cross the bus."""
     # on mps the copy may still be reading when the tokens have been freed (pytorch#189690)
     tokens = tokens.to(device, non_blocking=device.type == "cuda").to(torch.int64)

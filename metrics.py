@@ -63,8 +63,10 @@ class RunLog:
             f.write("".join(json.dumps(line) + "\n" for line in before if line["step"] < start_step).encode())
         self._file = open(path, "ab", buffering=0)  # one write per line, and nothing buffered that could fail on close
         # TensorBoard can purge points but not texts, wandb neither: what they have of repeated steps is kept
-        told = (out_dir / {"tensorboard": "tensorboard", "wandb": "wandb_id"}.get(tracker, "")).exists() and start_step
-        self._untold = max([start_step, *(line["step"] + 1 for line in before if told)])
+        self._untold = start_step  # the first step of which the tracker has no text or point yet
+        traces = {"tensorboard": "tensorboard", "wandb": "wandb_id"}
+        if start_step and tracker in traces and (out_dir / traces[tracker]).exists():
+            self._untold = max([start_step, *(line["step"] + 1 for line in before)])
         if tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             from torch.utils.tensorboard.summary import hparams

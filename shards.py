@@ -240,10 +240,12 @@ def verify(data_dir: str | Path) -> list[str]:
     wrong = [f"{name}: missing" for name in known if name not in files]
     if manifest is None:
         print0(f"warning: {data_dir} has no {MANIFEST}: checking headers, sizes and ids only")
-        files or find_shards(data_dir, "train")  # its error says how to make shards
+        if not files:
+            find_shards(data_dir, "train")  # raises, and says how to make shards
     else:
         wrong += [f"{name}: not in {MANIFEST}" for name in files if name not in known]
-        wrong += [] if manifest.complete else [f"{MANIFEST}: not finished; run the same fineweb.py command again"]
+        if not manifest.complete:
+            wrong.append(f"{MANIFEST}: not finished; run the same fineweb.py command again")
     for name, path in files.items():
         shard = known.get(name)
         try:
