@@ -6,13 +6,13 @@
 A step is complete when both files are whole. Each is written under a temporary name, synced to disk, then renamed.
 """
 
-import dataclasses
 import pickletools
 import re
 import threading
 import zipfile
 from collections.abc import Container, Iterable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from pickle import PickleError
 from typing import Any
@@ -85,12 +85,17 @@ def read_tensors(path: Path, inert: Container[str] = ()) -> Any:
     if odd := sorted(name for name in pickled_names(path) if not PLAIN.fullmatch(name) and name not in inert):
         raise PickleError(f"it refers to {odd[0].replace(' ', '.')}, which could run code")
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    todo, seen, size = [found], set(), 0
-    while todo:  # a tensor may repeat its data without end (stride 0), and a copy of it would take that much memory
-        if id(x := todo.pop()) not in seen:
-            seen.add(id(x))
-            size += x.numel() * x.element_size() if isinstance(x, torch.Tensor) else 0
-            todo += [*x, *x.values()] if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    # a tensor may repeat its data without end (stride 0), and a copy of it would take that much memory
+    todo, seen = [found], {}
+    while todo:
+        x = todo.pop()
+        if id(x) not in seen:
+            seen[id(x)] = x
+            if isinstance(x, dict):
+                todo += [*x, *x.values()]
+            elif isinstance(x, list | tuple):
+                todo += x
+    size = sum(x.numel() * x.element_size() for x in seen.values() if isinstance(x, torch.Tensor))
     if size > 2 * path.stat().st_size:  # 2: a tied head may appear under both its names
         raise ValueError(f"its tensors total {size:,} bytes")
     return found
@@ -106,8 +111,8 @@ def _load(path: Path) -> dict[str, Any]:
     except Exception as e:  # zipfile raises many exception types, too
         bad = f"its directory ({type(e).__name__})"
     if bad:
-        step = NAME.fullmatch(path.name)
-        earlier = f"; move *_{step[2]}.pt away, and --resume auto uses the previous one" if step else ""
+        named = NAME.fullmatch(path.name)
+        earlier = f"; move *_{named[2]}.pt away, and --resume auto uses the previous one" if named else ""
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
     convert = f"convert build-nanogpt and nanoGPT files with: python hub.py import {path} OUT_DIR"
     try:
@@ -156,7 +161,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:
-    """The contents of optim_*.pt, given a model_*.pt, an optim_*.pt or a run folder (its newest complete step)."""
+    """The contents of optim_*.pt and its `model_file`, given either file or a run folder (its newest complete step)."""
     path = Path(path)
     if path.is_dir():
         step = latest_step(path)
@@ -171,7 +176,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     optim = path.with_name(path.name.replace("model_", "optim_"))
     if not optim.is_file():
         raise UserError(f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {mend}")
-    return _load(optim)
+    return _load(optim) | {"model_file": optim.with_name(optim.name.replace("optim_", "model_"))}
 
 
 def to_host(tree: Any, memo: dict) -> Any:
@@ -189,10 +194,8 @@ def to_host(tree: Any, memo: dict) -> Any:
 
 
 def model_file(model: GPT, step: int, **extra: Any) -> dict[str, Any]:
-    """The contents of model_*.pt: float32 weights under their own names, the model's config, the step."""
-    config = dataclasses.asdict(model.config)
-    state = {k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()}
-    return {"format": FORMAT, "model": state, "config": config, "step": step, **extra}
+    """The contents of model_*.pt: the weights under their own names, the model's config, the step."""
+    return {"format": FORMAT, "model": dict(model.state_dict()), "config": asdict(model.config), "step": step, **extra}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -201,7 +204,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
         with whole_file(path) as f:
             torch.save(content, f)
     except RuntimeError as e:  # torch's zip writer hides the file's error behind one about an unexpected position
-        raise e.__context__ if isinstance(e.__context__, OSError) else e from None
+        if isinstance(e.__context__, OSError):
+            raise e.__context__ from None
+        raise
 
 
 class Writer:
