@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from cli import UserError, env_rank, fail
-from cli import print0 as print0  # re-exported: readers look for it here, too
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,11 @@ class Runtime:
             return bool(flag)
         return bool(self.all_reduce(torch.tensor(float(bool(flag)), device=self.device), "max").item())
 
-    def barrier(self, hours: float = 0) -> None:
-        """Wait until every rank is here, for up to the timeout of a collective, or for `hours`."""
+    def barrier(self, hours: float) -> None:
+        """Wait until every rank is here, for up to `hours`. Every rank must call it."""
         if self.world_size > 1:
-            # NCCL would end the run after its own timeout, whatever the ranks are waiting for
-            dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo") if hours else None)
+            # by gloo: NCCL would end the run after its own timeout, whatever the ranks are waiting for
+            dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo"))
 
     def peak_memory(self) -> int:
         """Peak bytes on the device (CUDA), or the peak resident bytes of this process elsewhere."""
@@ -224,8 +223,9 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         raise UserError(f"{why}; {mend}")
     if dev.type == "cpu":  # ranks share the cores: without this each would use all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
-    gloo, patience = dev.type != "cuda", timedelta(minutes=timeout_minutes)
+    gloo = dev.type != "cuda"
     backend, device_id = ("gloo", None) if gloo else ("nccl", dev)
+    patience = timedelta(minutes=timeout_minutes)
     soon = timedelta(seconds=60) if gloo else patience  # gloo ranks meet in seconds or never
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=soon))
@@ -253,20 +253,24 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         why = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
         fail(f"{why}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
-        why = sys.exception()
+        leave_group(sys.exception(), gloo)
 
-        def give_up() -> None:
-            print(f"error: {why}" if why else "the other ranks do not respond", file=sys.stderr, flush=True)
-            os._exit(1)
 
-        watchdog = threading.Timer(60, give_up)  # teardown, too, can hang on a dead rank
-        watchdog.daemon = True
-        watchdog.start()
-        if why and not gloo:  # destroying it would wait for ranks that may never arrive
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
-        watchdog.cancel()
+def leave_group(error: BaseException | None, gloo: bool) -> None:
+    """Leave the process group. Teardown, too, can hang on a dead rank: then report and exit after a minute."""
+
+    def give_up() -> None:
+        print(f"error: {error}" if error else "the other ranks do not respond", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    watchdog = threading.Timer(60, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    if error and not gloo:  # destroying it would wait for ranks that may never arrive
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    watchdog.cancel()
 
 
 # Dense bfloat16 (float16 before Ampere) peak in FLOP/s, vendor data sheets, no sparsity. Longest match wins.
