@@ -1,11 +1,11 @@
 """What a run evaluates periodically: validation loss, HellaSwag, samples."""
 
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import hellaswag
 import reference
@@ -27,11 +27,12 @@ class Evals:
     vary; validation calls the compiled `forward`."""
 
     def __init__(
-        self, cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.nn.Module, data: Loader,
+        self, cfg: TrainConfig, rt: Runtime, model: GPT, forward: nn.Module, data: Loader,
         val_data: Loader | None, B: int, max_steps: int,
     ):  # fmt: skip
-        self.cfg, self.rt, self.model, self.forward, self.val_data, self.B = cfg, rt, model, forward, val_data, B
-        self.max_steps, self.sample_every = max_steps, cfg.sample_every
+        self.cfg, self.rt, self.model, self.forward = cfg, rt, model, forward
+        self.val_data, self.B, self.max_steps = val_data, B, max_steps
+        self.sample_every = cfg.sample_every
         self.comparable = cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name  # with the runs of reference.py
         self.examples = hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
         if cfg.sample_every and cfg.model.vocab_size < tokenizer.VOCAB_SIZE:
@@ -40,9 +41,12 @@ class Evals:
 
     def measure(self, step: int, check: Callable[[], None]) -> dict[str, Any]:
         """Measure what is due at `step`: val_loss, hellaswag_acc, hellaswag_acc_norm. `check` may raise, to stop."""
-        cfg, found, last, head = self.cfg, {}, step == self.max_steps, f"step {step:5d}/{self.max_steps}"
+        cfg, last = self.cfg, step == self.max_steps
+        head = f"step {step:5d}/{self.max_steps}"
+        found = {}
         if due(cfg.val_every, step, last):
-            loss = found["val_loss"] = validate(self.forward, self.val_data, cfg, self.rt, self.B, check)
+            loss = validate(self.forward, self.val_data, cfg, self.rt, self.B, check)
+            found["val_loss"] = loss
             print0(f"{head} | val loss: {loss:.4f}")
             if self.comparable and (line := reference.on_track(step, loss)):
                 print0(line)
@@ -52,12 +56,6 @@ class Evals:
             print0(f"{head} | {hellaswag.summary_line(score)}")
         return found
 
-    def samples(self, step: int, asked: Callable[[], bool]) -> str:
-        """Samples from the model at `step`, or an empty string if none are due."""
-        if not (step and due(self.sample_every, step, step == self.max_steps)):
-            return ""
-        return samples(self.model, self.cfg, self.rt, asked)
-
 
 def val_windows(data: Loader, cfg: TrainConfig) -> int:
     """Number of val sequences to evaluate."""
@@ -66,12 +64,13 @@ def val_windows(data: Loader, cfg: TrainConfig) -> int:
 
 @torch.no_grad()
 def validate(
-    forward: torch.nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None]
+    forward: nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None] = lambda: None
 ) -> float:
     """Mean cross-entropy (nats per token) over the first val_tokens of the val split, for any ranks and B. All batches
     have one shape, so nothing is compiled twice: rows past the end are padding that the loss ignores. `check` is
     called before each batch, equally often on all ranks."""
-    count, stride = val_windows(data, cfg), B * rt.world_size
+    count = val_windows(data, cfg)
+    stride = B * rt.world_size
     windows = data.order.span(0, count)
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
     for i in range(0, count, stride):
@@ -90,15 +89,17 @@ def validate(
 
 
 @torch.no_grad()
-def samples(
-    model: GPT, cfg: TrainConfig, rt: Runtime, asked: Callable[[], bool], count: int = 4, tokens: int = 48
-) -> str:
-    """Continuations of the sample prompt, labeled `sample i:`, cut short when this rank is asked to stop. Their own
-    generator leaves training's random state alone."""
+def samples(model: GPT, cfg: TrainConfig, rt: Runtime, asked_to_stop: Callable[[], bool]) -> str:
+    """Four continuations of the sample prompt, labeled `sample i:`, cut short when this rank is asked to stop. Their
+    own generator leaves training's random state alone."""
     enc = tokenizer.encoding()
     prompt = enc.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
-    idx = torch.tensor([prompt] * count, device=rt.device)
-    new = model.stream(idx, tokens, generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+    idx = torch.tensor([prompt] * 4, device=rt.device)
+    columns = list(idx.T)
     with rt.autocast():
-        out = torch.stack([*idx.T, *takewhile(lambda _: not asked(), new)], dim=1)
-    return "\n".join(f"sample {i}: {printable(enc.decode(row))}" for i, row in enumerate(out.tolist()))
+        for new in model.stream(idx, 48, generator=torch.Generator(rt.device).manual_seed(cfg.seed)):
+            if asked_to_stop():
+                break
+            columns.append(new)
+    rows = torch.stack(columns, dim=1).tolist()
+    return "\n".join(f"sample {i}: {printable(enc.decode(row))}" for i, row in enumerate(rows))

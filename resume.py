@@ -39,16 +39,13 @@ def read(path: str | Path) -> dict[str, Any]:
     """checkpoint.read_train_state, with the presence and type of every entry checked. Raises UserError."""
     saved = checkpoint.read_train_state(path)
     odd = [key for key, kind in TRAIN_STATE.items() if key not in saved or not isinstance(saved[key], kind)]
-    best = {"step": int, "val_loss": float}
-    if isinstance(found := saved.get("best"), dict) and {k: type(v) for k, v in found.items()} != best:
+    best = saved.get("best")
+    if isinstance(best, dict) and {k: type(v) for k, v in best.items()} != {"step": int, "val_loss": float}:
         odd.append("best")
     if odd or not 0 <= saved["step"] < 2**53:
         mend = "resume from another checkpoint or start a new run from its weights with --init-from"
         raise UserError(f"the train state of {path} has no usable {(odd or ['step'])[0]}; {mend}")
     return saved
-
-
-REPEAT = 2  # seconds
 
 
 class Stopped(Exception):
@@ -86,7 +83,7 @@ class RunState:
 
     step: int = 0
     record: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # what has been measured at this step
-    best: dict[str, Any] | None = None  # step and val loss of the best saved step
+    best: dict[str, Any] | None = None  # step and val loss of the best saved step: no other can be kept as the best
     evaluated: bool = False  # whether this step's evaluations are done
 
     @staticmethod
@@ -95,27 +92,9 @@ class RunState:
         if saved is None:
             return RunState()
         best = saved["best"]
-        best = best if best and checkpoint.model_path(run_dir, best["step"]).exists() else None
+        if best and not checkpoint.model_path(run_dir, best["step"]).exists():
+            best = None
         return RunState(saved["step"], saved["record"], best, saved["evaluated"])
-
-    @property
-    def best_step(self) -> int | None:
-        return self.best and self.best["step"]
-
-    def keep_best(self) -> None:
-        """Call before a save: only a saved step can be kept as the best."""
-        loss = self.record.get("val_loss")
-        if loss is not None and (self.best is None or loss < self.best["val_loss"]):
-            self.best = {"step": self.step, "val_loss": loss}
-
-    def forget_unfinished(self) -> None:
-        """Drop the results of an evaluation that was cut short."""
-        if not self.evaluated:
-            self.record = {"step": self.step}
-
-
-def is_complete(saved: dict[str, Any], max_steps: int) -> bool:
-    return saved["step"] > max_steps or (saved["step"] == max_steps and saved["evaluated"])
 
 
 def nothing_left(cfg: TrainConfig, step: int) -> str:
@@ -126,20 +105,24 @@ def nothing_left(cfg: TrainConfig, step: int) -> str:
 
 def done(cfg: TrainConfig, end: RunState, seconds: float) -> str:
     """What a finished run prints."""
-    said = f"done: {end.step} steps in {duration(seconds)}; {checkpoint.model_path(cfg.run_dir, end.step)}"
-    if end.best and end.best_step < end.step:
-        said += f"\nbest val loss {end.best['val_loss']:.4f}: {checkpoint.model_path(cfg.run_dir, end.best_step)}"
-    return said
+    text = f"done: {end.step} steps in {duration(seconds)}; {checkpoint.model_path(cfg.run_dir, end.step)}"
+    if end.best and end.best["step"] < end.step:
+        text += f"\nbest val loss {end.best['val_loss']:.4f}: {checkpoint.model_path(cfg.run_dir, end.best['step'])}"
+    return text
 
 
 @contextmanager
 def signals() -> Iterator[dict[str, Any]]:
-    """SIGTERM and SIGINT set a flag that a collective shares with all ranks; a second signal kills as usual, unless it
-    comes within REPEAT seconds: torchrun passes on what a terminal or Slurm has sent to its ranks already. A helper
-    thread receives them while this one blocks them: compilers started here inherit the mask and survive Ctrl-C."""
+    """SIGTERM and SIGINT set stop["signal"], which a collective shares with all ranks; a later signal kills as usual,
+    but not at once: torchrun passes on what a terminal or Slurm has sent to its ranks already. A helper thread receives
+    the signals while this one blocks them: compilers started here inherit the mask and survive Ctrl-C."""
     stop: dict[str, Any] = {"signal": None}
-    # by the C library: Python sets a handler in its main thread only, which may be waiting in a collective by then
-    kill_from_now = threading.Timer(REPEAT, lambda: [ctypes.CDLL(None).signal(int(s), None) for s in before])
+
+    def kill_as_usual() -> None:
+        for s in before:  # by the C library: Python sets handlers in its main thread only, which may be in a collective
+            ctypes.CDLL(None).signal(int(s), None)
+
+    kill_from_now = threading.Timer(2, kill_as_usual)  # seconds
     kill_from_now.daemon = True
 
     def handler(number: int, frame: Any) -> None:
@@ -183,9 +166,9 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
     if saved is None:
         return None
     old = TrainConfig.from_dict(saved["config"])
-    if cfg.init_from != "scratch":  # which set the network, or at least the vocabulary
-        ours = old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
-        cfg = replace(cfg, model=ours)
+    if cfg.init_from != "scratch":  # which set the network when the run began, or at least the vocabulary
+        model = old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
+        cfg = replace(cfg, model=model)
     harmless, refused = drift(old, cfg)
     for change in harmless:
         if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):
@@ -213,9 +196,9 @@ def check_ranks(rt: Runtime, saved: dict[str, Any] | None, data_id: str, max_ste
     may not: DDP would train them side by side, from different weights, without a word."""
     found = torch.tensor([saved["step"] if saved else -1, max_steps, int(data_id[:15], 16)], device=rt.device)
     first, *others = torch.stack(rt.gather(found)).tolist()
-    whats = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
+    names = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
     for rank, other in enumerate(others, 1):
-        for what, theirs, ours in zip(whats, other, first, strict=True):
+        for what, theirs, ours in zip(names, other, first, strict=True):
             if theirs != ours:
                 mend = "every machine must see the same --out-dir and --data-dir and get the same flags"
                 raise UserError(f"rank {rank} and rank 0 differ in {what}: {theirs} and {ours}; {mend}")
@@ -247,33 +230,32 @@ def restore(saved: dict[str, Any], optimizers: list, scaler: torch.amp.GradScale
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
         if rt.rank < len(saved["rng"]):
-            state, cuda = saved["rng"][rt.rank].cpu(), rt.device.type == "cuda"
-            if cuda == (len(state) < 100):  # a CUDA state is a few bytes, a CPU state kilobytes; neither fits the other
-                torch.cuda.set_rng_state(state, rt.device) if cuda else torch.set_rng_state(state)
+            state = saved["rng"][rt.rank].cpu()
+            of_cuda = len(state) < 100  # a few bytes; a CPU's has kilobytes, and neither can be set on the other
+            if of_cuda and rt.device.type == "cuda":
+                torch.cuda.set_rng_state(state, rt.device)
+            elif not of_cuda and rt.device.type != "cuda":
+                torch.set_rng_state(state)
     except Exception as e:  # torch raises many exception types
         why = f"the train state of step {saved['step']} does not fit this run ({type(e).__name__}: {e!s:.200})"
         raise UserError(f"{why}; start a new run from its weights with --init-from") from None
 
 
-def launcher() -> str:
-    """How this process was started, for printed commands that users can paste."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "python"
-    local = os.environ["LOCAL_WORLD_SIZE"]
-    how = "--standalone" if local == os.environ["WORLD_SIZE"] else "[as on each node]"
-    return f"torchrun {how} --nproc_per_node={local}"
-
-
 def command(cfg: TrainConfig, step: int, path: str | Path | None = None) -> str:
     """The command that resumes from `step`: the one typed, with --resume set to the saved checkpoint, or to `path`."""
+    launcher = "python"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local = os.environ["LOCAL_WORLD_SIZE"]
+        how = "--standalone" if local == os.environ["WORLD_SIZE"] else "[as on each node]"
+        launcher = f"torchrun {how} --nproc_per_node={local}"
+    script = sys.argv[0] if sys.argv[0].endswith("train_gpt2.py") else "train_gpt2.py"
     words = sys.argv[1:]
     while "--resume" in words:
         at = words.index("--resume")
         words = words[:at] + words[at + 2 :]
     words = [w for w in words if not w.startswith("--resume=")]
     path = path or checkpoint.model_path(cfg.run_dir, step)
-    script = sys.argv[0] if sys.argv[0].endswith("train_gpt2.py") else "train_gpt2.py"
-    return f"{launcher()} {shlex.join([script, *words, '--resume', str(path)])}"
+    return f"{launcher} {shlex.join([script, *words, '--resume', str(path)])}"
 
 
 def refuse(
@@ -283,13 +265,15 @@ def refuse(
     """Report the rank, shard and window of a non-finite loss or gradient. Once --skip-bad-steps is used up, save the
     run as it was before this step and raise UserError. Every rank calls this, with its own loss and norm, before any
     update."""
-    losses, norms = zip(*(t.tolist() for t in rt.gather(torch.tensor([loss, norm], device=rt.device))), strict=True)
-    bad = [r for r in range(rt.world_size) if not (math.isfinite(losses[r]) and math.isfinite(norms[r]))]
-    bad = [r for r in bad if not math.isfinite(losses[r])] or bad or [0]
+    found = torch.stack(rt.gather(torch.tensor([loss, norm], device=rt.device))).tolist()
+    bad_loss = [rank for rank, (x, _) in enumerate(found) if not math.isfinite(x)]
+    bad_norm = [rank for rank, (_, x) in enumerate(found) if not math.isfinite(x)]
+    rank = [*bad_loss, *bad_norm, 0][0]  # a bad loss first: it makes the norm bad on every rank
+    loss, norm = found[rank]
     read = 0 if cfg.overfit_single_batch else step
-    shard, window = data.step_windows(read, cfg.sequences_per_step, B, bad[0], rt.world_size).reshape(-1, 2)[0]
+    shard, window = data.step_windows(read, cfg.sequences_per_step, B, rank, rt.world_size).reshape(-1, 2)[0]
     message = (
-        f"step {step}: loss {losses[bad[0]]}, gradient norm {norms[bad[0]]} on rank {bad[0]}, whose data starts at "
+        f"step {step}: loss {loss}, gradient norm {norm} on rank {rank}, whose data starts at "
         f"{data.paths[shard].name} window {window}; the update was refused"
     )
     if skipped <= cfg.skip_bad_steps:
