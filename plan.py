@@ -30,8 +30,7 @@ class Pace:
         self.steps, self.smooth_s = 0, 0.0
 
     def step(self, seconds: float) -> dict[str, Any]:
-        # the first ones compile: no averaging yet
-        self.smooth_s = seconds if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * seconds
+        self.smooth_s = seconds if self.steps < 3 else 0.9 * self.smooth_s + 0.1 * seconds  # the first ones compile
         self.steps += 1
         rate = self.tokens / seconds
         mfu = rate * self.flops / self.peak if self.peak else None
