@@ -233,7 +233,7 @@ _record8 = TrainConfig(
         vocab_size=50304, n_head=6, bias=False, tied_head=False, positions="rope", norm="rmsnorm", activation="relu2",
         qk_norm=True, zero_init_projections=True,
     ),
-    data_dir="data/fineweb", max_steps=4578, val_every=125,
+    data_dir="data/fineweb", max_steps=4578, val_every=125, save_every=500,
     optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record also splits Muon's work across ranks
     max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
     schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
@@ -303,6 +303,8 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
+    rest = [re.sub(r"^(--.+)=True$", r"\1", word) for word in rest]  # switches as nanoGPT writes them: --compile=False
+    rest = [re.sub(r"^--(model\.)?(.+)=False$", r"--\1no-\2", word) for word in rest]
     for before, word in pairwise(["", *rest]):
         if word in PRESETS and not re.fullmatch("--[^=]+", before):  # not a flag's value
             raise UserError(f"{word} is a preset, and the preset comes first: python train_gpt2.py {word} --flag ...")

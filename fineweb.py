@@ -324,8 +324,9 @@ def main() -> None:
     if len(manifest.shards) == 1:
         return print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
     # too little for gpt2-124m, which takes half a million tokens per step
-    small, to = tokens < 100_000_000, "" if library else f" --out-dir {shlex.quote(f'log/{out.name}')}"
-    print0(f"next: python train_gpt2.py {'quickstart ' * small}--data-dir {shlex.quote(str(out))}{to * small}")
+    small = tokens < 100_000_000
+    more = f" --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt ''" if small and not library else ""
+    print0(f"next: python train_gpt2.py {'quickstart ' * small}--data-dir {shlex.quote(str(out))}{more}")
 
 
 if __name__ == "__main__":

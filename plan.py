@@ -133,14 +133,17 @@ def describe(
         print0(f"warning: {epochs:.0f} passes over the same data, and those past 4 add little; --max-steps limits them")
 
 
-def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
-    """OUT/config.json: the resolved config and the code version behind the run, for people and plots."""
+def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int, start: int) -> None:
+    """OUT/config.json: the resolved config and the code version behind the run, for people and plots. Code that differs
+    from its commit goes to OUT/code_{start:05d}.diff."""
     if rt.is_main:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         resolved = {"out_dir": str(cfg.run_dir), "resolved_max_steps": max_steps, "world_size": rt.world_size}
         text = json.dumps({**cfg.to_dict(), **resolved, "versions": runtime.versions()}, indent=2) + "\n"
         with whole_file(cfg.run_dir / "config.json") as f:
             f.write(text.encode())
+        if diff := runtime.git("diff", "HEAD"):
+            (cfg.run_dir / f"code_{start:05d}.diff").write_text(diff)
 
 
 def estimate(

@@ -162,14 +162,20 @@ def keep_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+def git(*words: str) -> str:
+    """What git says of this folder; an empty string if it is no clone."""
+    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *words]
+    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    return ""
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=40"]
     known = {"torch": str(torch.__version__), "python": platform.python_version()}
-    with suppress(OSError, subprocess.SubprocessError):
-        known["commit"] = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    return known
+    commit = git("describe", "--always", "--dirty", "--abbrev=40").strip()
+    return {**known, "commit": commit} if commit else known
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -42,6 +42,8 @@ from runtime import Runtime
 
 def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     """One run from its first (or resumed) step to its last. Setting stop["signal"] from a handler ends it cleanly."""
+    stopper = resume.Stopper(stop, cfg.time_limit, rt)
+
     # ---- data, and the checkpoint to resume from
     data_dir = local_data(cfg, rt)
     data = train_loader(cfg, data_dir)
@@ -70,13 +72,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
 
     # ---- what the run prints, measures and writes
     plan.describe(cfg, rt, model, data, max_steps, start, B)
-    plan.write_config(cfg, rt, max_steps)
+    plan.write_config(cfg, rt, max_steps, start)
     evals = Evals(cfg, rt, model, forward, data, val_data, B, max_steps)
     log = RunLog(cfg.run_dir, start, cfg.tracker, cfg.to_dict(), rt.is_main)
     writer = checkpoint.Writer(cfg.run_dir, cfg.keep)
     batches = data.batches(start, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
     pace = plan.Pace(cfg, rt, model)
-    stopper = resume.Stopper(stop, cfg.time_limit, rt)
     skipped = 0  # steps refused because of a non-finite loss or gradient
 
     def save() -> None:

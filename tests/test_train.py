@@ -202,6 +202,12 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
     assert same_bits(weights(fork), weights(run))
 
 
+def test_code_that_differs_from_its_commit_is_kept_with_the_run(tiny_args, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt2.runtime, "git", lambda *words: "+an idea\n" if words == ("diff", "HEAD") else "")
+    run = fit(tiny_args, tmp_path / "run", "--max-steps", "1")
+    assert (run / "code_00000.diff").read_text() == "+an idea\n"
+
+
 def test_weights_without_their_optimizer_are_never_overwritten(tiny_args, tmp_path):
     """A folder pulled without --with-optimizer, or whose only optimizer was cut: the preset's own run folder."""
     run = fit(tiny_args, tmp_path / "run", "--max-steps", "3")
