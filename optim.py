@@ -107,7 +107,7 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
     if step >= max_steps:
         return floor
     if cfg.schedule == "cosine":
-        progress = (step - cfg.warmup_steps) / max(1, max_steps - cfg.warmup_steps)
+        progress = (step - cfg.warmup_steps) / (max_steps - cfg.warmup_steps)
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
     left = (max_steps - step) / max(1.0, cfg.cooldown * max_steps)
     return floor + (1 - floor) * min(1.0, left)

@@ -155,7 +155,7 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
         saved = read(out)
     elif cfg.resume not in ("auto", "none"):
         saved = read(cfg.resume)
-    if newest is not None and not cfg.dry_run and (saved is None or saved["step"] < newest):
+    if newest is not None and (saved is None or saved["step"] < newest):
         how = "auto" if cfg.resume == "none" else checkpoint.model_path(out, newest)  # auto needs the preset, too
         mend = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{out} already holds a run at step {newest}, which is never overwritten; {mend}")
@@ -171,7 +171,7 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
         cfg = replace(cfg, model=model)
     harmless, refused = drift(old, cfg)
     for change in harmless:
-        if change.split(":")[0] not in ("resume", "out_dir", "dry_run"):
+        if change.split(":")[0] not in ("resume", "out_dir"):
             print0(f"resume: {change}")
     if saved["data"] != data_id:
         refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on")
