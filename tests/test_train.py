@@ -23,6 +23,7 @@ import shards
 import train_gpt2
 from cli import UserError
 from config import PRESETS, parse
+from loader import Loader
 from model import GPT, GPTConfig
 from runtime import Runtime
 
@@ -102,6 +103,51 @@ def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(tiny_args, tmp_p
     train_gpt2.train(cfg, CPU, stop)
     assert curve(parts) == curve(whole)
     assert same_bits(weights(parts, 20), weights(whole, 20))
+
+
+@pytest.mark.parametrize("clip", ["0.2", "0"])
+def test_its_steps_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_path, clip):
+    """Front to back, whole batches, torch's own AdamW: loss, norm, clipping, decay, betas and rates are all right."""
+    flags = ["--no-shuffle", "--max-steps", "4", "--grad-clip", clip, "--weight-decay", "0.5"]
+    run, cfg = fit(tiny_args, tmp_path / "run", *flags), parse(["quickstart", *tiny_args, *flags], None)
+    torch.manual_seed(cfg.seed)
+    model = GPT(cfg.model)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() < 2) == flat]} for flat in (True, False)]
+    groups = [g | {"weight_decay": decay} for g, decay in zip(groups, (0.0, 0.5), strict=True)]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_train_000001.npy").astype(int))
+    rates = [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.5]  # two steps up, then half a cosine from 3e-3 to 3e-4
+    for step, rate in enumerate(rates):
+        part = tokens[256 * step :][:257]
+        logits = model(part[:-1].view(8, 32))[0]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[1:])
+        model.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float(clip) or math.inf)
+        for group in adamw.param_groups:
+            group["lr"] = 3e-3 * rate
+        adamw.step()
+        assert curve(run)[step][::2] == pytest.approx((loss.item(), norm.item()), rel=1e-4), step
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(weights(run, 4)[name], p, atol=1e-5, rtol=1e-4)
+
+
+def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, tiny_data):
+    """Whatever the ranks and the micro-batch: here neither divides 43 windows, nor is the last one of the split."""
+    cfg = parse(["quickstart", *tiny_args, "--val-tokens", str(43 * 32 + 31)], None)
+    model, data, checks = GPT(cfg.model), Loader(tiny_data, "val", 32, 256), []
+    tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_val_000000.npy")[: 43 * 32 + 1].astype(int))
+    with torch.no_grad():
+        logits = model(tokens[:-1].view(43, 32))[0]
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+    for ranks, B in ((1, 4), (3, 2), (2, 64)):
+        worlds = [dataclasses.replace(CPU, rank=r, world_size=ranks) for r in range(ranks)]
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
+            parts = [evals.validate(model, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in worlds]
+        assert sum(parts) == pytest.approx(wanted, rel=1e-5)
+        assert len({checks.count(r) for r in range(ranks)}) == 1 <= checks.count(0)  # as often on every rank
+        checks.clear()
 
 
 def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, torchrun):
