@@ -69,7 +69,7 @@ def test_the_newest_of_models_alone_is_found_by_number(tmp_path):
 def test_retention_keeps_newest_and_best(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step, keep=2, best=2 if step >= 2 else None)
-    assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
+    assert checkpoint.complete_steps(tmp_path) == [2, 5, 6] and len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monkeypatch):
