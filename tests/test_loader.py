@@ -115,12 +115,29 @@ def test_widening_keeps_ids_above_int16():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_id_above_vocabulary_is_named(tiny_data, shuffle):
     tokens = shards.read_shard(tiny_data / "tiny_train_000003.npy")
-    tokens[700] = 300
+    tokens[700] = 256
     shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
     data = make(tiny_data, shuffle=shuffle)
-    with pytest.raises(UserError, match=r"tiny_train_000003.*700.*300.*256"):
+    with pytest.raises(UserError, match=r"tiny_train_000003.*700 is id 256.*size, 256"):
         for _ in islice(data.batches(0, 8, 4, CPU), data.order.per_epoch // 8 + 1):
             pass
+
+
+def test_a_shard_that_changes_is_not_trained_on(tiny_data):
+    """Its tokens or, if the manifest tells its hash, any byte."""
+    path = tiny_data / "tiny_train_000002.npy"
+    tokens = shards.read_shard(path)
+    known = shards.Shard(path.name, len(tokens), 1, shards.write_shard(path, tokens), {"file": 0, "token": 1})
+    source = {"name": "x", "subset": "", "column": "text", "revision": "1", "files": []}
+    shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, shards=[known]))
+    data = make(tiny_data)
+    data.read(np.array([[1, 0], [0, 0]]))  # the second takes the place of the first in memory
+    shards.write_shard(path, tokens ^ (np.arange(len(tokens)) == 5))
+    with pytest.raises(UserError, match=r"000002\.npy has sha256"):
+        data.read(np.array([[1, 0]]))
+    shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
+    with pytest.raises(UserError, match=r"had 1,500 tokens when the run began and now has 4,097"):
+        data.read(np.array([[2, 0]]))
 
 
 def test_too_little_data(tiny_data):
