@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import checkpoint
 import convert
 import tokenizer
 from cli import UserError
@@ -136,6 +137,14 @@ def test_damaged_and_missing_files(hf, tmp_path):
         convert.open_model(tmp_path / "mine" / "rum")
     with pytest.raises(UserError, match="neither a folder here nor a name"):
         convert.load_hf(tmp_path / "nothing" / "there")
+
+
+def test_a_model_of_other_tokens_is_not_taken_for_gpt2(tmp_path):
+    path = tmp_path / "model_00001.pt"
+    checkpoint.write(path, checkpoint.model_file(GPT(dataclasses.replace(TINY, vocab_size=256)), 1))
+    assert convert.open_model(path).config.vocab_size == 256
+    with pytest.raises(UserError, match="a vocabulary of 256 tokens, fewer than GPT-2's"):
+        convert.open_gpt2(path)
 
 
 def test_no_network_is_said_quickly(fails, tmp_path):

@@ -161,3 +161,8 @@ def test_console_line(tmp_path, capsys, mfu, says):
     log.console({"step": 7, **record, "mfu": mfu}, 19073, 7200.0, 20.0)
     line = capsys.readouterr().out
     assert f"{says} | eta: 2h00m | cost: $20.00" in line and "step     7/19073 | loss: 3.500000" in line
+    for step in range(60):
+        log.console({**record, "step": step, "train_loss": 3.5 + step % 2 / 100, "mfu": mfu}, 19073, 7200.0, 20.0)
+    log.console({**record, "step": 60, "train_loss": 9.0, "mfu": mfu}, 19073, 7200.0, 20.0)
+    said = capsys.readouterr().out.splitlines()  # a line a second at most, but no outlier goes unsaid
+    assert len(said) == 1 and said[0].startswith("outlier: step 60: train_loss 9.0000 is ")

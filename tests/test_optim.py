@@ -97,6 +97,20 @@ def test_state_round_trip_continues_bit_for_bit(kind, dtype):
     assert all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
 
 
+def test_state_of_other_parameters_is_refused():
+    """torch would load it, and fail in the first step or, where shapes can be stretched, not at all."""
+    model = GPT(SMALL)
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[1].backward()
+    optimizers = optim.build(optim.Weights(model, BASE), BASE, CPU)
+    optimizers[0].step()
+    (state,) = optim.full_state(optimizers, CPU)
+    with pytest.raises(ValueError, match="it has 2 optimizers, but this config has 1"):
+        optim.load_state(optimizers, [state, state])
+    state["state"][0] = state["state"][0] | {"exp_avg": torch.zeros(1, 16)}
+    with pytest.raises(ValueError, match="parameter 0 does not fit its shape"):
+        optim.load_state(optimizers, [state])
+
+
 def test_bfloat16_weights_keep_float32_twins():
     """Updates too small for bfloat16 add up in the twins; the model is the twins, rounded; a tied head stays tied."""
     cfg = dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0)

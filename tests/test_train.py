@@ -271,6 +271,9 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
     run = fit(tiny_args, tmp_path / "run")
     with pytest.raises(UserError, match=r"seed: 1337 -> 1.*--allow-drift"):
         fit(tiny_args, run, "--resume", "auto", "--max-steps", "13", "--seed", "1")
+    flags = ["--resume", str(run / "model_00012.pt"), "--max-steps", "13", "--seed", "1", "--allow-drift"]
+    fit(tiny_args, tmp_path / "fork", *flags)
+    assert "by --allow-drift: seed: 1337 -> 1" in capsys.readouterr().out
     fit(tiny_args, run, "--resume", "auto", "--max-steps", "13", "--val-every", "5")
     out = capsys.readouterr().out
     assert "val_every: 4 -> 5" in out and "learning rate at step 12 moves from" in out
@@ -384,7 +387,11 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
         return real(forward, batch, rt, scaler) * (math.nan if len(calls) == 8 else 1)
 
     monkeypatch.setattr(train_gpt2, "accumulate", poisoned_once)
-    with pytest.raises(UserError, match=r"step 7: loss nan.* all before it is saved.*model_00007.pt --skip-bad-steps"):
+    data = Loader(tiny_args[-1], "train", 32, 256, seed=1337, shuffle=True)
+    shard, window = data.step_windows(7, 8, 4)[0, 0]
+    named = rf"starts at {data.paths[shard].name} window {window};"
+    saved = "all before it is saved.*model_00007.pt --skip-bad-steps"
+    with pytest.raises(UserError, match=f"step 7: loss nan.*{named}.*{saved}"):
         fit(tiny_args, run, "--save-every", "100")
     assert checkpoint.complete_steps(run) == [7]
     fit(tiny_args, run, "--save-every", "100", "--resume", "auto", "--skip-bad-steps", "5")
@@ -401,6 +408,38 @@ def test_ranks_that_see_different_runs_are_told_so():
     for i, what in enumerate(("checkpoint", "max-steps", "data")):
         with pytest.raises(UserError, match=f"rank 1 and rank 0 differ in {what}.*same --out-dir"):
             check(differ(torch.eye(3, dtype=torch.int64)[i]))
+
+
+def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, monkeypatch):
+    def differ(rt, saved, data_id, max_steps):
+        raise UserError(f"{max_steps} steps, {saved}, {data_id == shards.fingerprint(tiny_args[-1])}")
+
+    monkeypatch.setattr(train_gpt2.resume, "check_ranks", differ)
+    with pytest.raises(UserError, match="12 steps, None, True"):
+        fit(tiny_args, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_gradients_are_reduced_once_a_step():
+    class Forward:
+        def __call__(self, x, y):
+            seen.append(self.require_backward_grad_sync)
+            return None, torch.ones((), requires_grad=True) * len(seen)
+
+    seen, batch = [], torch.zeros(3, 2, 33, dtype=torch.uint16)
+    loss = train_gpt2.accumulate(Forward(), batch, CPU, torch.amp.GradScaler("cpu", enabled=False))
+    assert seen == [False, False, True] and loss.item() == pytest.approx(2)
+
+
+def test_the_rank_at_fault_is_named(tiny_args, tiny_data, capsys):
+    """By its loss or, if all are finite, by its norm: one bad loss makes the norm bad on all."""
+    cfg = parse(["quickstart", *tiny_args, "--total-batch-size", "384", "--skip-bad-steps", "1"], None)
+    three = dataclasses.make_dataclass("Three", ["device", "world_size", "gather"])
+    data = Loader(tiny_data, "train", 32, 256)
+    for losses, norms in (([5, 5, 5], [1, 1, math.inf]), ([5, 5, math.nan], [math.nan] * 3)):
+        told = partial(lambda told, _: list(torch.tensor(told).T), [losses, norms])
+        train_gpt2.resume.refuse(cfg, three(CPU.device, 3, told), 7, 5.0, 1.0, 1, data, 4, None, None)
+        assert "on rank 2, whose data starts" in capsys.readouterr().out
 
 
 def test_an_error_leaves_no_empty_run_folder(tiny_args, tmp_path, run_script):
@@ -562,6 +601,28 @@ def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
     out = capsys.readouterr().out
     assert "tokens/s" in out and "$" in out and "12 steps take" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_says_what_would_be_in_vain(tiny_args, capsys):
+    cfg = parse(["quickstart", *tiny_args], None)
+    data, model = train_gpt2.train_loader(cfg, cfg.data_dir), GPT(cfg.model)
+    for steps, many in ((12, False), (200, True)):  # of 8 sequences each; an epoch has 267
+        train_gpt2.plan.describe(cfg, CPU, model, data, steps, 0, 4)
+        said = capsys.readouterr().out
+        assert f"{steps * 8 / 267:.2f} epochs of this data" in said and ("6 passes over the same data" in said) == many
+    train_gpt2.plan.describe(dataclasses.replace(cfg, overfit_single_batch=True), CPU, model, data, 200, 0, 4)
+    assert "passes" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"8 sequences of 32, which do not split evenly over 3 ranks; use .* 288"):
+        train_gpt2.plan.micro_batch_size(cfg, dataclasses.replace(CPU, world_size=3), model, model)
+
+
+def test_time_to_go_follows_recent_steps_after_the_first(tiny_args):
+    cfg = parse(["quickstart", *tiny_args], None)
+    pace, eta = train_gpt2.plan.Pace(cfg, CPU, GPT(cfg.model)), []
+    for seconds in (60.0, 2.0, 2.0, 3.0):
+        assert pace.step(seconds)["tokens_per_second"] == 256 / seconds
+        eta.append(pace.eta_s(100))
+    assert math.isnan(eta[0]) and eta[1:] == pytest.approx([200, 200, 210])
 
 
 def test_dry_run_counts_the_reduction_of_gradients(tiny_args, monkeypatch, capsys):
