@@ -1,5 +1,6 @@
 """The loop: it learns, resumes bit for bit, does not care about ranks, stops cleanly and refuses bad updates."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -148,6 +149,16 @@ def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, 
         assert sum(parts) == pytest.approx(wanted, rel=1e-5)
         assert len({checks.count(r) for r in range(ranks)}) == 1 <= checks.count(0)  # as often on every rank
         checks.clear()
+
+
+def test_a_run_like_the_public_ones_says_whether_it_is_on_track(tiny_args, monkeypatch, capsys):
+    monkeypatch.setattr(evals, "validate", lambda *args: 9.0)
+    cfg, edu = parse(["quickstart", *tiny_args], None), "fineweb-edu_train_000001.npy"
+    for preset, name in (("gpt2-124m", "tiny_train_000001.npy"), ("quickstart", edu), ("gpt2-124m", edu)):
+        data = argparse.Namespace(paths=[Path(name)])
+        e = evals.Evals(dataclasses.replace(cfg, preset=preset), CPU, None, None, data, None, 4, 1000)
+        assert e.measure(500, lambda: None) == {"val_loss": 9.0}
+        assert ("off track" in capsys.readouterr().out) == ((preset, name) == ("gpt2-124m", edu))
 
 
 def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, torchrun):
