@@ -67,6 +67,19 @@ def test_muon_momentum_warms_up():
     assert sgd.param_groups[0]["momentum"] == 0.8  # not Muon's
 
 
+def test_each_rate_of_the_speedrun_reaches_its_parameters():
+    cfg = PRESETS["speedrun-124m"]
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, n_layer=2, n_head=2, n_embd=16, vocab_size=64))
+    weights = optim.Weights(GPT(cfg.model), cfg)
+    optimizers = optim.build(weights, cfg, CPU)
+    assert optim.set_schedule(optimizers, 0, 3000, cfg) == 0.004
+    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+    for name, p in weights.named.items():
+        wanted = 0.7 if ".wte." in name else 0.02 if ".h." in name and p.dim() == 2 else 0.004
+        assert rates[p] == pytest.approx(wanted), name
+    assert optimizers[0].param_groups[0]["betas"] == (0.8, 0.95)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_round_trip_continues_bit_for_bit(kind, dtype):
