@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from cli import UserError, env_rank, fail
+from cli import print0 as print0  # re-exported: readers look for it here, too
 
 
 @dataclass(frozen=True)
