@@ -97,7 +97,8 @@ class Loader:
         if self.order.per_epoch == 0:
             why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"
             raise UserError(f"{why}; use a smaller --sequence-length or more data (python fineweb.py --help)")
-        self._shard = lru_cache(maxsize=self.order.together)(self._read_shard)  # with the next one: at most POOL tokens twice
+        # while the next group is read, this one is in memory, too
+        self._shard = lru_cache(maxsize=self.order.together)(self._read_shard)
 
     def _read_shard(self, i: int) -> np.ndarray:
         """Tokens of shard i, read whole and front to back."""
