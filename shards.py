@@ -115,7 +115,7 @@ def _layout(path: Path) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) of a complete, well-formed shard. Raises UserError."""
 
     def bad(why: str) -> UserError:
-        rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin. Remove it and make it again"
+        rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin. Move it away and make it again"
         return UserError(f"{path} is not a usable shard: {why}; {rule}: {_make(path.parent)}")
 
     try:

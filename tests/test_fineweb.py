@@ -340,7 +340,7 @@ def test_a_removed_shard_comes_back_with_the_same_bytes(tmp_path, mixed, quick, 
         make(*mixed, "--out", out)
         assert contents(out) == whole
     files[1].write_bytes(files[1].read_bytes()[:-2])
-    with pytest.raises(UserError, match="Remove it and make it again"):
+    with pytest.raises(UserError, match="Move it away and make it again"):
         make(*mixed, "--out", out)
     files[1].unlink()
     manifest = shards.read_manifest(out)

@@ -233,6 +233,7 @@ def test_errors_are_one_clear_message(run, hub, tmp_path):
     assert "hf_wrong" not in (text := says("push-data", data, "tester/toy", env=wrong)) and "401" in text
     assert "403" in says("push-data", data, "somebody/toy")
     assert "404" in says("pull-data", "tester/none", "out")
+    assert "404" in says("pull-data", "tester/toy", "out", "--revision", "v0")
     assert "OWNER/NAME" in says("pull-data", "a/b/c", "out")
     for command in (["push-data", data, "tester/toy"], ["pull-data", "tester/toy", "out"]):
         assert "cannot reach http://127.0.0.1:9" in says(*command, env=gone)
