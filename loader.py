@@ -87,18 +87,23 @@ class Loader:
     """
 
     def __init__(self, data_dir: str | Path, split: str, T: int, vocab_size: int, seed: int = 0, shuffle: bool = False):
-        self.T, self.vocab_size = T, vocab_size
+        self.data_dir, self.T, self.vocab_size = data_dir, T, vocab_size
         self.paths = shards.find_shards(data_dir, split)
         self.tokens = [shards.count_tokens(p) for p in self.paths]
         self.manifest = shards.read_manifest(data_dir)
         self.sha256 = {s.file: s.sha256 for s in self.manifest.shards} if self.manifest else {}
-        together = max(1, POOL // max(1, *self.tokens))
+        together = max(1, min(POOL // max(1, *self.tokens), len(self.paths)))
         self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle, together)
         if self.order.per_epoch == 0:
             why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"
             raise UserError(f"{why}; use a smaller --sequence-length or more data (python fineweb.py --help)")
-        # while the next group is read, this one is in memory, too
+        # at most one group, and the shard that is being read
         self._shard = lru_cache(maxsize=self.order.together)(self._read_shard)
+
+    def fingerprint(self) -> str:
+        """What a resumed run must find again: a hash of the folder's shards and, if several are mixed, how many."""
+        mixed = f"-{self.order.together}" if self.order.together > 1 else ""
+        return shards.fingerprint(self.data_dir) + mixed
 
     def _read_shard(self, i: int) -> np.ndarray:
         """Tokens of shard i, read whole and front to back."""

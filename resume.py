@@ -147,7 +147,7 @@ def signals() -> Iterator[dict[str, Any]]:
 
 
 def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | None:
-    """The train state to resume from, checked against this run's config, data (shards.fingerprint) and folder; None for
+    """The train state to resume from, checked against this run's config, data (Loader.fingerprint) and folder; None for
     a new run. Raises UserError rather than overwrite another run or later steps of this one."""
     out, newest = cfg.run_dir, checkpoint.latest_step(cfg.run_dir)
     saved = None
@@ -174,7 +174,9 @@ def find(cfg: TrainConfig, data_id: str, max_steps: int) -> dict[str, Any] | Non
         if change.split(":")[0] not in ("resume", "out_dir"):
             print0(f"resume: {change}")
     if saved["data"] != data_id:
-        refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on")
+        same = saved["data"].partition("-")[0] == data_id.partition("-")[0]  # older versions mixed none
+        why = "would now be mixed in another way" if same else "are not those the run was trained on"
+        refused.append(f"data: the shards in {cfg.data_dir} {why}")
     network = [c for c in refused if c.startswith("model.") and not c.startswith("model.vocab_size")]
     if refused and (network or not cfg.allow_drift):
         why = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"

@@ -30,7 +30,6 @@ import optim
 import plan
 import resume
 import runtime
-import shards
 from cli import UserError, print0
 from config import TrainConfig, model_from_init, parse
 from evals import Evals, due, samples, val_windows, validate
@@ -49,7 +48,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: dict[str, Any]) -> None:
     data = train_loader(cfg, data_dir)
     val_data = Loader(data_dir, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
     max_steps = cfg.horizon(data.order.per_epoch)
-    data_id = shards.fingerprint(data_dir)
+    data_id = data.fingerprint()
     saved = resume.find(cfg, data_id, max_steps)
     resume.check_ranks(rt, saved, data_id, max_steps)
     run = resume.RunState.of(saved, cfg.run_dir)

@@ -86,6 +86,13 @@ def test_small_shards_are_mixed_and_full_ones_visited_one_after_the_other(tiny_d
     assert share.min() > 0.2 and share.max() < 0.5
 
 
+def test_fingerprint_tells_how_many_shards_are_mixed(tiny_data, monkeypatch):
+    plain = shards.fingerprint(tiny_data)
+    assert make(tiny_data).fingerprint() == f"{plain}-3" and make(tiny_data, shuffle=False).fingerprint() == plain
+    monkeypatch.setattr(loader, "POOL", 4097)  # as if the shards were full
+    assert make(tiny_data).fingerprint() == plain
+
+
 def test_seek_to_any_step_is_immediate():
     order = Order([97_656] * 1000, seed=1, shuffle=True)  # FineWeb-sized: 100 billion tokens
     assert order.span(512 * 19_073 * 9, 512).shape == (512, 2)
@@ -95,6 +102,10 @@ def test_seek_to_any_step_is_immediate():
 def test_permutation_never_changes():
     assert sorted(permutation(1000, 3, 1)) == list(range(1000))
     assert permutation(8, 1337, 0).tolist() == GOLDEN, "runs that are resumed would see other data"
+
+
+def test_order_of_mixed_shards_never_changes(tiny_data):
+    assert make(tiny_data).order.span(0, 4).tolist() == [[1, 49], [2, 31], [0, 57], [0, 63]]
 
 
 def test_batches_ahead_equal_batches_asked_for(tiny_data):
