@@ -311,7 +311,7 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     base = PRESETS[name or "gpt2-124m"]
     words = [word for arg in rest for word in arg.split("=", 1)]  # --flag=value is two words, like --flag value
     flags = {word.replace("_", "-") for word in words}
-    path = words[words.index("--resume") + 1] if "--resume" in words[:-1] else "none"
+    path = next((after for before, after in reversed([*pairwise(words)]) if before == "--resume"), "none")  # the last
     if name is None and path not in ("none", "auto"):
         folder = path if Path(path).is_dir() else str(Path(path).parent)
         base = replace(TrainConfig.from_dict(read_saved(path)), out_dir=folder)

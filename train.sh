@@ -29,15 +29,6 @@ hash flock setsid realpath || die "on Linux install util-linux and coreutils; el
 PY=$HERE/.venv/bin/python
 [[ -x $PY ]] || PY=$(command -v python || command -v python3) || die "no python on PATH; run: make install"
 
-if [[ ${1:-} == *.pt ]]; then # the old form: checkpoint, epochs
-    found=("$1")
-    [[ $1 == */* || -f $1 ]] || mapfile -t found < <(find log -name "$1" -type f 2>/dev/null)
-    ((${#found[@]} == 1)) || die "$1: ${#found[@]} such files under log/; give the path, as in ./train.sh log/RUN/$1 2"
-    [[ -f ${found[0]} ]] || die "no checkpoint $1; there: $(compgen -G "${1%/*}/model_*.pt" | tr '\n' ' ')"
-    [[ ${2:-1} =~ ^[1-9][0-9]*$ ]] || die "epochs $2: must be a whole number of at least 1, as in ./train.sh $1 2"
-    set -- --resume "$(realpath "${found[0]}")" --epochs "${2:-1}" "${@:3}" # no preset: the checkpoint has its settings
-fi
-args=("$@")
 flag() { # value of the train_gpt2.py flag $1 in the arguments (the last one counts), or nothing
     local i value=
     for ((i = 0; i < ${#args[@]}; i++)); do
@@ -48,6 +39,23 @@ flag() { # value of the train_gpt2.py flag $1 in the arguments (the last one cou
     done
     printf '%s' "$value"
 }
+args=("$@")
+if [[ ${1:-} == *.pt ]]; then # the old form: checkpoint, epochs
+    found=("$1")
+    [[ $1 == */* || -f $1 ]] || mapfile -t found < <(find log -name "$1" -type f 2>/dev/null)
+    ((${#found[@]} == 1)) || die "$1: ${#found[@]} such files under log/; give the path, as in ./train.sh log/RUN/$1 2"
+    [[ ${2:-1} =~ ^[1-9][0-9]*$ ]] || die "epochs $2: must be a whole number of at least 1, as in ./train.sh $1 2"
+    from=$(realpath -m "${found[0]}")
+    there=$(compgen -G "${from%/*}/model_*.pt" || true)
+    if [[ -z $(flag out-dir) || $(realpath -m "$(flag out-dir)") == "${from%/*}" ]]; then # given again, it goes on
+        newest=$(printf '%s\n' "$from" "$there" | sort -V | tail -n 1)
+        [[ $newest == "$from" ]] || echo "the run is past ${from##*/}: going on from ${newest##*/}"
+        from=$newest
+    fi
+    [[ -f $from ]] || die "no checkpoint $1; there: ${there//$'\n'/ }"
+    set -- --resume "$from" --epochs "${2:-1}" "${@:3}" # no preset: the checkpoint has its settings
+    args=("$@")
+fi
 preset=gpt2-124m OUT=$(flag out-dir) resume=$(flag resume)
 if [[ ${1:--} != -* ]]; then preset=$1; elif [[ $resume == *.pt ]]; then OUT=${OUT:-$(dirname "$resume")}; fi
 OUT=$(realpath -m "${OUT:-log/$preset}")
@@ -145,13 +153,11 @@ publisher() { # alongside training: push what is new since the last push
 }
 weights() { compgen -G "$OUT/model_*.pt" || true; }
 before=$(weights) publishing=''
-# the same command again, after the run has gone on from the checkpoint it names
-[[ $resume != *.pt || $(sort -V <<<"$before" | tail -n 1) -ef $resume ]] || before=''
 [[ ${PUSH_EVERY:-0} == 0 ]] || { publisher & publishing=$!; }
 while [[ -z $outcome ]]; do
     start=("${cmd[@]}") from=$(stat -c %s "$TRAIN_SH_LOG") status=0
     # a restart resumes from a checkpoint of this run; until there is one, the --resume that was given applies
-    [[ $(weights) == "$before" ]] || start+=(--resume auto)
+    [[ -z $resume || $resume == auto || $(weights) == "$before" ]] || start+=(--resume "$OUT")
     [[ -z $limit ]] || start+=(--time-limit "$((limit > SECONDS ? limit - SECONDS : 1))")
     say "start $((failures + 1)): ${start[*]}"
     attend env TRAIN_RUN_DIR="$OUT" "${start[@]}" || status=$?

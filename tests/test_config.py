@@ -88,6 +88,14 @@ def test_resume_folder_stays_in_that_folder(tmp_path):
     assert parse(["--resume", str(tmp_path)], lambda path: saved).run_dir == tmp_path
 
 
+def test_the_last_resume_counts(tmp_path):
+    """train.sh adds one when it restarts; --keep may have removed the file that the first one names."""
+    seen, saved = [], PRESETS["quickstart"].to_dict()
+    words = ["--resume", "log/q/model_00100.pt", "--epochs", "2", f"--resume={tmp_path}"]
+    assert parse(words, lambda path: (seen.append(path), saved)[1]).run_dir == tmp_path and seen == [str(tmp_path)]
+    assert parse([*words, "--resume", "auto"], lambda path: seen.append(path)).resume == "auto" and len(seen) == 1
+
+
 def test_horizon():
     c = dataclasses.replace(PRESETS["gpt2-124m"], epochs=2)
     assert c.horizon(10**9) == 2 * 19073

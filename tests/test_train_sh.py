@@ -216,7 +216,7 @@ def test_old_form(pod):
         (["model_19072.pt", "2"], "2 such files"),
         (["model_7.pt"], "0 such files"),
         (["log/mistyped/model_19072.pt"], "no checkpoint log/mistyped/model_19072.pt"),
-        (["log/mine/model_19073.pt"], "there: log/mine/model_00010.pt log/mine/model_19072.pt"),
+        (["log/mine/model_19073.pt"], f"there: {run}/model_00010.pt {run}/model_19072.pt"),
         (["log/mine/model_19072.pt", "two"], "epochs two"),
     ):
         done = pod.start(*args, check=False)
@@ -224,16 +224,36 @@ def test_old_form(pod):
 
 
 def test_the_old_form_again_goes_on_where_the_run_is_by_now(pod):
-    """As the line `stop:` says; the trainer itself would refuse, because that checkpoint is no longer the newest."""
+    """As the line `stop:` says; the trainer itself would refuse, because that checkpoint is no longer the newest, and
+    --keep may have removed it."""
     run = pod.root / "log" / "mine"
     run.mkdir(parents=True)
     for step in (19_072, 9_000, 100_000):
         (run / f"model_{step:05d}.pt").write_text("")
-        pod.start("log/mine/model_19072.pt", "2", "--out-dir", "log/mine")  # the stand-in needs --out-dir
+        said = pod.start("log/mine/model_19072.pt", "2", "--out-dir", "log/mine").stdout  # the stand-in needs --out-dir
+        assert ("past model_19072.pt: going on from model_100000.pt" in said) == (step == 100_000)
         pod.ended("log/mine")
-        (run / "model_00010.pt").unlink()  # the stand-in's
-    started = f"--resume {run}/model_19072.pt --epochs 2 --out-dir log/mine"
-    assert pod.starts() == [started, started, f"{started} --resume auto"]
+    (run / "model_19072.pt").unlink()
+    pod.start("log/mine/model_19072.pt", "2")
+    pod.ended("log/mine")
+    early, late = (f"--resume {run}/model_{step}.pt --epochs 2" for step in (19_072, 100_000))
+    assert pod.starts() == [f"{early} --out-dir log/mine"] * 2 + [f"{late} --out-dir log/mine", late]
+
+
+def test_an_earlier_checkpoint_is_not_replaced_by_a_later_one(pod):
+    """To go back is not to go on: with --resume, or into another folder, the trainer sees what was typed."""
+    run = pod.root / "log" / "mine"
+    run.mkdir(parents=True)
+    for name in ("model_00500.pt", "model_00900.pt"):
+        (run / name).write_text("")
+    pod.start("--resume", "log/mine/model_00500.pt")
+    pod.ended("log/mine")
+    pod.start("log/mine/model_00500.pt", "2", "--out-dir", "fork")
+    pod.ended("fork")
+    assert pod.starts() == [
+        "--resume log/mine/model_00500.pt",
+        f"--resume {run}/model_00500.pt --epochs 2 --out-dir fork",
+    ]
 
 
 def test_survives_the_death_of_the_shell_that_started_it(pod):
@@ -282,7 +302,7 @@ def test_restarts_until_it_works(pod):
     log = pod.ended("o")
     first, second, third = pod.starts()
     assert first == second == "--resume elsewhere/model_00005.pt --out-dir o"  # nothing of its own to go on from yet
-    assert third == first + " --resume auto"
+    assert third == first + f" --resume {pod.root}/o"
     assert log.count("exit code") == 2 and "training finished" in log
 
 
@@ -319,7 +339,7 @@ def test_killed_torchrun_leaves_no_rank_behind(pod):
     os.kill(torchrun, signal.SIGKILL)
     log = pod.ended()
     assert not any(map(alive, ranks)) and "processes it left" in log and "training finished" in log
-    assert pod.starts()[1].endswith("--resume auto --resume auto")  # the ranks had saved
+    assert pod.starts() == ["--resume auto"] * 2
 
 
 # ---- publish and leave ----
