@@ -82,9 +82,9 @@ class RunLog:
 
             run_id = out_dir / "wandb_id"
             if not (start_step and run_id.exists()):
-                run_id.write_text(secrets.token_hex(4))
-            project, name = os.environ.get("WANDB_PROJECT", "gpt2"), os.environ.get("WANDB_NAME", out_dir.name)
-            who = {"project": project, "name": name, "id": run_id.read_text()}
+                run_id.write_text(f"{os.environ.get('WANDB_PROJECT', 'gpt2')}/{secrets.token_hex(4)}")
+            project, _, known = run_id.read_text().rpartition("/")  # a restart without the variable is the same run
+            who = {"project": project or "gpt2", "id": known, "name": os.environ.get("WANDB_NAME", out_dir.name)}
             self._wandb = wandb.init(**who, resume="allow", dir=str(out_dir), config=config)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -117,7 +117,15 @@ def test_wandb_takes_project_and_name_from_its_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "owt")
     monkeypatch.setenv("WANDB_NAME", "lion")
     RunLog(tmp_path / "run", 0, "wandb", {})
-    assert [(who["project"], who["name"]) for who in told] == [("gpt2", "run"), ("owt", "lion")]
+    monkeypatch.delenv("WANDB_PROJECT")  # resumed from another shell, it stays the same run
+    RunLog(tmp_path / "run", 5, "wandb", {})
+    (tmp_path / "run" / "wandb_id").write_text("abcd")  # as older versions wrote it
+    RunLog(tmp_path / "run", 5, "wandb", {})
+    assert [(who["project"], who["name"]) for who in told] == [
+        *(("gpt2", "run"), ("owt", "lion"), ("owt", "lion"), ("gpt2", "lion"))
+    ]
+    ids = [who["id"] for who in told]
+    assert ids[0] != ids[1] == ids[2] and ids[3] == "abcd"
 
 
 @pytest.mark.parametrize(
