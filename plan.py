@@ -142,8 +142,10 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int, start: int) -> N
         text = json.dumps({**cfg.to_dict(), **resolved, "versions": runtime.versions()}, indent=2) + "\n"
         with whole_file(cfg.run_dir / "config.json") as f:
             f.write(text.encode())
-        if diff := runtime.git("diff", "HEAD"):
-            (cfg.run_dir / f"code_{start:05d}.diff").write_text(diff)
+        changes = cfg.run_dir / f"code_{start:05d}.diff"
+        changes.unlink(missing_ok=True)  # of an earlier start from this step
+        if diff := runtime.git("diff", "--no-ext-diff", "--no-color", "HEAD", "--", "."):
+            changes.write_text(diff)
 
 
 def estimate(

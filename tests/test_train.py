@@ -260,9 +260,25 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
 
 
 def test_code_that_differs_from_its_commit_is_kept_with_the_run(tiny_args, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt2.runtime, "git", lambda *words: "+an idea\n" if words == ("diff", "HEAD") else "")
-    run = fit(tiny_args, tmp_path / "run", "--max-steps", "1")
-    assert (run / "code_00000.diff").read_text() == "+an idea\n"
+    """The code's own folder alone, though it lies in a larger clone; and not what an earlier start differed in."""
+    clone, run = tmp_path / "clone", tmp_path / "run"
+    git = ["git", "-C", clone, "-c", "user.name=x", "-c", "user.email=x"]
+    (code := clone / "gpt2" / "model.py").parent.mkdir(parents=True)
+    for path in (code, clone / "private.txt"):
+        path.write_text("as it was\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    for path in (code, clone / "private.txt"):
+        path.write_text("an idea\n")
+    monkeypatch.setattr(train_gpt2.runtime, "__file__", str(code))
+    fit(tiny_args, run, "--max-steps", "1", "--save-every", "0")
+    found = (run / "code_00000.diff").read_text()
+    assert "+an idea\n" in found and "private" not in found
+    for path in run.glob("*.pt"):
+        path.unlink()
+    code.write_text("as it was\n")
+    fit(tiny_args, run, "--max-steps", "1")
+    assert not (run / "code_00000.diff").exists()
 
 
 def test_weights_without_their_optimizer_are_never_overwritten(tiny_args, tmp_path):
@@ -291,8 +307,20 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
     with pytest.raises(UserError, match=r"model.n_head: 2 -> 4. Restore them; its network cannot change"):
         fit(tiny_args, run, "--resume", "auto", "--max-steps", "14", "--model.n-head", "4", "--allow-drift")
     (tiny_data / "tiny_train_000003.npy").unlink()
-    with pytest.raises(UserError, match="data: the shards"):
+    with pytest.raises(UserError, match=r"data: the shards in .* are not those"):
         fit(tiny_args, run, "--resume", "auto", "--max-steps", "14")
+
+
+def test_an_older_run_over_small_shards_is_told_that_their_order_is_another(tiny_args, tmp_path, monkeypatch):
+    def before(data):
+        return shards.fingerprint(data.data_dir)
+
+    with monkeypatch.context() as older:
+        older.setattr(Loader, "fingerprint", before)
+        run = fit(tiny_args, tmp_path / "run")
+    with pytest.raises(UserError, match=r"data: the shards in .* would now be mixed in another way.*--allow-drift"):
+        fit(tiny_args, run, "--resume", "auto", "--max-steps", "14")
+    fit(tiny_args, run, "--resume", "auto", "--max-steps", "14", "--allow-drift")
 
 
 def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tmp_path):
@@ -423,7 +451,7 @@ def test_ranks_that_see_different_runs_are_told_so():
 
 def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, monkeypatch):
     def differ(rt, saved, data_id, max_steps):
-        raise UserError(f"{max_steps} steps, {saved}, {data_id == shards.fingerprint(tiny_args[-1])}")
+        raise UserError(f"{max_steps} steps, {saved}, {data_id == shards.fingerprint(tiny_args[-1]) + '-3'}")
 
     monkeypatch.setattr(train_gpt2.resume, "check_ranks", differ)
     with pytest.raises(UserError, match="12 steps, None, True"):
@@ -687,19 +715,23 @@ def test_eval_only_says_what_the_run_said_and_leaves_nothing(tiny_args, tmp_path
 
 
 def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is_and_fine_tuned_after_a_hint(
-    tiny_args, tmp_path, fails, run_script
+    tiny_args, tmp_path, run_script
 ):
     run, data = fit(tiny_args, tmp_path / "run"), tiny_args[tiny_args.index("--data-dir") + 1]
     flags = ["--init-from", run, "--data-dir", data, "--device", "cpu", "--dtype", "float32"]
     said = run_script("train_gpt2.py", "--eval-only", *flags, "--val-tokens", "1024").stdout
     assert f"on 1,024 tokens of {data}" in said and f"val loss: {curve(run)[12][1]:.4f}" in said
-    tune = ["finetune", *flags, "--out-dir", tmp_path / "tuned"]
-    fails("train_gpt2.py", *tune, "--max-steps", "2", says=["use --sequence-length 32"])
-    few = [*tune, "--sequence-length", "32"]
-    fails("train_gpt2.py", *few, says=["--epochs 2 of this data", "less than one step of --total-batch-size 32768"])
-    assert not list(tmp_path.glob("tuned/*"))
-    few += ["--max-steps", "2", "--model.n-layer", "3"]
-    fails("train_gpt2.py", *few, says=["n_layer is 2, not 3", "drop the --model flags"])
+
+    def refused(says, *more):
+        words = ["finetune", *flags, "--out-dir", tmp_path / "tuned", *more]
+        with pytest.raises(UserError, match=says):
+            train_gpt2.train(parse([str(word) for word in words], None), CPU, {"signal": None})
+
+    refused("use --sequence-length 32", "--max-steps", "2")
+    few = ["--sequence-length", "32"]
+    refused("--epochs 2 of this data.* less than one step of --total-batch-size 32768", *few)
+    refused("n_layer is 2, not 3,.* drop the --model flags", *few, "--max-steps", "2", "--model.n-layer", "3")
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_config_json_names_the_code(tiny_args, tmp_path):
