@@ -111,8 +111,9 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if name in ("auto", "cuda") and (why := unusable_gpu()):
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({why}); `nvidia-smi` shows the newest "
-            "CUDA that the driver supports: install a torch built for that or older, then run make clean install "
-            "SYSTEM_TORCH=1, or use a machine with a newer driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
+            "CUDA that the driver supports: with .venv/bin/pip install a torch built for that or older or, if the "
+            "machine's own Python has one, run make clean install SYSTEM_TORCH=1; or use a machine with a newer "
+            "driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
         )
     kind, _, number = (usable[0] if name == "auto" else name).partition(":")
     if kind not in usable:
@@ -126,8 +127,8 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         major, minor = torch.cuda.get_device_capability(index)
         if built and 10 * major + minor < min(built):
             why = f"torch {torch.__version__} has no code for a {torch.cuda.get_device_name(index)}, sm_{major}{minor}"
-            mend = "install one that has (for a V100, torch 2.11 to 2.14 for CUDA 12.6)"
-            raise UserError(f"{why}; {mend}, then: make clean install SYSTEM_TORCH=1")
+            mend = "with .venv/bin/pip install one that has (for a V100, torch 2.11 to 2.14 for CUDA 12.6)"
+            raise UserError(f"{why}; {mend} or, if the machine's Python has one: make clean install SYSTEM_TORCH=1")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(kind)
