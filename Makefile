@@ -1,6 +1,6 @@
 # make quickstart: train a small GPT here, on anything.  make test: the suite.  make help: the rest.
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2 --dist loadscope
+PYTEST_ARGS ?= -n 2 --dist loadscope --no-loadscope-reorder
 PY := .venv/bin/python
 
 .PHONY: help install quickstart test lint torture clean

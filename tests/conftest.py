@@ -16,6 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+LONG = [f"test_{name}" for name in "train preemption torture hub life nodes readme fineweb hellaswag fake_cuda".split()]
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that the two workers end together."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """Real text and real HellaSwag rows, where a checkout has them beside it; tests that need them skip elsewhere."""

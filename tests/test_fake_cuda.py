@@ -1,4 +1,4 @@
-"""The scripts on fake CUDA tensors: some cases of fake_cuda.py, and its planted faults, in a process of its own."""
+"""The scripts on fake CUDA tensors: a few cases and planted faults of fake_cuda.py, in a process of its own."""
 
 import shutil
 import sys
@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a torch built for CUDA asks its driver all the same"),
     pytest.mark.skipif(not (sys.platform == "linux" and shutil.which("g++")), reason="wants Linux and g++"),
 ]
-QUICK = ("gpt2-124m:plan", "speedrun-124m:float16", "fault:")
+QUICK = ("gpt2-124m:plan", "speedrun-124m:float16", "fault:capture", "fault:loss")
 
 
 def summary(run_script, *words, timeout):
@@ -20,7 +20,7 @@ def summary(run_script, *words, timeout):
 
 
 def test_scripts_run_on_a_card_and_planted_faults_are_noticed(run_script):
-    assert "9 cases, 0 failed" in summary(run_script, *QUICK, timeout=300)
+    assert "4 cases, 0 failed" in summary(run_script, *QUICK, timeout=300)
 
 
 @pytest.mark.slow
