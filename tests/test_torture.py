@@ -15,10 +15,7 @@ QUICK = (
     "read-only",
     "shard-damage",
     "checkpoint-damage",
-    "clock",
     "hub-faults",
-    "hung-rank",
-    "not-finite",
 )
 
 

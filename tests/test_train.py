@@ -607,7 +607,7 @@ def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, t
     flags += ["--dtype", "bfloat16", "--max-steps", "6", "--total-batch-size", "2048", "--micro-batch-size", "32"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", whole)
-    run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", parts)
+    shutil.copytree(whole, parts)
     keep_steps(parts, 3)
     run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", parts, "--resume", "auto")
     assert curve(parts) == curve(whole)
