@@ -8,8 +8,9 @@
 # TEXT   parquet files to tokenize and train on; ROWS: HellaSwag rows (python hellaswag.py downloads them)
 # PEERS  folder with checkouts of build-nanogpt and nanoGPT (optional); PRESET: default gpt2-124m, quickstart on a CPU
 #
-# Parts run by default: shards train attention hellaswag generate generate-64 checkpoint tokens loader. On request, one
-# call each on a GPU: growth (sizes), longer (contexts, recompute), head (losses, a profile), tuning, resume, recipes.
+# Parts run by default: shards train attention hellaswag generate checkpoint; with a GPU generate-1 generate-64, without
+# tokens loader. On request, one call each on a GPU, in this order where time is short: recipes, resume, cuda-tests,
+# growth (sizes), longer (contexts, recompute), head (losses, a profile), tuning. OUT/*.md has it all; the rest is large.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 : "${TEXT:?give parquet files, as in TEXT='books-*.parquet'}"
@@ -18,9 +19,10 @@ PY=.venv/bin/python
 OUT=$(realpath -m "${1:?give a folder for the results}")
 DATA=$OUT/shards
 mkdir -p "$OUT"
-wanted=" ${*:2} "
-[[ $wanted != "  " ]] || wanted=" train attention hellaswag generate generate-64 checkpoint tokens loader "
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1)
+wanted=" ${*:2} "
+[[ $wanted != "  " ]] || wanted=" train attention hellaswag generate generate-1 generate-64 checkpoint "
+[[ -n $gpu || -n ${*:2} ]] || wanted+="tokens loader "
 PRESET=${PRESET:-$([[ -n $gpu ]] && echo gpt2-124m || echo quickstart)}
 
 part() { # part NAME SECONDS COMMAND...: run it if it is wanted, within SECONDS
@@ -30,7 +32,7 @@ part() { # part NAME SECONDS COMMAND...: run it if it is wanted, within SECONDS
     ((limit <= left)) || limit=$((left > 0 ? left : 1))
     printf '\n## %s\n\n    %s\n\n' "$name" "$*"
     timeout -s INT -k 10 "$limit" "$@" 2>"$OUT/${name/:/-}.err" || status=$?
-    ((status == 0)) || echo "FAILED: exit code $status after at most $limit s, see $OUT/${name/:/-}.err"
+    ((status == 0)) || { echo "FAILED: exit code $status after at most $limit s:"; tail -n 5 "$OUT/${name/:/-}.err"; }
 }
 train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     part "$1" "$2" "$PY" bench/train.py "$3" --data-dir "$DATA" --rounds 1 "${@:4}"
@@ -39,12 +41,14 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     echo "# $(date -u +%F), ${gpu:-no GPU}, $(nproc) cores, torch $($PY -c 'import torch; print(torch.__version__)')"
     [[ -f $DATA/manifest.json ]] || wanted+="shards "
     # shellcheck disable=SC2086  # TEXT is a list of patterns
-    part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 20000000
+    part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 5000000
     train train 300 "$PRESET" --steps 8 ${PEERS:+--peers "$PEERS"} --only ours ${PEERS:+nanogpt-compiled build-nanogpt}
     part attention 60 $PY bench/attention.py $([[ -n $gpu ]] || echo --batch 2 --rounds 2 --repeats 1)
     part hellaswag 90 $PY bench/hellaswag.py --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
     part generate 150 $PY bench/generate.py --rounds 1
-    [[ -z $gpu ]] || part generate-64 120 $PY bench/generate.py --rounds 2 --samples 64 --no-loop
+    for n in ${gpu:+1 64}; do
+        part "generate-$n" 100 $PY bench/generate.py --rounds 2 --samples "$n" --no-loop
+    done
     part checkpoint 120 $PY bench/checkpoint.py --dir "$OUT" ${gpu:+--sequence-length 1024 --micro-batch-size 64}
     # shellcheck disable=SC2086
     part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
@@ -56,7 +60,8 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
         train growth:$size 200 gpt2-$size --steps 4 --only ours -- "$small" ${gpu:+--micro-batch-size=16} # auto compiles each it tries
     done
     for T in 2048 4096; do
-        train longer:$T 120 "$PRESET" --steps 4 --only ours -- "$small" --sequence-length=$T --model.block-size=$T
+        train longer:$T 120 "$PRESET" --steps 4 --only ours -- "$small" --sequence-length=$T --model.block-size=$T \
+            ${gpu:+--micro-batch-size=$((16384 / T))} # as many tokens as growth's
     done
     train longer:recompute 200 "$PRESET" --steps 4 --only ours ours-recompute -- "$small" --micro-batch-size=$([[ -n $gpu ]] && echo 64 || echo 16)
     train head:profile 150 "$PRESET" --steps 4 --only ours --profile -- "$small"
@@ -68,6 +73,7 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     train tuning:bfloat16-weights 150 "$PRESET" --steps 4 --only ours -- "$small" --weights=bfloat16
     part tuning:coordinate-descent 240 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "$PY" bench/train.py "$PRESET" \
         --data-dir "$DATA" --rounds 1 --steps 4 --only ours -- "$small"
+    part cuda-tests 500 $PY -m pytest tests/test_cuda.py
     part recipes 530 $PY bench/recipes.py --data-dir "$DATA" --seeds 1 --share 0.4 --out "$OUT/recipes" \
-        --report "recipes-$([[ -n $gpu ]] && echo 124m || echo try)" $([[ -n $gpu ]] && echo --size 124m --steps 480 || echo --steps 20)
+        --recipes adamw speedrun record8 --report "$OUT/recipes" $([[ -n $gpu ]] && echo --size 124m --steps 480 || echo --steps 20)
 } | tee "$OUT/$(tr -d ' ' <<<"all${*:2}").md"

@@ -2,6 +2,7 @@
 
     python bench/attention.py                      # B=16, T=1024, head sizes 64 and 128
     python bench/attention.py --batch 64 --rounds 20
+    python bench/attention.py --flash-3            # FlashAttention 3, where its package is installed, for torch's
 
 torch chooses by card and shape (usually flash, cuDNN's on Hopper and Blackwell from torch 2.11 on), so the trainer
 leaves the choice to it; this table shows whether it is right. The error is the largest difference from the math kernel.
@@ -31,6 +32,8 @@ class Args:
     rounds: int = 5
     repeats: int = 10
     """Calls per round, with one synchronization."""
+    flash_3: bool = False
+    """Let FlashAttention 3 (its own package, flash_attn_interface) stand for torch's flash kernel."""
     device: str = "auto"
     dtype: str = "auto"
 
@@ -43,6 +46,11 @@ def main() -> None:
     import runtime
 
     args = tyro.cli(Args, description=__doc__)
+    if args.flash_3:
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        except ImportError as e:
+            raise cli.UserError(f"FlashAttention 3 is not installed ({e}); see its project's README, hopper/") from None
     kinds = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     with runtime.session(args.device, args.dtype) as rt:
         print(f"{runtime.device_name(rt.device)}, {rt.dtype}, torch {torch.__version__}, B={args.batch}, "

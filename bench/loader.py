@@ -1,4 +1,4 @@
-"""How long the loader takes for a step of 524,288 tokens, and for its first batch from 100 shards.
+"""How long the loader takes for a step of 524,288 tokens, for its first batch, and where a new shard begins.
 
 python bench/loader.py               # shards of random tokens in a temporary folder (2 GB)
 python bench/loader.py data/books    # your own
@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 @dataclass(frozen=True)
 class Args:
     data_dir: tyro.conf.Positional[Path | None] = None
-    shards: int = 100
-    shard_tokens: int = 10_000_000
-    steps: int = 40
+    shards: int = 10
+    shard_tokens: int = 100_000_000
+    steps: int = 250
 
 
 def measure(folder: Path, steps: int) -> None:

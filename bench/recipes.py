@@ -45,7 +45,7 @@ RECIPES = {  # preset, flags
     "124m": {
         "adamw": ("gpt2-124m", "--max-lr 1e-3 --min-lr 1e-4 --warmup-steps 48"),
         "record8": ("record8-124m", ""),
-        "speedrun": ("speedrun-124m", ""),
+        "speedrun": ("speedrun-124m", "--muon-momentum-warmup-steps 32"),
     },
 }
 WITHOUT = {  # the speedrun with one ingredient as in record 8
@@ -72,7 +72,7 @@ class Args:
     vocab: int = 8192
     out: Path = Path("log/recipes")
     report: str = ""
-    """Name of the .csv and .png in bench/; default recipes-SIZE."""
+    """Name of the .csv and .png in bench/, or a path; default recipes-SIZE."""
 
 
 def fewer_words(data_dir: Path, out: Path, vocab: int) -> Path:

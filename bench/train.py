@@ -7,8 +7,9 @@
 
 --peers names a folder with checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the same
 tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a separate process; the
-rounds are interleaved, and medians over all timed steps are printed. build-nanogpt runs as it is (eager); its classes
-are extracted from the file, because importing it starts training. MFU is based on model.GPT.flops_per_token.
+rounds are interleaved, and medians over all timed steps are printed (B is the micro-batch). build-nanogpt runs as it
+is (eager); its classes are extracted from the file, because importing it starts training. MFU is based on
+model.GPT.flops_per_token.
 """
 
 import ast
@@ -145,7 +146,7 @@ def child(args: Args) -> None:
             rt.synchronize()
             t3 = time.perf_counter()
             if step == 0:
-                start_s = t3 - began
+                start_s, first_s = t3 - began, t3 - t0
             if profiler:
                 profiler.stop()
                 table(profiler, t3 - t0, rt.device.type)
@@ -154,7 +155,8 @@ def child(args: Args) -> None:
         peak = runtime.peak_flops(rt.device)
         per_token = model.flops_per_token(cfg.sequence_length)
         print(json.dumps({"times": times, "loss": loss.item(), "peak_gb": rt.peak_memory() / 1e9, "start_s": start_s,
-                          "tokens": cfg.total_batch_size, "peak_flops": peak, "flops_per_token": per_token,
+                          "first_s": first_s, "B": B, "tokens": cfg.total_batch_size,
+                          "peak_flops": peak, "flops_per_token": per_token,
                           "device": runtime.device_name(rt.device), "torch": torch.__version__}))  # fmt: skip
 
 
@@ -181,23 +183,28 @@ def main() -> None:
     names = args.only or CONTENDERS[: 5 if args.peers else 2]
     results: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(args.rounds):
-        for name in names:
+        for name in list(results):
             command = [sys.executable, __file__, args.preset, "--child", name, "--data-dir", args.data_dir]
             command += ["--steps", str(args.steps)] + (["--peers", str(args.peers)] if args.peers else [])
             command += ["--profile"] if args.profile and name == names[0] and not results[name] else []
             command += ["--", *args.flags] if args.flags else []
             done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
             if done.returncode:
-                raise cli.UserError(f"{name} failed: {done.stderr[-1500:]}")
+                print(f"{name} failed: {done.stderr[-1500:]}", file=sys.stderr, flush=True)
+                del results[name]  # the others are measured all the same
+                continue
             if "--profile" in command:
                 print(done.stderr[done.stderr.index("one profiled step") :])
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(".", end="", file=sys.stderr, flush=True)
-    one = results[names[0]][0]
+            ms = ", ".join(f"{1e3 * t[0]:,.0f}" for t in results[name][-1]["times"])
+            print(f"{name}: {ms} ms", file=sys.stderr, flush=True)
+    if not results:
+        raise cli.UserError("nothing was measured; what failed is above")
+    one = next(iter(results.values()))[0]
     title = f"{args.preset} {' '.join(args.flags)} on {one['device']}, torch {one['torch']}"
     print(f"\n{title}, {one['tokens']:,} tokens per step")
-    print("| contender | tokens/s | ours is | step ms | data | fwd+bwd | optimizer | MFU | peak GB | start s | loss |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| contender | tokens/s | ours is | step ms | data | fwd+bwd | optimizer | MFU | peak GB | B | start s | of "
+          "which first step | loss |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     ours = None
     for name, runs in results.items():
         times = [t for r in runs for t in r["times"]]
@@ -205,10 +212,10 @@ def main() -> None:
         rate = one["tokens"] / step * 1e3
         ours = ours or rate
         mfu = f"{rate * one['flops_per_token'] / one['peak_flops']:.1%}" if one["peak_flops"] else "unknown"
-        peak, start, loss = max(r["peak_gb"] for r in runs), runs[0]["start_s"], runs[0]["loss"]
+        peak, run = max(r["peak_gb"] for r in runs), runs[0]
         print(
             f"| {name} | {rate:,.0f} | {ours / rate:.2f}x | {step:,.1f} | {data:.1f} | {model:,.1f} | {optimizer:.1f} "
-            f"| {mfu} | {peak:.2f} | {start:.1f} | {loss:.4f} |"
+            f"| {mfu} | {peak:.2f} | {run['B']} | {run['start_s']:.1f} | {run['first_s']:.1f} | {run['loss']:.4f} |"
         )
 
 

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not there, reason="no NVIDI
 
 
 def call(*args):
-    """What a script prints that sees the GPUs."""
+    """What a script of this project, or `-c CODE`, prints that sees the GPUs."""
     env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | GPUS
-    command = [sys.executable, *[str(a) for a in (ROOT / args[0], *args[1:])]]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    command = [sys.executable, *[str(a) for a in (args[0] if args[0] == "-c" else ROOT / args[0], *args[1:])]]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, f"{args}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -72,6 +72,26 @@ def test_hellaswag_scores_are_those_of_the_cpu(run_dir, tmp_path):
         call("hellaswag.py", "--model", run_dir, *flags)
         found.append(torch.tensor([json.loads(line)["losses"] for line in out.read_text().splitlines()]))
     torch.testing.assert_close(*found, rtol=3e-3, atol=0)  # TF32 on the GPU
+
+
+def test_attention_is_that_of_the_math_kernel():
+    """Whatever kernel torch chooses, at GPT-2's head size and speedrun's: outputs and gradients."""
+    script = """
+import sys, torch, torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+for hs in (64, 128):
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 2, 4, 1024, hs, device=sys.argv[1], dtype=torch.bfloat16).requires_grad_()
+    y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+    (g,) = torch.autograd.grad(y, qkv, y.detach())
+    exact = qkv.detach().float().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        z = F.scaled_dot_product_attention(*exact, is_causal=True)
+        (h,) = torch.autograd.grad(z, exact, z.detach())
+    torch.testing.assert_close(y.float(), z, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(g.float(), h, rtol=5e-2, atol=5e-2)
+"""
+    call("-c", script, DEVICE)
 
 
 @pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
