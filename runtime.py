@@ -202,7 +202,8 @@ def device_name(device: torch.device) -> str:
 @contextmanager
 def session(device: str = "auto", dtype: str = "auto", deterministic: bool = False, timeout_minutes: float = 10):
     """Yield this process's Runtime; under torchrun join the process group (nccl on CUDA, gloo elsewhere) and
-    leave it on every exit. A preflight all-reduce names the rank at fault before any work is done.
+    leave it on every exit. A roll call names missing ranks, and a preflight all-reduce tries the network, before any
+    work is done.
 
     deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
@@ -241,6 +242,7 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
             # torchrun keeps one store across restarts, where ranks would find the addresses of dead ranks. The agents
             # of several machines count their restarts differently, so there each needs a store of its own.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        roll_call(store, rt.rank, world_size, soon)
         dist.init_process_group(
             backend, timeout=soon, world_size=world_size, rank=rt.rank, store=store, device_id=device_id
         )
@@ -262,6 +264,18 @@ def session(device: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         fail(f"{why}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
         leave_group(sys.exception(), gloo)
+
+
+def roll_call(store: dist.Store, rank: int, world_size: int, patience: timedelta) -> None:
+    """Wait until every rank has been here. Raises RuntimeError with the names of those that have not."""
+    names = [f"rank {r}" for r in range(world_size)]
+    store.set(names[rank], "here")
+    try:
+        store.wait(names, patience)
+    except RuntimeError:
+        if absent := [name for name in names if not store.check([name])]:
+            who = f"{', '.join(absent):.300}"
+            raise RuntimeError(f"no sign of {who} for {patience.total_seconds():.0f} seconds") from None
 
 
 def leave_group(error: BaseException | None, gloo: bool) -> None:

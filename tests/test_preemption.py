@@ -274,6 +274,22 @@ def test_an_error_on_one_rank_ends_the_other_and_is_said(tiny_args, tiny_data, t
     assert "]: Traceback" not in done.stderr
 
 
+def test_a_missing_rank_is_named(tmp_path, torchrun):
+    (tmp_path / "late.py").write_text(f"""
+import datetime, os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import runtime
+runtime.timedelta = lambda **_: datetime.timedelta(seconds=2)
+if os.environ["RANK"] == "1":
+    time.sleep(60)
+with runtime.session("cpu"):
+    pass
+""")
+    done = torchrun(2, tmp_path / "late.py", check=False, timeout=50)
+    assert done.returncode and "rank 0 could not join the 2 ranks" in done.stderr, done.stderr
+    assert "no sign of rank 1 for 2 seconds" in done.stderr and "]: Traceback" not in done.stderr
+
+
 def test_ranks_without_torchrun_are_told_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"WORLD_SIZE=2 but RANK, .* not set; start with torchrun"):
