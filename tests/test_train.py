@@ -615,6 +615,23 @@ def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, t
     assert curve(whole)[0][1] == pytest.approx(curve(eager)[0][1], rel=1e-3)
 
 
+def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch):
+    """Their shapes vary: a compiled run traces the same frames with them as without."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Dynamo alone: no C++
+    flags = [a for a in tiny_args if a != "--no-compile"] + ["--max-steps", "4", "--model.vocab-size", "50304"]
+    rows = test_hellaswag.write(tmp_path / "rows.jsonl", test_hellaswag.make_rows(7))
+    evals = ["--hellaswag-every", "2", "--hellaswag-data", str(rows), "--sample-every", "2"]
+    traced = []
+    for name, more in {"without": [], "with": evals}.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        fit(flags, tmp_path / name, *more)
+        traced.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert traced[0] == traced[1] > 0
+    lines = [json.loads(line) for line in (tmp_path / "with" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("hellaswag_acc" in line for line in lines) == 3
+
+
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_path, capsys):
     """At a tiny size, with all else as the preset has it; a vocabulary that sampling's prompt fits."""
