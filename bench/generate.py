@@ -5,7 +5,8 @@
 
 The ways take turns; each figure is the median of the rounds. The loop runs under autocast, as in build-nanogpt; ours
 (as infer.py prepares it) and transformers store their weights in the dtype. On a GPU, transformers also runs with its
-static cache, compiled. Memory bounds them all: each step reads every weight and, on average, half the cache.
+static cache, compiled. Memory bounds them all: each step reads every weight and, on average, half the cache. Last, the
+time from typing `python infer.py` to the first token, with the imports and a checkpoint of 124M to load.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -71,6 +73,7 @@ def main() -> None:
     import torch
     import transformers
 
+    import checkpoint
     import runtime
     from convert import save_hf
     from infer import Decoder, prepare
@@ -130,6 +133,16 @@ def main() -> None:
         rate = bandwidth(rt.device)
         print(f"{'memory':14} {args.samples * rate / read:8.1f} tokens/s   {read / 1e6:.0f} MB per step at "
               f"{rate / 1e9:.0f} GB/s")  # fmt: skip
+        checkpoint.write(file := Path(folder, "model_00001.pt"), checkpoint.model_file(plain, 1))
+        command = [sys.executable, str(ROOT / "infer.py"), str(file), "Hello", "--max-new-tokens", "1"]
+        command += ["--device", args.device, "--dtype", args.dtype]
+        times = []
+        for _ in range(args.rounds + 1):
+            start = time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+        print(f"{'first token':14} {statistics.median(times[1:]):8.2f} s after the command; rounds: "
+              f"{', '.join(f'{t:.2f} s' for t in times[1:])}")  # fmt: skip
 
 
 if __name__ == "__main__":
