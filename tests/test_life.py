@@ -48,7 +48,8 @@ def test_a_run_moves_to_another_machine_through_the_hub(run_script, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None or shutil.which("flock") is None, reason="needs util-linux")
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pod_from_rent_to_removal(ranks, tmp_path):
     """Start, log out, follow, be preempted, start again, lose a rank, finish, publish, remove the pod; sample."""
     pod, home, steps = tmp_path / "pod", tmp_path / "home", 100
