@@ -92,7 +92,7 @@ class Loader:
         self.tokens = [shards.count_tokens(p) for p in self.paths]
         self.manifest = shards.read_manifest(data_dir)
         self.sha256 = {s.file: s.sha256 for s in self.manifest.shards} if self.manifest else {}
-        together = max(1, min(POOL // max(1, *self.tokens), len(self.paths)))
+        together = max(1, min(POOL // max(self.tokens), len(self.paths)))
         self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle, together)
         if self.order.per_epoch == 0:
             why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import nn
 
-from cli import UserError, print0
+from cli import UserError
 from config import TrainConfig
-from runtime import Runtime, cpu_has_bfloat16
+from runtime import Runtime
 
 # tensors per parameter, each of its shape except "step"; ZeRO-1 saves no others: add those of a new optimizer
 OPTIMIZER_STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
@@ -76,8 +76,6 @@ def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.O
     (ZeRO, Rajbhandari et al. 2020), using torch's ZeroRedundancyOptimizer."""
     if weights.pairs and rt.dtype == torch.float16:
         raise UserError("--weights bfloat16 needs hardware with bfloat16; this has only float16: use --weights float32")
-    if weights.pairs and rt.device.type == "cpu" and not cpu_has_bfloat16():
-        print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
     kinds = {
         "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": 1e-8, "fused": True}),
         "muon": (torch.optim.Muon, {"momentum": cfg.muon_momentum}),

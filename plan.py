@@ -128,6 +128,8 @@ def describe(
         print0(f"warning: {cfg.data_dir} is unfinished: finish it first (fineweb.py); no run resumes on other data")
     if cfg.warmup_steps >= max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
+    if cfg.weights == "bfloat16" and rt.device.type == "cpu" and not runtime.cpu_has_bfloat16():
+        print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
     # Muennighoff et al. 2023: up to 4 epochs are nearly as good as new data
     if epochs > 4.5 and not cfg.overfit_single_batch:
         print0(f"warning: {epochs:.0f} passes over the same data, and those past 4 add little; --max-steps limits them")

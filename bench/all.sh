@@ -52,7 +52,7 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     part checkpoint 120 $PY bench/checkpoint.py --dir "$OUT" ${gpu:+--sequence-length 1024 --micro-batch-size 64}
     # shellcheck disable=SC2086
     part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
-    part loader 30 $PY bench/loader.py
+    part loader 60 $PY bench/loader.py
 
     small=${gpu:+--total-batch-size=131072} # enough for timing; the full batch only adds micro-steps
     small=${small:---total-batch-size=4096}

@@ -191,7 +191,8 @@ def main() -> None:
             done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
             if done.returncode:
                 print(f"{name} failed: {done.stderr[-1500:]}", file=sys.stderr, flush=True)
-                del results[name]  # the others are measured all the same
+                if not results[name]:
+                    del results[name]  # the others are measured all the same
                 continue
             if "--profile" in command:
                 print(done.stderr[done.stderr.index("one profiled step") :])

@@ -160,14 +160,6 @@ def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
     assert all(torch.equal(v, before[k]) == (".h.0.attn" in k) for k, v in weights.state_dict().items())
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_bfloat16_weights_warn_where_they_are_emulated(there, monkeypatch, capsys):
-    monkeypatch.setattr(optim, "cpu_has_bfloat16", lambda: there)
-    cfg = dataclasses.replace(BASE, weights="bfloat16")
-    optim.build(optim.Weights(GPT(SMALL), cfg), cfg, CPU)
-    assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not there)
-
-
 def test_bfloat16_weights_are_refused_where_only_float16_runs():
     cfg = dataclasses.replace(BASE, weights="bfloat16")
     with pytest.raises(UserError, match="--weights float32"):

@@ -270,6 +270,7 @@ def test_code_that_differs_from_its_commit_is_kept_with_the_run(tiny_args, tmp_p
         subprocess.run([*git, *words], check=True)
     for path in (code, clone / "private.txt"):
         path.write_text("an idea\n")
+    train_gpt2.runtime.versions()  # of the real code: it is asked once per process
     monkeypatch.setattr(train_gpt2.runtime, "__file__", str(code))
     fit(tiny_args, run, "--max-steps", "1", "--save-every", "0")
     found = (run / "code_00000.diff").read_text()
@@ -279,6 +280,13 @@ def test_code_that_differs_from_its_commit_is_kept_with_the_run(tiny_args, tmp_p
     code.write_text("as it was\n")
     fit(tiny_args, run, "--max-steps", "1")
     assert not (run / "code_00000.diff").exists()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_bfloat16_weights_warn_where_they_are_emulated(there, tiny_args, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt2.runtime, "cpu_has_bfloat16", lambda: there)
+    fit(tiny_args, tmp_path / "run", "--max-steps", "1", "--weights", "bfloat16")
+    assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not there)
 
 
 def test_weights_without_their_optimizer_are_never_overwritten(tiny_args, tmp_path):
@@ -607,7 +615,7 @@ def test_compiled_bfloat16_run_equals_eager_and_repeats_bit_for_bit(tiny_args, t
     flags += ["--dtype", "bfloat16", "--max-steps", "6", "--total-batch-size", "2048", "--micro-batch-size", "32"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", whole)
-    shutil.copytree(whole, parts)
+    run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", parts)
     keep_steps(parts, 3)
     run_script("train_gpt2.py", "quickstart", *flags, "--out-dir", parts, "--resume", "auto")
     assert curve(parts) == curve(whole)
