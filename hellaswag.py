@@ -20,23 +20,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-import tokenizer
-from cli import UserError, print0, run_cli
-from files import whole_file
+import tyro
+
+from system.script import UserError, print0, require, run_cli, whole_file
+from tokens import tokenizer
 
 if TYPE_CHECKING:
     import torch
 
     from model import GPT, GPTConfig
-    from runtime import Runtime
+    from system.ranks import Runtime
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 VAL_ROWS = 10_042
 GRAIN = 8  # row lengths are multiples of this: few shapes, little padding
-LONGEST = 1 << 16  # bytes per row; HellaSwag's rows have a few thousand
 Style = Literal["completion", "lm-eval"]
 
 
@@ -66,62 +66,58 @@ def render(row: dict, style: Style = "completion") -> Example:
     return Example(start, tails, [len(e) for e in endings], int(row["label"]))
 
 
-def check(row: object, style: Style) -> str:
-    """What is wrong with a row, or an empty string."""
-    if not isinstance(row, dict):
-        return "the row is not a JSON object"
-    for field in ("ctx",) if style == "completion" else ("activity_label", "ctx_a", "ctx_b"):
+def check(row: object, style: Style, where: str) -> None:
+    """Raise UserError, naming the field, unless `row` has what `render` needs."""
+    require(isinstance(row, dict), f"{where}: the row is not a JSON object")
+    endings, label = row.get("endings"), row.get("label")
+    for field in ["ctx"] if style == "completion" else ["activity_label", "ctx_a", "ctx_b"]:
         text = row.get(field)
-        if not isinstance(text, str) or not (text.strip() or field == "ctx_b"):  # WikiHow rows have an empty ctx_b
-            return f"field {field!r} is missing or not text"
-    endings = row.get("endings")
-    if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e.strip() for e in endings)):
-        return "field 'endings' is missing or not four texts"
-    return "" if str(row.get("label")) in ("0", "1", "2", "3") else "field 'label' is missing or not 0, 1, 2 or 3"
+        there = isinstance(text, str) and (text.strip() or field == "ctx_b")  # WikiHow rows have an empty ctx_b
+        require(there, f"{where}: field {field!r} is missing or not text")
+    texts = isinstance(endings, list) and all(isinstance(e, str) and e.strip() for e in endings)
+    require(texts and len(endings) == 4, f"{where}: field 'endings' is missing or not four texts")
+    require(str(label) in ("0", "1", "2", "3"), f"{where}: field 'label' is missing or not 0, 1, 2 or 3")
 
 
 def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0, style: Style = "completion") -> list[Example]:
     """The first `limit` (0: all) rows of a .jsonl file. Raises UserError naming the bad line and field."""
     path, examples = Path(path), []
-    get = "python hellaswag.py" + f" --data {shlex.quote(str(path))}" * (path != DEFAULT_PATH)
-    if not path.is_file():
-        raise UserError(f"no HellaSwag rows at {path}; download them with: {get}")
+    get = f"python hellaswag.py --data {shlex.quote(str(path))}"
+    require(path.is_file(), f"no HellaSwag rows at {path}; download them with: {get}")
     with open(path, "rb") as f:
-        for number, line in enumerate(iter(lambda: f.readline(LONGEST), b""), 1):
-            if limit and len(examples) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                if len(line) == LONGEST:
-                    raise ValueError(f"too long for a row: {LONGEST:,} bytes or more")
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8
-                mend = f"fix it, or remove the file and run: {get}"
-                raise UserError(f"{path} line {number} is not JSON ({e}); {mend}") from None
-            if wrong := check(row, style):
-                raise UserError(f"{path} line {number}: {wrong}; a row has ctx, four endings and a label")
-            examples.append(render(row, style))
-    if not examples:
-        raise UserError(f"{path} has no rows; remove it and run: {get}")
+        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+    for number, line in lines[: limit or None]:
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8
+            raise UserError(f"{where} is not JSON ({e}); fix it, or remove the file and run: {get}") from None
+        check(row, style, where)
+        examples.append(render(row, style))
+    require(examples, f"{path} has no rows; remove it and run: {get}")
     return examples
 
 
-def examples_at_hand(data: str, model: GPTConfig) -> list[Example]:
+def require_readable(examples: list[Example], config: GPTConfig) -> None:
+    """Raise UserError unless such a model can read these examples."""
+    require(config.vocab_size > tokenizer.EOT, f"the model has {config.vocab_size} tokens, fewer than GPT-2's")
+    longest, T = max(len(ending) for e in examples for ending in e.endings), config.block_size
+    require(longest <= T, f"an ending has {longest} tokens, but the model reads {T}")
+
+
+def examples_at_hand(data: str, config: GPTConfig) -> list[Example]:
     """The rows in `data` or, by default, the downloaded ones. If there are none, or the model cannot read them, print
     why and return an empty list: the run trains all the same."""
-    why = f"no {DEFAULT_PATH}; download it with: python hellaswag.py"
-    if data or DEFAULT_PATH.exists():
-        examples = load_examples(data or DEFAULT_PATH)
-        longest = max(len(ending) for e in examples for ending in e.endings)
-        if model.vocab_size < tokenizer.VOCAB_SIZE:
-            why = f"the model has {model.vocab_size} tokens, fewer than GPT-2's"
-        elif longest > model.block_size:
-            why = f"an ending has {longest} tokens, but the model reads {model.block_size}"
-        else:
-            return examples
-    print0(f"HellaSwag is off: {why}")
-    return []
+    if not data and not DEFAULT_PATH.exists():
+        print0(f"HellaSwag is off: no {DEFAULT_PATH}; download it with: python hellaswag.py")
+        return []
+    examples = load_examples(data or DEFAULT_PATH)
+    try:
+        require_readable(examples, config)
+        return examples
+    except UserError as e:
+        print0(f"HellaSwag is off: {e}")
+        return []
 
 
 class Row(NamedTuple):
@@ -134,15 +130,13 @@ class Row(NamedTuple):
 
 def plan_batches(examples: list[Example], block_size: int, token_budget: int) -> list[list[Row]]:
     """All examples, sorted by length into batches of at most token_budget positions (or one example). A context too
-    long for the model is cut; an ending too long raises UserError."""
+    long for the model loses its beginning."""
     rows = []
     for i, e in enumerate(examples):
         longest = max(map(len, e.endings))
-        if longest > block_size:
-            raise UserError(f"HellaSwag row {i} has an ending of {longest} tokens, but the model reads {block_size}")
         ctx = e.ctx[-(block_size + 1 - longest) :]  # the last token of an ending is predicted, not read
         positions = len(ctx) + sum(len(ending) - 1 for ending in e.endings)
-        rows.append(Row(-(-positions // GRAIN) * GRAIN, i, ctx))
+        rows.append(Row(math.ceil(positions / GRAIN) * GRAIN, i, ctx))
     rows.sort(reverse=True)  # longest first: if the first batch fits in memory, all do
     batches = []
     while rows:
@@ -179,14 +173,15 @@ def score(
 
     The context is read once for its four endings; the head is applied only where an ending is predicted. The ranks
     split the batches, and each must call this; with `rt`, the forward pass runs under its autocast. `check` is called
-    the same number of times on every rank, and may raise.
+    the same number of times on every rank, and may raise. Raises UserError if the model cannot read the examples.
     """
     import torch
     import torch.nn.functional as F
     from tqdm import tqdm
 
-    from runtime import Runtime
+    from system.ranks import Runtime
 
+    require_readable(examples, model.config)
     rt = rt or Runtime(device, torch.float32)
     # positions per batch, rows of logits at a time; a CPU is fastest when they fit in its cache
     budget, head_rows = (65_536, 8_192) if device.type == "cuda" else (512, 128)
@@ -221,12 +216,11 @@ def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float 
 
 
 def evaluate(model: GPT, examples: list[Example], device: torch.device, *args, **kwargs) -> dict[str, float | int]:
-    """{"acc", "acc_norm", "stderr", "n"} of `examples` (from load_examples). Takes the same arguments as `score`."""
+    """What `summarize` makes of the losses of `examples`. Takes the same arguments as `score`."""
     return summarize(score(model, examples, device, *args, **kwargs), examples)
 
 
 def summary_line(found: dict[str, float]) -> str:
-    """The line with which every script ends an evaluation."""
     return "hellaswag acc {acc:.4f} acc_norm {acc_norm:.4f} n {n}".format(**found)
 
 
@@ -235,22 +229,22 @@ def download(path: Path, url: str) -> None:
     import urllib.request
     from http.client import HTTPException
 
+    again = f"check the network and run the same command again, or save it as {path}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url, timeout=20) as answer:
             content = answer.read()
     except (OSError, ValueError, HTTPException) as e:
-        again = f"check the network and run the same command again, or save it as {path}"
         raise UserError(f"cannot download {url} ({e}); {again}") from None
-    if (rows := content.count(b"\n")) != VAL_ROWS:
-        raise UserError(f"{url} returned {rows} rows, not HellaSwag's {VAL_ROWS}; run the same command again")
+    rows = content.count(b"\n")
+    require(rows == VAL_ROWS, f"{url} returned {rows} rows, not HellaSwag's {VAL_ROWS}; {again}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as f:
         f.write(content)
 
 
 @dataclass(frozen=True)
 class Args:
-    model: str = ""
+    model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = ""
     """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it, download the rows."""
     data: Path = DEFAULT_PATH
     limit: int = 0
@@ -258,28 +252,25 @@ class Args:
     per_example: Path | None = None
     """Write the index, label, predictions and losses of each row to this .jsonl file."""
     style: Style = "completion"
-    device: str = "auto"
+    device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     url: str = URL
 
 
 def main() -> None:
-    import tyro
-
     args = tyro.cli(Args, description=__doc__)
-    if args.limit < 0:
-        raise UserError(f"--limit {args.limit} is negative; 0 scores all rows")
+    require(args.limit >= 0, f"--limit {args.limit} is negative; 0 scores all rows")
     if not args.model:
         if not args.data.exists():
             download(args.data, args.url)
         n = len(load_examples(args.data))
         return print0(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
-    import runtime
-    from convert import open_gpt2
+    from system import ranks
+    from training.checkpoint import open_model
 
     examples = load_examples(args.data, args.limit, args.style)
-    with runtime.session(args.device, args.dtype) as rt:
-        model = open_gpt2(args.model).to(rt.device)
+    with ranks.session(args.device, args.dtype) as rt:
+        model = open_model(args.model).to(rt.device)
         start = time.perf_counter()
         losses = score(model, examples, rt.device, rt, progress=rt.is_main and sys.stderr.isatty())
         seconds = time.perf_counter() - start

@@ -14,21 +14,20 @@ import codecs
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-import tokenizer
-from cli import UserError, printable, run_cli
+from system.script import UserError, printable, require, run_cli
+from tokens import tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-    from model import GPT, KVCache
+    from model import GPT
 
 
 @dataclass(frozen=True)
@@ -59,38 +58,24 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and the cache; auto means bfloat16 where the hardware can multiply it."""
 
-    def check(self) -> None:
-        rules = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "num_samples": (self.num_samples >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            "top_k": (self.top_k >= 0, "0 (all) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0, at most 1"),
-            "seed": (abs(self.seed) < 2**63, "a 64-bit number"),
-        }
-        for name, (good, rule) in rules.items():
-            if not good:
-                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {rule}")
-
 
 def read_prompt(args: Args) -> str:
     """The prompt from the command line, the file or standard input. Raises UserError."""
-    if args.file and args.prompt:
-        raise UserError(f"both a prompt {args.prompt!r} and --file {args.file} are given; give only one")
+    require(not (args.file and args.prompt), f"give either a prompt or --file {args.file}, not both")
     try:
         if args.file:
             return args.file.read_bytes().decode()
-        return sys.stdin.buffer.read().decode().removesuffix("\n") if args.prompt == "-" else args.prompt
-    except OSError as e:
-        raise UserError(f"cannot read the prompt from {args.file} ({e.strerror}); check the path") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{args.file or 'stdin'} is not UTF-8 text (byte {e.start}); convert it with iconv") from None
+        if args.prompt == "-":
+            return sys.stdin.buffer.read().decode().removesuffix("\n")
+        return args.prompt
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"cannot read the prompt from {args.file or 'stdin'} as UTF-8 text: {e}") from None
 
 
 def encode(text: str, allow_special: bool) -> list[int]:
     """Tokens of a prompt; an empty prompt starts a document."""
-    enc = tokenizer.encoding()
-    return (enc.encode(text, allowed_special="all") if allow_special else enc.encode_ordinary(text)) or [tokenizer.EOT]
+    special = {"<|endoftext|>"} if allow_special else set()
+    return tokenizer.encoding().encode(text, allowed_special=special, disallowed_special=()) or [tokenizer.EOT]
 
 
 def write_stream(prompt: str, ids: Iterator[int]) -> None:
@@ -106,7 +91,7 @@ def until_eot(steps: Iterator[torch.Tensor], stop: bool) -> Iterator[list[int | 
     """Yield the ids of every step, with None for samples that have ended, until all have."""
     done: set[int] = set()
     for step in steps:
-        row: list[int | None] = step.tolist()
+        row = step.tolist()
         done |= {i for i, token in enumerate(row) if stop and token == tokenizer.EOT}
         if len(done) == len(row):
             return
@@ -138,78 +123,39 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     return model
 
 
-class Decoder:
-    """Reads one position for GPT.stream, with fixed shapes and addresses: on a GPU the hundreds of kernels of a step
-    become one CUDA graph, launched at once without waiting for Python. Do not use under autocast."""
-
-    def __init__(self, model: GPT):
-        self.model, self.cache = model, None
-
-    def __call__(self, cache: KVCache, new: Tensor) -> Tensor:
-        """Logits (B, V) after ids `new` (B, 1), valid until the next call."""
-        if cache is not self.cache:
-            self.cache, self.new = cache, new.clone()
-            self.slots, self.at = new.new_tensor(range(cache.k.size(3))), new.new_tensor([cache.length])
-            self.replay = self._captured() if new.is_cuda else self._step
-        self.new.copy_(new)
-        self.at.fill_(cache.length)
-        logits = self.replay()
-        cache.length += 1
-        return logits
-
-    def _step(self) -> Tensor:
-        cache, length = self.cache, self.cache.length
-        ahead = self.slots > self.at
-        mask = cache.k.new_zeros(1, len(ahead)).masked_fill(ahead, float("-inf"))
-        cache.at = self.at
-        x = self.model.hidden(self.new, cache, self.at, mask)
-        cache.at, cache.length = None, length
-        return self.model.logits(x[:, -1])
-
-    def _captured(self) -> Callable[[], Tensor]:
-        import torch
-
-        side = torch.cuda.Stream()  # warm-up, as torch.cuda.graph requires: libraries allocate workspaces now
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self._step()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
-        return replay
-
-
 def main() -> None:
     args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    args.check()
+    require(args.max_new_tokens >= 1, f"--max-new-tokens {args.max_new_tokens}: must be 1 or more")
+    require(args.num_samples >= 1, f"--num-samples {args.num_samples}: must be 1 or more")
+    require(0 <= args.temperature < float("inf"), f"--temperature {args.temperature}: must be 0 (greedy) or more")
+    require(args.top_k >= 0, f"--top-k {args.top_k}: must be 0 (all) or more")
+    require(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be above 0, at most 1")
+    require(abs(args.seed) < 2**63, f"--seed {args.seed}: must be a 64-bit number")
     prompt = read_prompt(args)
     tokens = encode(prompt, args.allow_special)
     import torch
 
-    from convert import open_gpt2
-    from runtime import pick_device, pick_dtype
+    from model import Sampler
+    from system.machine import pick_device, pick_dtype
+    from training.checkpoint import open_model
 
-    device = pick_device(args.device)
-    model = prepare(open_gpt2(args.model), device, pick_dtype(args.dtype, device))
-    if len(tokens) > (limit := model.config.block_size):
-        raise UserError(f"the prompt has {len(tokens)} tokens, but the context of {args.model} is {limit}; shorten it")
-    steps = model.stream(
-        torch.tensor([tokens], device=device), args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-        torch.Generator(device).manual_seed(args.seed), args.num_samples,
-        Decoder(model) if device.type == "cuda" else None,
-    )  # fmt: skip
+    device, model = pick_device(args.device), open_model(args.model)
+    n, V, T = len(tokens), model.config.vocab_size, model.config.block_size
+    require(V > tokenizer.EOT, f"{args.model} has a vocabulary of {V} tokens, fewer than GPT-2's; choose a GPT-2")
+    require(n <= T, f"the prompt has {n} tokens, but the context of {args.model} is {T}; shorten it")
+    model = prepare(model, device, pick_dtype(args.dtype, device))
+    sampler = Sampler(args.temperature, args.top_k, args.top_p, torch.Generator(device).manual_seed(args.seed))
+    steps = model.stream(torch.tensor([tokens], device=device), args.max_new_tokens, sampler, args.num_samples)
     ids = until_eot(steps, args.stop_at_eot)
     sys.stdout.reconfigure(errors="replace")  # a non-UTF-8 terminal shows ? instead of failing
     prompt = prompt.encode(errors="replace").decode()
     if args.num_samples == 1 and not args.json:
         return write_stream(prompt, (row[0] for row in ids))
-    samples = [[i for i in column if i is not None] for column in zip(*ids, strict=True)] or [[]] * args.num_samples
+    samples: list[list[int]] = [[] for _ in range(args.num_samples)]
+    for row in ids:
+        for sample, token in zip(samples, row, strict=True):
+            if token is not None:
+                sample.append(token)
     for number, sample in enumerate(samples, 1):
         text = tokenizer.encoding().decode(sample)
         if args.json:

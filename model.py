@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -22,29 +22,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-REAL_VOCAB = 50257  # number of ids in GPT-2's tokenizer; higher ids only pad the vocabulary to a round size
+VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabulary to a round size
 # For changing lengths: cuDNN's, torch's choice on Hopper and Blackwell, plans each one: 0.4 s (modelscope/FunASR#3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def is_a(value: object, hint: Any) -> bool:
-    """Whether a value has exactly a field's type; an int will do for a float. Numbers must fit in 64 bits: no NaN."""
-    if get_origin(hint) is Literal:
-        return any(type(value) is type(option) and value == option for option in get_args(hint))
-    if get_args(hint):  # a union
-        return any(is_a(value, option) for option in get_args(hint))
-    if hint in (int, float):
-        return type(value) in (hint, int) and abs(value) < 2**63
-    return type(value) is hint
-
-
-def misfit(config: object) -> str:
-    """Which field of a config dataclass holds a value that is not of its type; an empty string if none does."""
+def check_choices(config: object) -> None:
+    """Raise ValueError for a value that is none of its field's Literal: a file of a newer version may have one."""
     for name, hint in get_type_hints(type(config)).items():
-        if not is_a(value := getattr(config, name), hint):
-            shown = str(value) if type(value) in (int, float) else f"of type {type(value).__name__}"
-            return f"{name} cannot be {shown:.99}"
-    return ""
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            raise ValueError(f"{name} {getattr(config, name)!r} must be one of {', '.join(map(str, get_args(hint)))}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,7 @@ class GPTConfig:
     proportion (U-Net, Ronneberger et al. 2015; in modded-nanogpt since November 2024)."""
 
     block_size: int = 1024
-    vocab_size: int = 50257
+    vocab_size: int = VOCAB_SIZE
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -76,29 +63,26 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError if no network can have it, or none of this version: a
-        setting unknown here may mean another network with the same weights."""
+        """The config stored in a checkpoint. Raises ValueError or TypeError if no network can have it, or none of this
+        version: a setting unknown here may mean another network with the same weights."""
         if unknown := saved.keys() - {f.name for f in fields(GPTConfig)}:
             raise ValueError(f"unknown setting {min(unknown)}")
-        config = GPTConfig(**saved)
-        if wrong := config.wrong():
-            raise ValueError(wrong)
-        return config
+        return GPTConfig(**saved)
 
-    def wrong(self) -> str:
-        """Why this config is invalid (value and rule); an empty string if it is valid."""
-        if bad := misfit(self):
-            return bad
+    def __post_init__(self):
+        """Raises ValueError, with the value and the rule, if no network can have this shape."""
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if not 1 <= getattr(self, name) <= 2**20:  # a config may come from a file
-                return f"{name} {getattr(self, name)} must lie between 1 and {2**20}"
+                raise ValueError(f"{name} {getattr(self, name)} must lie between 1 and {2**20}")
         if self.n_embd % self.n_head:
-            return f"n_head {self.n_head} does not divide n_embd {self.n_embd}"
+            raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.positions == "rope" and self.head_size % 2:
-            return f"rope rotates pairs of channels, but a head has {self.head_size}"
+            raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
         if self.unet_skips and self.n_layer < 2:
-            return f"unet_skips needs two halves, but n_layer is {self.n_layer}"
-        return "" if self.logit_softcap >= 0 else f"logit_softcap {self.logit_softcap} must not be negative"
+            raise ValueError(f"unet_skips needs two halves, but n_layer is {self.n_layer}")
+        if not self.logit_softcap >= 0:
+            raise ValueError(f"logit_softcap {self.logit_softcap} must not be negative")
+        check_choices(self)
 
 
 class KVCache:
@@ -108,12 +92,9 @@ class KVCache:
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
         self.k, self.v = torch.zeros((2, *shape), device=device, dtype=dtype)
         self.length = 0
-        self.at: Tensor | None = None  # (1,) int64: `length` on the device, for infer.Decoder's static shapes
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs), or the full buffers with `at`."""
-        if self.at is not None:
-            return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
+        """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs)."""
         start, end = self.length, self.length + k.size(2)
         self.k[layer, :, :, start:end], self.v[layer, :, :, start:end] = k, v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
@@ -320,15 +301,11 @@ class GPT(nn.Module):
         return KVCache(self.config, batch, max_len, self.device, dtype)
 
     @torch.no_grad()
-    def stream(
-        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
-        top_p: float | None = None, generator: torch.Generator | None = None, num_samples: int = 1,
-        decoder: Callable[[KVCache, Tensor], Tensor] | None = None,
-    ) -> Iterator[Tensor]:  # fmt: skip
+    def stream(self, idx: Tensor, max_new_tokens: int, sampler: "Sampler", num_samples: int = 1) -> Iterator[Tensor]:
         """Yield the next ids (B * num_samples,) after idx (B, T), 1 <= T <= block_size, max_new_tokens times.
 
         idx is read once for all samples. When the context is full, its newer half is reread from position 0, so text
-        may outgrow block_size. temperature 0 is greedy. A decoder reads one position: (cache, (B, 1)) -> (B, V).
+        may outgrow block_size.
         """
         limit = self.config.block_size
         length = -(-(idx.size(1) + max_new_tokens) // 16) * 16  # otherwise a kernel pads the mask again in every layer
@@ -338,32 +315,44 @@ class GPT(nn.Module):
             if cache.length == limit:
                 cache.length = 0
                 unread = idx[:, -(limit // 2 or 1) :]
-            if decoder and i > 0 and unread.size(1) == 1:
-                logits = decoder(cache, unread)
-            else:
-                logits = self.logits(self.hidden(unread, cache)[:, -1])
+            logits = self.logits(self.hidden(unread, cache)[:, -1])
             if i == 0 and num_samples > 1:  # from here on each sample has its own row
-                logits, idx = (t.repeat_interleave(num_samples, dim=0) for t in (logits, idx))
-                cache.k, cache.v = (t.repeat_interleave(num_samples, dim=1) for t in (cache.k, cache.v))
-            new = sample(logits, temperature, top_k, top_p, generator)
+                logits = logits.repeat_interleave(num_samples, dim=0)
+                idx = idx.repeat_interleave(num_samples, dim=0)
+                cache.k = cache.k.repeat_interleave(num_samples, dim=1)
+                cache.v = cache.v.repeat_interleave(num_samples, dim=1)
+            new = sampler.draw(logits)
             unread = new[:, None]
             idx = torch.cat((idx, unread), dim=1)
             yield new
 
-    def generate(self, idx: Tensor, max_new_tokens: int, *args, num_samples: int = 1, **kwargs) -> Tensor:
-        """idx (B, T) continued to (B * num_samples, T + max_new_tokens) by `stream`, which takes the same arguments."""
-        new = self.stream(idx, max_new_tokens, *args, num_samples=num_samples, **kwargs)
-        return torch.cat((idx.repeat_interleave(num_samples, dim=0), *(ids[:, None] for ids in new)), dim=1)
+    def generate(
+        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
+        top_p: float | None = None, generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """idx (B, T) continued to (B, T + max_new_tokens). The other arguments are those of Sampler."""
+        new = self.stream(idx, max_new_tokens, Sampler(temperature, top_k, top_p, generator))
+        return torch.cat((idx, *(ids[:, None] for ids in new)), dim=1)
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator=None) -> Tensor:
-    """Draw ids (B,) from logits (B, V): from the top_k likeliest (None or 0: all), cut to the fewest whose total
-    probability reaches top_p (nucleus sampling, Holtzman et al. 2019). Ids that pad the vocabulary are never drawn."""
-    logits = logits[:, :REAL_VOCAB].float()
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # sorted, likeliest first
-    probs = F.softmax(logits / temperature, dim=-1)
-    if top_p is not None:  # keep an id while those before it total less than top_p: always at least one
-        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-    return ids.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn: greedily at temperature 0, else from the top_k likeliest (None or 0: all), cut to
+    the fewest whose total probability reaches top_p (nucleus sampling, Holtzman et al. 2019)."""
+
+    temperature: float = 1.0
+    top_k: int | None = 50
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Ids (B,) from logits (B, V). Ids that pad the vocabulary are never drawn."""
+        logits = logits[:, :VOCAB_SIZE].float()
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        top_k = min(self.top_k or logits.size(-1), logits.size(-1))
+        logits, ids = logits.topk(top_k)  # sorted, likeliest first
+        probs = F.softmax(logits / self.temperature, dim=-1)
+        if self.top_p is not None:  # keep an id while those before it total less than top_p: always at least one
+            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)
+        return ids.gather(-1, torch.multinomial(probs, 1, generator=self.generator)).squeeze(-1)

@@ -34,8 +34,8 @@ part() { # part NAME SECONDS COMMAND...: run it if it is wanted, within SECONDS
     timeout -s INT -k 10 "$limit" "$@" 2>"$OUT/${name/:/-}.err" || status=$?
     ((status == 0)) || { echo "FAILED: exit code $status after at most $limit s:"; tail -n 5 "$OUT/${name/:/-}.err"; }
 }
-train() { # train NAME SECONDS PRESET [bench/train.py's flags]
-    part "$1" "$2" "$PY" bench/train.py "$3" --data-dir "$DATA" --rounds 1 "${@:4}"
+train() { # train NAME SECONDS PRESET [bench.train's flags]
+    part "$1" "$2" "$PY" -m bench.train "$3" --data-dir "$DATA" --rounds 1 "${@:4}"
 }
 {
     echo "# $(date -u +%F), ${gpu:-no GPU}, $(nproc) cores, torch $($PY -c 'import torch; print(torch.__version__)')"
@@ -43,16 +43,16 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     # shellcheck disable=SC2086  # TEXT is a list of patterns
     part shards 120 $PY fineweb.py --source $TEXT --out "$DATA" --shard-size 5000000
     train train 300 "$PRESET" --steps 8 ${PEERS:+--peers "$PEERS"} --only ours ${PEERS:+nanogpt-compiled build-nanogpt}
-    part attention 60 $PY bench/attention.py $([[ -n $gpu ]] || echo --batch 2 --rounds 2 --repeats 1)
-    part hellaswag 90 $PY bench/hellaswag.py --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
-    part generate 150 $PY bench/generate.py --rounds 1
+    part attention 60 $PY -m bench.attention $([[ -n $gpu ]] || echo --batch 2 --rounds 2 --repeats 1)
+    part hellaswag 90 $PY -m bench.hellaswag --data "${ROWS:-}" --rounds 1 --limit $([[ -n $gpu ]] && echo 1000 || echo 32)
+    part generate 150 $PY -m bench.generate --rounds 1
     for n in ${gpu:+1 64}; do
-        part "generate-$n" 100 $PY bench/generate.py --rounds 2 --samples "$n" --no-loop
+        part "generate-$n" 100 $PY -m bench.generate --rounds 2 --samples "$n" --only ours transformers "static cache"
     done
-    part checkpoint 120 $PY bench/checkpoint.py --dir "$OUT" ${gpu:+--sequence-length 1024 --micro-batch-size 64}
+    part checkpoint 120 $PY -m bench.checkpoint --dir "$OUT" ${gpu:+--sequence-length 1024 --micro-batch-size 64}
     # shellcheck disable=SC2086
-    part tokens 60 $PY bench/tokens.py $TEXT --repeats 1
-    part loader 60 $PY bench/loader.py
+    part tokens 60 $PY -m bench.tokens $TEXT --rounds 1
+    part loader 60 $PY -m bench.loader
 
     small=${gpu:+--total-batch-size=131072} # enough for timing; the full batch only adds micro-steps
     small=${small:---total-batch-size=4096}
@@ -65,15 +65,14 @@ train() { # train NAME SECONDS PRESET [bench/train.py's flags]
     done
     train longer:recompute 200 "$PRESET" --steps 4 --only ours ours-recompute -- "$small" --micro-batch-size=$([[ -n $gpu ]] && echo 64 || echo 16)
     train head:profile 150 "$PRESET" --steps 4 --only ours --profile -- "$small"
-    part head:ways 300 $PY bench/head.py --rounds 1 ${gpu:+--rows 65536 --width 768 --chunk 8192}
-    part resume 500 $PY bench/resume.py "$PRESET" --data-dir "$DATA" --ways default deterministic ${gpu:+"dtype=float16 deterministic"} \
+    part head:ways 300 $PY -m bench.head --rounds 1 ${gpu:+--rows 65536 --width 768 --chunk 8192}
+    part resume 500 $PY -m bench.resume "$PRESET" --data-dir "$DATA" --ways default deterministic ${gpu:+"dtype=float16 deterministic"} \
         -- "$small" --micro-batch-size=16
-    train tuning:compile 200 "$PRESET" --steps 4 --only ours-whole ours-blocks -- "$small"
     train tuning:speedrun 150 speedrun-124m --steps 4 --only ours -- "$small"
     train tuning:bfloat16-weights 150 "$PRESET" --steps 4 --only ours -- "$small" --weights=bfloat16
-    part tuning:coordinate-descent 240 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "$PY" bench/train.py "$PRESET" \
+    part tuning:coordinate-descent 240 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "$PY" -m bench.train "$PRESET" \
         --data-dir "$DATA" --rounds 1 --steps 4 --only ours -- "$small"
     part cuda-tests 500 $PY -m pytest tests/test_cuda.py
-    part recipes 530 $PY bench/recipes.py --data-dir "$DATA" --seeds 1 --share 0.4 --out "$OUT/recipes" \
+    part recipes 530 $PY -m bench.recipes --data-dir "$DATA" --seeds 1 --share 0.4 --out "$OUT/recipes" \
         --recipes adamw speedrun record8 --report "$OUT/recipes" $([[ -n $gpu ]] && echo --size 124m --steps 480 || echo --steps 20)
 } | tee "$OUT/$(tr -d ' ' <<<"all${*:2}").md"

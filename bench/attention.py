@@ -1,27 +1,25 @@
 """Time each of torch's attention kernels at the shape of GPT-2 124M, forward and backward, and torch's own choice.
 
-    python bench/attention.py                      # B=16, T=1024, head sizes 64 and 128
-    python bench/attention.py --batch 64 --rounds 20
-    python bench/attention.py --flash-3            # FlashAttention 3, where its package is installed, for torch's
+    python -m bench.attention                      # B=16, T=1024, head sizes 64 and 128
+    python -m bench.attention --batch 64 --rounds 20
+    python -m bench.attention --flash-3            # FlashAttention 3, where its package is installed, for torch's
 
 torch chooses by card and shape (usually flash, cuDNN's on Hopper and Blackwell from torch 2.11 on), so the trainer
 leaves the choice to it; this table shows whether it is right. The error is the largest difference from the math kernel.
 """
 
-from __future__ import annotations
-
-import statistics
-import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+import torch
+import torch.nn.functional as F
+import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import tyro  # noqa: E402
+from bench import turns
+from system import ranks, script
 
-import cli  # noqa: E402
+KINDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 @dataclass(frozen=True)
@@ -39,50 +37,40 @@ class Args:
 
 
 def main() -> None:
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    import runtime
-
     args = tyro.cli(Args, description=__doc__)
     if args.flash_3:
-        try:
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-        except ImportError as e:
-            raise cli.UserError(f"FlashAttention 3 is not installed ({e}); see its project's README, hopper/") from None
-    kinds = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-    with runtime.session(args.device, args.dtype) as rt:
-        print(f"{runtime.device_name(rt.device)}, {rt.dtype}, torch {torch.__version__}, B={args.batch}, "
-              f"T={args.sequence_length}, {args.width} channels")  # fmt: skip
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in KINDS]}
+    ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in KINDS}
+    with ranks.session(args.device, args.dtype) as rt:
+        print(f"{turns.where(rt)}, B={args.batch}, T={args.sequence_length}, {args.width} channels")
         print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
         for hs in (64, 128):
             shape = (args.batch, args.sequence_length, 3, args.width // hs, hs)
             torch.manual_seed(0)
             packed = torch.randn(shape, device=rt.device, dtype=rt.dtype, requires_grad=True)
             q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # as in model.py
-            ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in kinds]}
-            ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in kinds}
+
+            def forward() -> torch.Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
+
+            def repeatedly() -> None:
+                for _ in range(args.repeats):
+                    y = forward()
+                    torch.autograd.grad(y, packed, y.detach(), retain_graph=True)  # noqa: B023
+
             with sdpa_kernel(SDPBackend.MATH):
-                exact = F.scaled_dot_product_attention(q, k, v, is_causal=True).detach()
+                exact = forward().detach()
             for name, allowed in ways.items():
-                times = []
                 try:
                     with sdpa_kernel(allowed):
-                        for _ in range(args.rounds + 2):
-                            rt.synchronize()
-                            t0 = time.perf_counter()
-                            for _ in range(args.repeats):
-                                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                                torch.autograd.grad(y, packed, y.detach(), retain_graph=True)
-                            rt.synchronize()
-                            times.append((time.perf_counter() - t0) / args.repeats)
+                        error = (forward() - exact).abs().max().item()
+                        times = [turns.seconds(repeatedly, rt) / args.repeats for _ in range(args.rounds + 2)]
                 except RuntimeError:  # torch has no such kernel for this device
                     print(f"| {hs} | {name} | unavailable | |")
                     continue
-                error = (y - exact).abs().max().item()
-                print(f"| {hs} | {name} | {statistics.median(times[2:]) * 1e3:.2f} | {error:.4f} |", flush=True)
+                print(f"| {hs} | {name} | {median(times[2:]) * 1e3:.2f} | {error:.4f} |", flush=True)
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    script.run_cli(main)

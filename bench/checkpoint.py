@@ -1,28 +1,30 @@
-"""How long a checkpoint stalls training, compared to a synchronous save, and how long resuming takes to load it.
+"""How long a checkpoint stalls training, against a synchronous save, and how long resuming takes to load it.
 
-    python bench/checkpoint.py gpt2-124m
-    python bench/checkpoint.py gpt2-124m --sequence-length 1024 --micro-batch-size 16      # on a GPU
-    torchrun --standalone --nproc_per_node=2 bench/checkpoint.py llmc-124m                 # ZeRO-1: gathering its state
+    python -m bench.checkpoint gpt2-124m
+    python -m bench.checkpoint gpt2-124m --sequence-length 1024 --micro-batch-size 16      # on a GPU
+    torchrun --standalone --nproc_per_node=2 -m bench.checkpoint llmc-124m                 # ZeRO-1: gathering its state
 
-Both write the same content with fsync, into a folder under --dir. "Copy alone" is Writer.save until its input may
-change, with nothing running alongside. In training, copying and writing overlap the next forward and backward; training
-stalls while `save` starts them and, before the weights may change, for the rest of the copy. How much longer forward
-and backward then take is printed, too: on a CPU they share the cores. Medians over --rounds.
+Both write the same content with fsync, into a folder under --dir. Training stalls until `save` returns, when the
+snapshot is in host memory; a thread then writes it while training goes on. How much longer a step takes meanwhile is
+printed, too: on a CPU they share the cores. Medians over --rounds.
 """
 
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
+import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import cli  # noqa: E402
+import train_gpt2
+from bench import turns
+from system import ranks, script
+from training import checkpoint
+from training.presets import PRESETS
+from training.resume import Run
+from training.step import Step
 
 
 @dataclass(frozen=True)
@@ -36,78 +38,59 @@ class Args:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    import torch
-
-    import checkpoint
-    import optim
-    import resume
-    import runtime
-    from config import PRESETS
-    from model import GPT
-
-    cfg = PRESETS[args.preset]
     times: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
-        rt.synchronize()
-        began = time.perf_counter()
-        work()
-        rt.synchronize()
-        times.setdefault(name, []).append(time.perf_counter() - began)
+        times.setdefault(name, []).append(turns.seconds(work, rt))
 
-    with runtime.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
-        model, scaler = GPT(cfg.model).to(rt.device), torch.amp.GradScaler(rt.device.type, enabled=False)
-        optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
+    with ranks.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
+        B, T = args.micro_batch_size, args.sequence_length
+        cfg = replace(
+            PRESETS[args.preset], sequence_length=T, micro_batch_size=B, total_batch_size=B * T * rt.world_size,
+            compile=False,
+        )  # fmt: skip
+        step = Step(cfg, rt, train_gpt2.make_model(cfg, rt))
+        batch = torch.randint(cfg.model.vocab_size, (1, B, T + 1)).to(torch.uint16)
         writer, path = checkpoint.Writer(out, keep=1), checkpoint.model_path(out, 0)
-        idx = torch.randint(cfg.model.vocab_size, (args.micro_batch_size, args.sequence_length), device=rt.device)
 
-        def step() -> None:
-            with rt.autocast():
-                model(idx, idx)[1].backward()
+        def one_step() -> None:
+            step.gradients(batch)
+            step.update()
 
         def content(n: int) -> tuple[dict, dict]:
-            state = resume.train_state(cfg, rt, resume.RunState(n), optimizers, scaler, "", 0)
-            return checkpoint.model_file(model, n), {"format": checkpoint.FORMAT, **state}
+            state = {**Run(n, data_id="", step=n).state(), **step.state(), "config": cfg.to_dict()}
+            return checkpoint.model_file(step.model, n), {"format": checkpoint.FORMAT, **state}
 
         def synchronous() -> None:
             weights, state = content(0)
             checkpoint.write(path, weights)
-            checkpoint.write(path.with_name("optim_00000.pt"), state)
+            checkpoint.write(checkpoint.optim_path(out, 0), state)
 
         def load() -> None:
-            checkpoint.load_model(path, rt.device)
-            resume.restore(checkpoint.read_train_state(path), optimizers, scaler, rt)
+            checkpoint.open_model(path).to(rt.device)
+            step.restore(checkpoint.read_train_state(path))
 
-        step()
-        for optimizer in optimizers:
-            optimizer.step()  # creates the moments
+        one_step()  # creates the moments
         if rt.world_size > 1:
             for _ in range(args.rounds):
-                timed("gather", lambda: optim.full_state(optimizers, rt))
+                timed("gather", step.state)
             each = " ".join(f"{t:.2f}" for t in times["gather"])
-            return cli.print0(f"{args.preset} on {rt.world_size} ranks: gathering its state takes {each} s")
+            return script.print0(f"{args.preset} on {rt.world_size} ranks: gathering its state takes {each} s")
         for i in range(1, args.rounds + 1):
             timed("synchronous save", synchronous)
             timed("load and restore", load)
-            timed("copy alone", lambda: (writer.save(2 * i, *content(2 * i)), writer.copied()))  # noqa: B023
-            timed("its writing, behind", writer.wait)
-            timed("forward and backward", step)
-            timed("in training: save", lambda: writer.save(2 * i + 1, *content(2 * i + 1)))  # noqa: B023
-            timed("in training: forward and backward", step)
-            timed("in training: wait for the copy", writer.copied)
-            writer.wait()
+            timed("a step", one_step)
+            timed("save, until it returns: the stall", lambda: writer.save(i, *content(i)))  # noqa: B023
+            timed("a step while it is written", one_step)
+            timed("the rest of the writing", writer.wait)
         gb = sum(p.stat().st_size for p in Path(out).glob("*.pt")) / 1e9
-    median = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{args.preset} on {runtime.device_name(rt.device)}, torch {torch.__version__}: {gb:.2f} GB per checkpoint")
+    usual = {name: median(values) for name, values in times.items()}
+    print(f"{args.preset} on {turns.where(rt)}: {gb:.2f} GB per checkpoint")
     print("| what | seconds | of a synchronous save | all rounds |\n|---|---|---|---|")
-    for name, seconds in median.items():
-        share = seconds / median["synchronous save"]
+    for name, seconds in usual.items():
+        share = seconds / usual["synchronous save"]
         print(f"| {name} | {seconds:.3f} | {share:.0%} | {' '.join(f'{t:.2f}' for t in times[name])} |")
-    stall = median["in training: save"] + median["in training: wait for the copy"]
-    slower = median["in training: forward and backward"] - median["forward and backward"]
-    print(f"training stalls for {stall:.3f} s, {stall / median['synchronous save']:.1%} of a synchronous save; "
-          f"forward and backward meanwhile take {slower:.3f} s longer")  # fmt: skip
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    script.run_cli(main)

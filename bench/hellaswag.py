@@ -1,29 +1,30 @@
 """HellaSwag examples per second: ours against build-nanogpt's one example at a time, same rows, same dtype.
 
-    python bench/hellaswag.py                               # GPT-2 124M, random weights (speed does not depend on them)
-    python bench/hellaswag.py --model gpt2 --dtype float32 --limit 200 --device cuda
+    python -m bench.hellaswag                               # GPT-2 124M, random weights (speed does not depend on them)
+    python -m bench.hellaswag --model gpt2 --dtype float32 --limit 200 --device cuda
 
-The two ways take turns; each figure is the median of the rounds. Their predictions are compared, and below float32 also
-with our float32 predictions: the rate at which rounding changes an answer.
+The ways take turns in separate processes; medians over the rounds. The predictions (acc_norm) of each are compared with
+those of hellaswag.py in float32: the rate at which rounding changes an answer.
 """
-
-from __future__ import annotations
 
 import json
 import os
-import statistics
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not bench/, where this file would shadow the hellaswag it measures
+import torch
+import torch.nn.functional as F
+import tyro
 
-import tyro  # noqa: E402
+import hellaswag
+from bench import turns
+from model import GPT, GPTConfig
+from system import ranks, script
+from tokens import tokenizer
+from training.checkpoint import open_model
 
-import cli  # noqa: E402
-import hellaswag  # noqa: E402
+WAYS = ("hellaswag.py", "one at a time", "hellaswag.py in float32")
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,19 @@ class Args:
     rounds: int = 3
     device: str = "auto"
     dtype: str = "auto"
+    child: str = ""
+    """Set for the process that measures one way."""
 
 
-def one_at_a_time(model, rows, rt):
+def one_at_a_time(model: GPT, examples: list[hellaswag.Example], rt: ranks.Runtime) -> torch.Tensor:
     """Losses (n, 4) as in build-nanogpt: one example's four rows, padded, logits everywhere, shifted loss."""
-    import torch
-    import torch.nn.functional as F
-
-    import tokenizer
-
-    enc, out = tokenizer.encoding(), []
-    for row in rows:
-        ctx = enc.encode_ordinary(row["ctx"])
-        tails = [enc.encode_ordinary(" " + e) for e in row["endings"]]
-        tokens = torch.zeros(4, len(ctx) + max(map(len, tails)), dtype=torch.long)
+    out = []
+    for e in examples:
+        tokens = torch.zeros(4, len(e.ctx) + max(map(len, e.endings)), dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for i, tail in enumerate(tails):
-            tokens[i, : len(ctx) + len(tail)] = torch.tensor(ctx + tail)
-            mask[i, len(ctx) : len(ctx) + len(tail)] = 1
+        for i, tail in enumerate(e.endings):
+            tokens[i, : len(e.ctx) + len(tail)] = torch.tensor(e.ctx + tail)
+            mask[i, len(e.ctx) : len(e.ctx) + len(tail)] = 1
         tokens, mask = tokens.to(rt.device), mask.to(rt.device)
         with torch.no_grad(), rt.autocast():
             logits = model(tokens)[0]
@@ -62,47 +58,39 @@ def one_at_a_time(model, rows, rt):
     return torch.tensor(out)
 
 
-def main() -> None:
-    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
-    import torch
-
-    import runtime
-    from convert import open_model
-    from model import GPT, GPTConfig
-
-    args = tyro.cli(Args, description=__doc__)
-    with runtime.session(args.device, args.dtype) as rt:
+def child(args: Args) -> None:
+    examples = hellaswag.load_examples(args.data, args.limit)
+    with ranks.session(args.device, "float32" if args.child.endswith("float32") else args.dtype) as rt:
         torch.manual_seed(0)
         model = (open_model(args.model) if args.model else GPT(GPTConfig(vocab_size=50304))).to(rt.device)
-        examples = hellaswag.load_examples(args.data, args.limit)
-        with open(args.data) as f:
-            rows = [json.loads(line) for line in f if line.strip()][: len(examples)]
-        ways = {
-            "one at a time": lambda n: one_at_a_time(model, rows[:n], rt),
-            "hellaswag.py": lambda n: hellaswag.score(model, examples[:n], rt.device, rt),
-        }
-        seconds = {name: [] for name in ways}
-        losses = {}
-        for r in range(args.rounds + 1):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                losses[name] = way(len(rows) if r else 4)
-                if r:  # the first round only warms up
-                    seconds[name].append(time.perf_counter() - start)
-        speed = {name: len(rows) / statistics.median(s) for name, s in seconds.items()}
-        dtype = str(rt.dtype).removeprefix("torch.")
-        print(f"{model.num_params():,} parameters, {dtype} on {rt.device}, {torch.get_num_threads()} threads")
-        for name, s in seconds.items():
-            print(f"{name:14} {speed[name]:8.2f} examples/s   rounds: {', '.join(f'{x:.2f} s' for x in s)}")
-        print(f"ratio {speed['hellaswag.py'] / speed['one at a time']:.2f}")
-        units = torch.tensor([e.units for e in examples])
-        picks = {name: (x / units).argmin(1) for name, x in losses.items()}
-        differ = (picks["hellaswag.py"] != picks["one at a time"]).sum()
-        print(f"predictions that differ between the two ways: {differ} of {len(rows)}")
-        if rt.dtype != torch.float32:
-            exact = (hellaswag.score(model, examples, rt.device) / units).argmin(1)
-            print(f"our predictions that differ from float32: {(picks['hellaswag.py'] != exact).sum()} of {len(rows)}")
+
+        def way(some: list[hellaswag.Example]) -> torch.Tensor:
+            if args.child == "one at a time":
+                return one_at_a_time(model, some, rt)
+            return hellaswag.score(model, some, rt.device, rt)
+
+        way(examples[:4])  # warms up
+        found = []
+        took = turns.seconds(lambda: found.append(way(examples)), rt)
+        picks = (found[0] / torch.tensor([e.units for e in examples])).argmin(1)
+        print(json.dumps({"ms": 1e3 * took, "picks": picks.tolist(), "where": turns.where(rt)}))
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    if args.child:
+        return child(args)
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
+    tokenizer.encoding()  # says what is missing once, not in every process
+    found = turns.in_turns("bench.hellaswag", WAYS, args.rounds)
+    first, exact = next(iter(found.values()))[0], found[WAYS[-1]][0]["picks"]
+    print(f"{args.model or 'GPT-2 124M'} on {first['where']}, {len(exact)} examples")
+    print("| way | examples/s | other predictions than in float32 | seconds, all rounds |\n|---|---|---|---|")
+    for name, runs in found.items():
+        differ = sum(a != b for a, b in zip(runs[0]["picks"], exact, strict=True))
+        each = ", ".join(f"{run['ms'] / 1e3:.2f}" for run in runs)
+        print(f"| {name} | {len(exact) / median(run['ms'] for run in runs) * 1e3:.2f} | {differ} | {each} |")
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    script.run_cli(main)

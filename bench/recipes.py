@@ -1,8 +1,8 @@
 """Compare recipes at the same shape, data order and tokens: val loss against tokens and against seconds.
 
-    python bench/recipes.py --data-dir data/books                                        # CPU-sized ladder, 3 seeds
-    python bench/recipes.py --data-dir data/books --recipes adamw speedrun no-beta1      # the effect of one ingredient
-    python bench/recipes.py --data-dir data/books --size 124m --steps 120 --seeds 1      # GPU-sized
+    python -m bench.recipes --data-dir data/books                                        # CPU-sized ladder, 3 seeds
+    python -m bench.recipes --data-dir data/books --recipes adamw speedrun no-beta1      # the effect of one ingredient
+    python -m bench.recipes --data-dir data/books --size 124m --steps 120 --seeds 1      # GPU-sized
 
 The first recipe runs --steps, the others --share of them, each with its own full schedule. The table shows each final
 loss, and after which share of the first recipe's tokens and seconds each reaches the first one's (linear between
@@ -24,12 +24,10 @@ from typing import Literal
 import numpy as np
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import metrics  # noqa: E402
-import shards  # noqa: E402
-from cli import UserError, run_cli  # noqa: E402
-from tokenizer import VOCAB_SIZE  # noqa: E402
+from system.script import require, run_cli
+from tokens import shards
+from tokens.tokenizer import EOT
+from training import record
 
 SIZES = {  # flags shared by every recipe
     "cpu": "--model.block-size 128 --model.n-layer 4 --model.n-embd 128 --sequence-length 128 --total-batch-size 4096 "
@@ -81,8 +79,8 @@ def fewer_words(data_dir: Path, out: Path, vocab: int) -> Path:
     folder = out / f"{data_dir.name}-{vocab}"
     if not all((folder / p.name).exists() for p in paths):
         folder.mkdir(parents=True, exist_ok=True)
-        counts = sum(np.bincount(shards.read_shard(p), minlength=VOCAB_SIZE) for p in paths)
-        table = np.full(VOCAB_SIZE, vocab - 1, np.uint16)
+        counts = sum(np.bincount(shards.read_shard(p), minlength=EOT + 1) for p in paths)
+        table = np.full(EOT + 1, vocab - 1, np.uint16)
         frequent = np.argsort(-counts, kind="stable")[: vocab - 1]
         table[frequent] = np.arange(vocab - 1)
         print(f"{counts[frequent].sum() / counts.sum():.1%} of the tokens are among the {vocab - 1}", file=sys.stderr)
@@ -95,13 +93,12 @@ def train(args: Args, shared: str, name: str, recipe: tuple[str, str], steps: in
     """The val lines of one run: {"step", "tokens", "seconds", "val_loss"}."""
     preset, flags = recipe
     out = args.out / f"{args.size}-{name}-{steps}-{seed}"
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), preset, *SIZES[args.size].split(), *shared.split()]
+    command = [sys.executable, "train_gpt2.py", preset, *SIZES[args.size].split(), *shared.split()]
     command += [*flags.split(), "--out-dir", str(out), *f"--seed {seed} --max-steps {steps}".split()]
     command += f"--val-every {max(1, args.steps // 20)} --hellaswag-every 0 --sample-every 0 --save-every 0".split()
     done = subprocess.run([*command, "--resume", "auto"], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-1500:]}")
-    lines = metrics.read_lines(out / "metrics.jsonl")
+    require(done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-1500:]}")
+    lines = record.read_lines(out / "metrics.jsonl")
     usual = statistics.median(line["step_ms"] for line in lines if "step_ms" in line)  # leaves out compiling
     batch = json.loads((out / "config.json").read_text())["total_batch_size"]
     return [
@@ -130,8 +127,8 @@ def main() -> None:
         base, _, more = rest.partition(" ")
         known[name] = (known[base][0], f"{known[base][1]} {more}")
     names = [*args.recipes, *(text.partition("=")[0] for text in args.extra)]
-    if unknown := set(names) - set(known):
-        raise UserError(f"no recipe {', '.join(unknown)}; choose from {', '.join(known)}")
+    unknown = set(names) - set(known)
+    require(not unknown, f"no recipe {', '.join(unknown)}; choose from {', '.join(known)}")
     data = fewer_words(args.data_dir, args.out, args.vocab) if args.size == "cpu" else args.data_dir
     shared = f"--data-dir {data} --model.vocab-size {args.vocab if args.size == 'cpu' else 50304}"
     curves: dict[str, list[list[dict]]] = {name: [] for name in names}
@@ -152,7 +149,7 @@ def main() -> None:
         seconds = statistics.mean(c[-1]["seconds"] for c in runs)
         print(f"| {name} | {statistics.mean(final):.4f} | {spread} | {seconds:.0f} | {shares['tokens']:.2f}x | "
               f"{shares['seconds']:.2f}x |")  # fmt: skip
-    target = ROOT / "bench" / (args.report or f"recipes-{args.size}")
+    target = Path("bench") / (args.report or f"recipes-{args.size}")
     with open(target.with_suffix(".csv"), "w", newline="") as f:
         writer = csv.DictWriter(f, ["recipe", "seed", "step", "tokens", "seconds", "val_loss"])
         writer.writeheader()

@@ -1,57 +1,63 @@
-"""How fast fineweb.py tokenizes, against a build-nanogpt-style loop and gigatoken alone, in the same run.
+"""How fast fineweb.py tokenizes, and in how much memory, against a build-nanogpt-style loop and gigatoken alone.
 
-    python bench/tokens.py 'books-*.parquet'
-    python bench/tokens.py 'books-*.parquet' --repeats 5 --enlarge 3
+    python -m bench.tokens 'books-*.parquet'
+    python -m bench.tokens 'books-*.parquet' --rounds 5 --enlarge 3
+    python -m bench.tokens 'books-*.parquet' --only "row group" --gigabytes 4      # a large file of one row group
 
-Whole-process wall times, interleaved, medians. The loop is what build-nanogpt does: a pool of processes (here one per
-core), tiktoken on one document at a time, shards filled in the parent; but it reads texts with pyarrow, not with the
-`datasets` library. The steady rate leaves out the start-up: the additional tokens of a source enlarged --enlarge times,
-divided by the additional time.
+Wall times in turns, medians; fineweb.py's are of the whole process. The loop is what build-nanogpt does: a pool of
+processes (here one per core), tiktoken on one document at a time, shards filled in the parent; but it reads texts with
+pyarrow, not with the `datasets` library. encode_files is gigatoken's, alone. The steady rate leaves out the start-up:
+the additional tokens of a source enlarged --enlarge times, divided by the additional time. Ours and the loop's tokens
+must be equal.
 """
 
 import glob
+import hashlib
 import json
+import multiprocessing
 import os
-import statistics
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench import turns
+from system import script
+from tokens import shards, tokenizer
+
+WAYS = ("fineweb.py", "fineweb.py, enlarged", "loop", "encode_files", "encode_files, enlarged")
 
 
 @dataclass(frozen=True)
 class Args:
     files: tyro.conf.Positional[tuple[str, ...]]
     """Parquet files with a column `text` (or globs)."""
-    repeats: int = 3
-    """Runs of each; the table shows their medians."""
+    rounds: int = 3
     enlarge: int = 3
     """The larger source, for the steady rate, repeats the files this many times."""
+    gigabytes: float = 4
+    """Text in the one row group."""
     shard_size: int = 10_000_000
-    """Tokens per shard, for both."""
+    only: tuple[str, ...] = WAYS
+    """Some of these, or "row group"."""
+    child: str = ""
+    """Set for the process that measures one way."""
 
 
-def tokenize(text: str):
+def tokenize(text: str) -> np.ndarray:
     """One document as build-nanogpt encodes it: EOT, then its tokens, as uint16 (n,)."""
-    import numpy as np
-
-    import tokenizer
-
     return np.array([tokenizer.EOT, *tokenizer.encoding().encode_ordinary(text)], dtype=np.uint16)
 
 
 def loop(out: Path, shard_size: int, files: list[str]) -> None:
     """The loop to compare with: a pool, one document at a time, np.save."""
-    import multiprocessing
-
-    import numpy as np
     from pyarrow import parquet
 
     batches = (batch for file in files for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]))
@@ -62,101 +68,92 @@ def loop(out: Path, shard_size: int, files: list[str]) -> None:
             while filled + len(tokens) >= shard_size:
                 take = shard_size - filled
                 shard[filled:] = tokens[:take]
-                np.save(out / f"loop_{index:06d}.npy", shard)
+                np.save(out / f"loop_train_{index:06d}.npy", shard)
                 tokens, filled, index = tokens[take:], 0, index + 1
             shard[filled : filled + len(tokens)] = tokens
             filled += len(tokens)
     if filled:
-        np.save(out / f"loop_{index:06d}.npy", shard[:filled])
+        np.save(out / f"loop_train_{index:06d}.npy", shard[:filled])
 
 
-def alone(files: list[str]) -> None:
-    """gigatoken from files to ids in memory; prints the seconds that call takes."""
+def one_row_group(files: list[str], gigabytes: float, out: str) -> None:
+    """Write the files' texts, repeated up to a size, as one row group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.concat_tables([pq.read_table(f, columns=["text"]) for f in files])
+    text = pa.table({"text": text["text"].cast(pa.large_string())})
+    repeats = max(1, round(gigabytes * 1e9 / text.nbytes))
+    pq.write_table(pa.concat_tables([text] * repeats), out, row_group_size=10**9)
+
+
+def fineweb(*flags: str) -> int:
+    """Run fineweb.py; returns its peak resident size in kB."""
+    process = subprocess.Popen([sys.executable, "fineweb.py", *flags], stdout=sys.stderr)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    script.require(process.returncode == 0, f"fineweb.py ended with {process.returncode}")
+    return usage.ru_maxrss
+
+
+def child(args: Args) -> None:
     import gigatoken
 
-    import tokenizer
-
-    encoder, began = tokenizer.bulk_encoder(), time.time()
-    encoder.encode_files(gigatoken.ParquetFileSource(files, "text"))
-    print(json.dumps(time.time() - began))
-
-
-def timed(*command) -> tuple[float, float, str]:
-    """(wall seconds, peak resident GB of the largest of its processes, last line of output) of a command."""
-    began = time.time()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = time.time() - began
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    if process.returncode:
-        sys.exit(f"{command} failed:\n{text[-3000:]}")
-    return seconds, usage.ru_maxrss / 1e6, text.strip().rpartition("\n")[2]
+    way, _, more = args.child.partition(", ")
+    files = [os.path.abspath(f) for pattern in args.files for f in sorted(glob.glob(pattern)) or [pattern]]
+    with tempfile.TemporaryDirectory() as folder:
+        out, sources = Path(folder, "out"), []
+        out.mkdir()
+        for i, file in enumerate(files * (args.enlarge if more else 1)):
+            sources.append(f"{folder}/{i:04d}.parquet")
+            os.symlink(file, sources[-1])
+        if way == "row group":
+            sources = [f"{folder}/large.parquet"]
+            given = (files, args.gigabytes, sources[0])
+            # in another process, as the memory of this one counts as that of what it starts
+            maker = multiprocessing.get_context("spawn").Process(target=one_row_group, args=given)
+            maker.start()
+            maker.join()
+        encoder, began = tokenizer.bulk_encoder(), time.perf_counter()
+        if way == "loop":
+            loop(out, args.shard_size, sources)
+        elif way == "encode_files":
+            encoder.encode_files(gigatoken.ParquetFileSource(sources, "text"))
+        else:
+            peak = fineweb("--source", *sources, "--out", str(out), "--shard-size", str(args.shard_size))
+        seconds = time.perf_counter() - began
+        if way in ("loop", "encode_files"):
+            peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        digest, tokens = hashlib.sha256(), 0
+        for path in shards.shard_files(out):
+            ids = shards.read_shard(path)
+            tokens += len(ids)
+            digest.update(ids)
+        print(json.dumps({"ms": 1e3 * seconds, "gb": peak / 1e6, "tokens": tokens, "sha256": digest.hexdigest()}))
 
 
 def main() -> None:
-    import numpy as np
-
-    import shards
-
     args = tyro.cli(Args, description=__doc__)
-    files = [os.path.abspath(f) for pattern in args.files for f in sorted(glob.glob(pattern)) or [pattern]]
-    results: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        scratch, large = Path(folder), []
-        for i, file in enumerate(files * args.enlarge):
-            large.append(str(scratch / f"{i:04d}.parquet"))
-            os.symlink(file, large[-1])
-
-        def note(name: str, seconds: float, gigabytes: float) -> None:
-            results.setdefault(name, []).append((seconds, gigabytes))
-            print(f"  {name}: {seconds:.2f} s, {gigabytes:.2f} GB", flush=True)
-
-        for turn in range(args.repeats):
-            print(f"round {turn + 1} of {args.repeats}", flush=True)
-            for name, sources in (("fineweb.py", files), ("fineweb.py, enlarged", large)):
-                out = scratch / f"{name} {turn}"
-                ours = timed(ROOT / "fineweb.py", "--source", *sources, "--out", out, "--shard-size", args.shard_size)
-                note(name, *ours[:2])
-            theirs = scratch / f"loop {turn}"
-            theirs.mkdir()
-            note("build-nanogpt-style loop", *timed(__file__, "--loop", theirs, args.shard_size, *files)[:2])
-            for name, sources in (("encode_files", files), ("encode_files, enlarged", large)):
-                _, gigabytes, seconds = timed(__file__, "--alone", *sources)
-                note(name, float(seconds), gigabytes)
-            if turn == 0:
-                made = scratch / "fineweb.py 0"
-                a = np.concatenate([shards.read_shard(made / s.file) for s in shards.read_manifest(made).shards])
-                b = np.concatenate([np.load(p) for p in sorted(theirs.glob("*.npy"))])
-                assert np.array_equal(a, b), "the two produce different tokens"
-                tokens = len(a)
-            subprocess.run(["rm", "-rf", *map(str, scratch.glob("fineweb.py *")), str(theirs)], check=True)
-
-    wall = {name: statistics.median(t for t, _ in runs) for name, runs in results.items()}
-    memory = {name: max(m for _, m in runs) for name, runs in results.items()}
-    print(
-        f"\n{tokens:,} tokens, identical from both; {os.cpu_count()} cores; median of {args.repeats}, largest memory\n"
-    )
-    print("| | seconds | M tokens/s | peak resident GB |\n|---|---|---|---|")
-    for name in ("fineweb.py", "build-nanogpt-style loop", "encode_files"):
-        print(f"| {name} | {wall[name]:.2f} | {tokens / wall[name] / 1e6:.1f} | {memory[name]:.2f} |")
-    more = tokens * (args.enlarge - 1) / 1e6
-    rate = {name: more / (wall[f"{name}, enlarged"] - wall[name]) for name in ("fineweb.py", "encode_files")}
-    for name in rate:
-        print(f"| {name}, steady | | {rate[name]:.1f} | {memory[f'{name}, enlarged']:.2f} |")
-    print(
-        f"\nfineweb.py is {wall['build-nanogpt-style loop'] / wall['fineweb.py']:.1f} times as fast as the loop",
-        end="; ",
-    )
-    print(f"steady, it reaches {rate['fineweb.py'] / rate['encode_files']:.0%} of the rate of encode_files alone")
+    if args.child:
+        return child(args)
+    found = turns.in_turns("bench.tokens", args.only, args.rounds)
+    if "loop" in found and "fineweb.py" in found:
+        same = {runs[0]["sha256"] for name, runs in found.items() if name in ("loop", "fineweb.py")}
+        script.require(len(same) == 1, "the two produce different tokens")
+    seconds = {name: median(run["ms"] for run in runs) / 1e3 for name, runs in found.items()}
+    tokens = {name: runs[0]["tokens"] for name, runs in found.items()}
+    for name in tokens:  # encode_files writes none
+        tokens[name] = tokens[name] or tokens.get(name.replace("encode_files", "fineweb.py"), 0)
+    print(f"{os.cpu_count()} cores\n| | tokens | seconds | M tokens/s | peak resident GB |\n|---|---|---|---|---|")
+    for name, runs in found.items():
+        rate, peak = tokens[name] / seconds[name] / 1e6, max(run["gb"] for run in runs)
+        print(f"| {name} | {tokens[name]:,} | {seconds[name]:.2f} | {rate:.1f} | {peak:.2f} |")
+    for name in ("fineweb.py", "encode_files"):
+        large = f"{name}, enlarged"
+        if name in found and large in found:
+            rate = (tokens[large] - tokens[name]) / (seconds[large] - seconds[name]) / 1e6
+            print(f"| {name}, steady | | | {rate:.1f} | |")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--loop"]:
-        loop(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
-    elif sys.argv[1:2] == ["--alone"]:
-        alone(sys.argv[2:])
-    else:
-        main()
+    script.run_cli(main)

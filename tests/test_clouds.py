@@ -9,12 +9,12 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import ROOT
+from helpers import ROOT
 
-from config import parse
+from training.presets import parse
 
-README = (ROOT / "README.md").read_text()
-SKY = yaml.safe_load((ROOT / "sky.yaml").read_text())
+CLOUDS = (ROOT / "docs" / "clouds.md").read_text()
+SKY = yaml.safe_load((ROOT / "cloud" / "sky.yaml").read_text())
 
 
 def run_recipe(script, folder, ends=0, without="", **env):
@@ -46,9 +46,8 @@ def train_config(call):
 def test_skypilot_reads_its_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     sky = pytest.importorskip("sky", reason="skypilot is not installed")
-    task = sky.Task.from_yaml_config(
-        copy.deepcopy(SKY), env_overrides=[("BUCKET", "mine")], secrets_overrides=[("HF_TOKEN", "hf_x")]
-    )
+    ours = {"env_overrides": [("BUCKET", "mine")], "secrets_overrides": [("HF_TOKEN", "hf_x")]}
+    task = sky.Task.from_yaml_config(copy.deepcopy(SKY), **ours)
     assert all(r.use_spot and r.autostop_config.down and r.job_recovery for r in task.resources)
     assert task.storage_mounts["/runs"].name == "mine" and task.storage_mounts["/runs"].mode.value == "MOUNT_CACHED"
     assert "hf_x" not in repr(task.secrets) + repr(task)
@@ -84,14 +83,14 @@ def slurm(folder, ends=0, **env):
     """The commands that a job of slurm.sbatch calls."""
     env |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2"}
     env |= {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "48", "TMPDIR": str(folder)}
-    script = shlex.join(["bash", str(ROOT / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"])
+    script = shlex.join(["bash", str(ROOT / "cloud" / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"])
     return run_recipe(script, folder, ends, **env)
 
 
 def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
     calls = slurm(tmp_path)
     assert "--cpus-per-task=48" in next(c for c in calls if c[0] == "srun")  # which does not inherit sbatch's
-    assert re.search(r"export TORCH_\w+=\w+", README)[0] in (ROOT / "slurm.sbatch").read_text()
+    assert re.search(r"export TORCH_\w+=\w+", CLOUDS)[0] in (ROOT / "cloud" / "slurm.sbatch").read_text()
     torchrun = next(c for c in calls if c[0] == "torchrun")
     assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:29500", "--rdzv-id=7"} <= set(torchrun)
     cfg = train_config(torchrun)
@@ -101,9 +100,9 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
 @pytest.mark.parametrize(
     "says, code, again",
     [
-        ("stopped by the time limit at step 900, all saved; go on with: ...", 0, True),
-        ("stopped by signal SIGTERM at step 900, all saved; go on with: ...", 1, True),
-        ("stopped by signal SIGINT at step 900, all saved; go on with: ...", 0, False),
+        ("stopped by the time limit at step 900, all saved; go on: ...", 0, True),
+        ("stopped by signal SIGTERM at step 900, all saved; go on: ...", 1, True),
+        ("stopped by signal SIGINT at step 900, all saved; go on: ...", 0, False),
         ("done: 19073 steps in 7h00m", 0, False),
         ("/shared/log/x is complete at step 19073", 0, False),
         ("error: out of memory", 1, False),
@@ -116,29 +115,32 @@ def test_slurm_queues_what_was_out_of_time_again_and_nothing_else(tmp_path, says
 
 def test_dockerfile_has_the_pins_and_every_file_a_command_needs():
     """Nothing builds it here: no container runtime. What can be known without one is."""
-    lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    lines = re.sub(r"\\\n", " ", (ROOT / "cloud" / "Dockerfile").read_text()).splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and line[0] != "#"]
     image = next(text for word, text in steps if word == "FROM")
     major, minor = map(int, re.fullmatch(r"python:(\d+)\.(\d+)-slim-\w+", image).groups())
     assert (3, 11) <= (major, minor) and f'target-version = "py{major}{minor}"' in (ROOT / "pyproject.toml").read_text()
     copied = set()
-    for source in [s for word, text in steps if word == "COPY" for s in text.split()[:-1]]:
-        found = {str(p.relative_to(ROOT)) for p in ROOT.glob(source)}
-        assert found, f"COPY {source} copies nothing"
-        copied |= found
-    assert {p.name for p in ROOT.glob("*.py")} | {"requirements.txt", "train.sh", "plots.ipynb"} <= copied
+    for word, text in steps:
+        if word == "COPY":
+            *sources, target = text.split()
+            found = {str(p.relative_to(ROOT)) for source in sources for p in ROOT.glob(source)}
+            assert len(found) >= len(sources), text
+            assert found == {target} if len(found) == 1 else target == "./", text  # of a folder its contents are copied
+            copied |= found
+    others = {"requirements.txt", "constraints.txt", "train.sh", "plots.ipynb"}
+    assert {p.name for p in ROOT.glob("*.py")} | others <= copied
+    assert {p.parent.name for p in ROOT.glob("*/__init__.py")} <= copied
     assert any("make install" in text for word, text in steps if word == "RUN")  # which installs requirements.txt
-    needed = re.findall(r"\.parent / \"bench\" / \"([\w.]+)\"", (ROOT / "reference.py").read_text())
-    assert needed and {f"bench/{n}" for n in needed} <= copied
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {"data", "log", ".venv"} <= set(ignored) and not {c.split("/")[0] for c in copied} & set(ignored)
+    ignored = set((ROOT / "cloud" / "Dockerfile.dockerignore").read_text().split())
+    assert {"data", "log", ".venv"} <= ignored and not copied & ignored
     assert os.access(ROOT / "train.sh", os.X_OK)
 
 
 def test_the_torch_of_an_image_takes_the_place_of_the_pinned_one(tmp_path):
     """The messages about a torch that does not fit the GPU say `make clean install SYSTEM_TORCH=1`, in a folder where
     the pinned one is installed; and torchrun must then start the venv's Python, which alone has the other packages."""
-    for name in ("Makefile", "requirements.txt"):
+    for name in ("Makefile", "requirements.txt", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "pinned").touch()

@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
+from helpers import ROOT, same_bits
 
-import checkpoint
-import convert
-import tokenizer
-from cli import UserError
 from model import GPT, GPTConfig
+from system.script import UserError
+from tokens import tokenizer
+from training import checkpoint, convert
 
 TINY = GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32)
 
@@ -35,13 +39,10 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_light_to_import(run_script, tmp_path):
-    script = tmp_path / "light.py"
-    script.write_text(
-        "import sys, convert\nheavy = {'torch', 'transformers', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    run_script(script, env={"PYTHONPATH": str(convert.Path(convert.__file__).parent)})
+def test_light_to_import():
+    heavy = "{'torch', 'transformers', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
+    script = f"import sys, training.convert\nassert not {heavy}, {heavy}"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -67,10 +68,7 @@ def test_export_runs_in_transformers(tmp_path, options):
     torch.manual_seed(0)
     ours = GPT(dataclasses.replace(TINY, **options)).eval()
     convert.save_hf(ours, tmp_path / "out")
-    theirs, tok = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
-        AutoTokenizer.from_pretrained(tmp_path / "out"),
-    )
+    theirs, tok = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
     idx = torch.randint(50257, (2, 32))
     assert theirs.config.vocab_size == 50257
     torch.testing.assert_close(theirs(idx).logits, ours(idx)[0][..., :50257], atol=1e-4, rtol=0)
@@ -101,13 +99,15 @@ def test_shards_bin_files_and_old_names_are_read(hf, tmp_path):
     "change, says",
     [
         ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
-        ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "True"]),
         ({"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon"]),
         ({"n_inner": 65}, ["n_inner", "65"]),
         ({"model_type": "llama"}, ["model_type", "'llama'"]),
         ({"n_head": 3}, ["n_head"]),
         ({"n_layer": 0}, ["n_layer"]),
-        ({"n_layer": 3}, ["do not match", "2 layers", "3"]),
+        ({"n_layer": 3}, ["do not match", "transformer.h.2"]),
+        ({"n_layer": 1}, ["do not match", "transformer.h.1"]),
+        ({"n_embd": 64}, ["cannot read the weights"]),
+        ({"tie_word_embeddings": False}, ["do not match", "lm_head.weight"]),
         ({"n_embd": None}, ["n_embd"]),
     ],
 )
@@ -124,7 +124,7 @@ def test_damaged_and_missing_files(hf, tmp_path):
     _, folder = hf()
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot read .*model\.safetensors"):
+    with pytest.raises(UserError, match=r"cannot read the weights in .*theirs"):
         convert.load_hf(folder)
     path.unlink()
     with pytest.raises(UserError, match="has no weights"):
@@ -132,19 +132,18 @@ def test_damaged_and_missing_files(hf, tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json"):
         convert.load_hf(folder)
-    (tmp_path / "mine" / "run").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
-        convert.open_model(tmp_path / "mine" / "rum")
     with pytest.raises(UserError, match="neither a folder here nor a name"):
         convert.load_hf(tmp_path / "nothing" / "there")
 
 
-def test_a_model_of_other_tokens_is_not_taken_for_gpt2(tmp_path):
-    path = tmp_path / "model_00001.pt"
+def test_one_door_for_every_kind_of_model(hf, tmp_path):
+    (tmp_path / "mine" / "run").mkdir(parents=True)
+    path = tmp_path / "mine" / "run" / "model_00001.pt"
     checkpoint.write(path, checkpoint.model_file(GPT(dataclasses.replace(TINY, vocab_size=256)), 1))
-    assert convert.open_model(path).config.vocab_size == 256
-    with pytest.raises(UserError, match="a vocabulary of 256 tokens, fewer than GPT-2's"):
-        convert.open_gpt2(path)
+    assert checkpoint.open_model(path).config == checkpoint.open_model(path.parent).config
+    assert checkpoint.open_model(hf()[1]).config == TINY
+    with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
+        checkpoint.open_model(tmp_path / "mine" / "rum")
 
 
 def test_no_network_is_said_quickly(fails, tmp_path):
@@ -152,28 +151,20 @@ def test_no_network_is_said_quickly(fails, tmp_path):
     fails("infer.py", "gpt2", "Hi", says=["gpt2", "Hub", "network"], env=env, timeout=60)
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"positions": "rope"}, "positions='rope'"),
-        ({"norm": "rmsnorm"}, "norm='rmsnorm'"),
-        ({"activation": "relu2"}, "activation='relu2'"),
-        ({"qk_norm": True}, "qk_norm=True"),
-        ({"logit_softcap": 15.0}, "logit_softcap=15.0"),
-        ({"unet_skips": True, "n_layer": 2}, "unet_skips=True"),
-    ],
-)
-def test_what_the_layout_cannot_hold_is_refused(tmp_path, options, says):
-    with pytest.raises(UserError, match=says):
-        convert.save_hf(GPT(dataclasses.replace(TINY, **options)), tmp_path / "out")
+def test_what_the_layout_cannot_hold_is_refused(tmp_path):
+    options = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "logit_softcap": 15.0}
+    for name, value in {**options, "unet_skips": True}.items():
+        with pytest.raises(UserError, match=f"{name}={value!r}"):
+            convert.save_hf(GPT(dataclasses.replace(TINY, **{name: value})), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_weight_of_ones_own_is_not_exported(tmp_path):
     model = GPT(TINY)
     model.transformer.h[0].scale = torch.nn.Parameter(torch.full((), 2.0))
-    with pytest.raises(UserError, match=r"this model has transformer\.h\.0\.scale, which transformers"):
+    with pytest.raises(RuntimeError, match=r"transformer\.h\.0\.scale"):
         convert.save_hf(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -185,7 +176,100 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(convert.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError):
+    from transformers import GPT2Tokenizer
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(GPT2Tokenizer, "save_pretrained", full)
+    with pytest.raises(OSError, match="disk full"):
         convert.save_hf(GPT(TINY), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------- older trainers
+
+
+@dataclasses.dataclass
+class OldConfig:
+    """As build-nanogpt has it: a class of the script that trained, pickled by name."""
+
+    block_size: int = 32
+    vocab_size: int = 50304
+    n_layer: int = 2
+    n_head: int = 4
+    n_embd: int = 32
+
+
+def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(OldConfig, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "OldConfig", OldConfig, raising=False)
+    model = GPT(dataclasses.replace(TINY, vocab_size=50304, n_head=4))
+    saved = {"model": model.state_dict(), "config": OldConfig(), "step": 19072, "val_loss": 3.07}
+    torch.save(saved, tmp_path / "old.pt")
+    assert b"__main__\nOldConfig" in (tmp_path / "old.pt").read_bytes()
+    read, step = convert.load_old(tmp_path / "old.pt")
+    assert step == 19072 and read.config == model.config and not read.training
+    assert same_bits(read.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_nanogpt_file_is_read(tmp_path, bias, tied):
+    model = GPT(GPTConfig(block_size=32, vocab_size=65, n_layer=3, n_head=2, n_embd=32, bias=bias, tied_head=tied))
+    weights = {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}
+    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # old torch: the mask is a buffer
+    args = {"n_layer": 3, "n_head": 2, "n_embd": 32, "block_size": 32, "bias": bias, "vocab_size": 65, "dropout": 0.0}
+    saved = {"model": weights, "optimizer": {"state": {}}, "model_args": args, "iter_num": 250}
+    torch.save({**saved, "config": {"device": "x"}, "best_val_loss": torch.tensor(1.5)}, tmp_path / "ckpt.pt")
+    read, step = convert.load_old(tmp_path / "ckpt.pt")
+    assert step == 250 and read.config == model.config
+    assert same_bits(read.state_dict(), model.state_dict())
+
+
+class Evil:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+class EvilConfig(Evil):
+    def __reduce__(self):
+        return eval, (f"open({str(self.mark)!r}, 'w')",)
+
+
+@pytest.mark.parametrize("evil", [Evil, EvilConfig])
+def test_an_old_file_runs_no_pickled_code(tmp_path, evil):
+    mark = tmp_path / "owned"
+    torch.save({"model": GPT(TINY).state_dict(), "config": evil(mark), "step": 1}, tmp_path / "evil.pt")
+    pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
+    assert (tmp_path / "proof").exists()  # the attack itself works
+    with pytest.raises(UserError, match="nothing in it was run"):
+        convert.load_old(tmp_path / "evil.pt")
+    assert not mark.exists()
+
+
+def test_a_class_called_config_is_never_imported(tmp_path, monkeypatch):
+    """Even one that can be: reading its attributes into an inert object is all that happens."""
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\nclass MyConfig: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from trap import MyConfig
+
+    config = MyConfig()
+    config.n_head = 2
+    torch.save({"model": GPT(TINY).state_dict(), "config": config, "step": 1}, tmp_path / "old.pt")
+    (tmp_path / "owned").unlink()
+    del sys.modules["trap"]
+    assert convert.load_old(tmp_path / "old.pt")[0].config == TINY
+    assert "trap" not in sys.modules and not (tmp_path / "owned").exists()
+
+
+def test_other_files_are_refused(tmp_path):
+    torch.save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "other.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    for name, says in (("other.pt", "it has no 'transformer.wte.weight'"), ("list.pt", ""), ("text.pt", "")):
+        with pytest.raises(UserError, match=f"build-nanogpt or nanoGPT.*{says}"):
+            convert.load_old(tmp_path / name)

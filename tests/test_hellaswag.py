@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,43 +10,42 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import make_rows, write_rows
 
-import checkpoint
 import hellaswag
-import tokenizer
-from cli import UserError
 from model import GPT, GPTConfig
-from runtime import Runtime
+from system.ranks import Runtime
+from system.script import UserError
+from tokens import tokenizer
+from training import checkpoint
 
 CPU = torch.device("cpu")
-WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly guitar ball river jumps".split()
 
 
-def make_rows(n: int, seed: int = 0) -> list[dict]:
-    g = torch.Generator().manual_seed(seed)
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main("--model", path, ...): hellaswag.py in this process; returns what it printed."""
 
-    def words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=g))
-        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=g))
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["hellaswag.py", *map(str, args)])
+        hellaswag.main()
+        return capsys.readouterr().out
 
-    def row(i: int) -> dict:
-        a, b = words(1, 30), words(1, 4)
-        endings = [words(1, 25) + "." for _ in range(4)]
-        return {
-            "ctx": f"{a}. {b}",
-            "ctx_a": f"{a}.",
-            "ctx_b": b,
-            "activity_label": "x",
-            "endings": endings,
-            "label": i % 4,
-        }
-
-    return [row(i) for i in range(n)]
+    return call
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
+@pytest.fixture
+def refuses(main):
+    """refuses("--model", path, ..., says=["part", "of the message"])"""
+
+    def call(*args, says=()):
+        with pytest.raises(UserError) as e:
+            main(*args)
+        for s in says:
+            assert s in str(e.value), f"{s!r} not in: {e.value}"
+        return str(e.value)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def compare(model, path, limit=0):
 
 
 def test_predictions_equal_the_plain_scorer(model, tmp_path):
-    compare(model, write(tmp_path / "rows.jsonl", make_rows(40)))
+    compare(model, write_rows(tmp_path / "rows.jsonl", make_rows(40)))
 
 
 def test_predictions_equal_the_plain_scorer_on_real_rows(model, shared_data):
@@ -98,9 +98,10 @@ def test_predictions_equal_the_plain_scorer_on_real_rows(model, shared_data):
 
 
 def test_modern_options_and_bfloat16(model, tmp_path):
-    path = write(tmp_path / "rows.jsonl", make_rows(24))
+    path = write_rows(tmp_path / "rows.jsonl", make_rows(24))
     examples = hellaswag.load_examples(path)
-    rope = GPT(GPTConfig(256, 50304, 2, 2, 32, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
+    sizes = {"block_size": 256, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    rope = GPT(GPTConfig(**sizes, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
     truth = oracle(rope, make_rows(24))[..., 0]
     torch.testing.assert_close(hellaswag.score(rope, examples, CPU), truth, atol=1e-3, rtol=1e-5)
     half = hellaswag.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
@@ -108,7 +109,7 @@ def test_modern_options_and_bfloat16(model, tmp_path):
 
 
 def test_ranks_share_the_work_exactly(model, tmp_path):
-    examples = hellaswag.load_examples(write(tmp_path / "rows.jsonl", make_rows(37)))
+    examples = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", make_rows(37)))
 
     class Rank(Runtime):
         def all_reduce(self, tensor, op="sum"):
@@ -142,11 +143,11 @@ def test_a_long_context_loses_its_beginning(tmp_path):
     small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
     row = make_rows(1)[0] | {"ctx": " dog" * 60}
     row["endings"] = [" ".join(["cat"] * n) for n in (3, 5, 7, 9)]
-    examples = hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]))
+    examples = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row]))
     longest = max(len(e) for e in examples[0].endings)
     kept = row | {"ctx": " dog" * (33 - longest)}
     torch.testing.assert_close(hellaswag.score(small, examples, CPU), oracle(small, [kept])[..., 0], atol=1e-3, rtol=0)
-    long = hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row | {"endings": ["cat " * 50] * 4}]))
+    long = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row | {"endings": ["cat " * 50] * 4}]))
     with pytest.raises(UserError, match="the model reads 32"):
         hellaswag.score(small, long, CPU)
 
@@ -154,14 +155,14 @@ def test_a_long_context_loses_its_beginning(tmp_path):
 def test_lm_eval_style(tmp_path):
     row = {"activity_label": "Cooking", "ctx_a": "Heat the pan. [title] Add [step] oil.", "ctx_b": "a man"}
     row |= {"endings": ["stirs [substeps] it.", "naïve runs.", "sits.", "goes  home."], "label": "2"}
-    (e,) = hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+    (e,) = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row]), style="lm-eval")
     decode = tokenizer.encoding().decode
     assert decode(e.ctx) == "Cooking: Heat the pan.. Add oil. A man"
     assert [decode(t) for t in e.endings] == [" stirs it.", " naïve runs.", " sits.", " goes home."]
     assert e.units == [9, 11, 5, 10] and e.label == 2
     del row["ctx_a"]
     with pytest.raises(UserError, match="ctx_a"):
-        hellaswag.load_examples(write(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+        hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row]), style="lm-eval")
 
 
 def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, monkeypatch):
@@ -169,18 +170,14 @@ def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, mo
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
 
-    from convert import save_hf
+    from training.convert import save_hf
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     real = [json.loads(line) for line in (shared_data / "hellaswag_val_1k.jsonl").read_text().splitlines()[:100]]
     halves = [row["ctx"].rpartition(". ") for row in real]  # these rows carry the context in one piece only
-    rows = write(
-        tmp_path / "rows.jsonl",
-        [
-            row | {"ctx_a": a + dot.strip() or b, "ctx_b": b if a else ""}
-            for row, (a, dot, b) in zip(real, halves, strict=True)
-        ],
-    )
+    for row, (a, dot, b) in zip(real, halves, strict=True):
+        row |= {"ctx_a": a + dot.strip() or b, "ctx_b": b if a else ""}
+    rows = write_rows(tmp_path / "rows.jsonl", real)
     task = tmp_path / "task"
     task.mkdir()
     shipped = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
@@ -206,42 +203,36 @@ def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, mo
     assert (result["acc"], result["acc_norm"], result["n"]) == (theirs["acc,none"], theirs["acc_norm,none"], 100)
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"ctx": None}, "'ctx'"),
-        ({"ctx": " "}, "'ctx'"),
-        ({"endings": ["a", "b", "c"]}, "'endings'"),
-        ({"endings": ["a", "b", "c", ""]}, "'endings'"),
-        ({"label": 4}, "'label'"),
-        ({"label": None}, "'label'"),
-    ],
-)
-def test_rows_with_missing_fields_name_line_and_field(tmp_path, change, says):
-    rows = make_rows(3)
-    rows[1] |= change
-    with pytest.raises(UserError, match=f"line 2: field {says}"):
-        hellaswag.load_examples(write(tmp_path / "rows.jsonl", rows))
-    rows[1] = {k: v for k, v in make_rows(2)[1].items() if k not in change}
-    with pytest.raises(UserError, match=f"line 2: field {says}"):
-        hellaswag.load_examples(write(tmp_path / "rows.jsonl", rows))
-
-
-def test_command_line(run_script, fails, model, tmp_path):
-    data = write(tmp_path / "rows.jsonl", make_rows(20))
+def test_command_line(run_script, refuses, model, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(20))
     run = tmp_path / "run"
     run.mkdir()
     checkpoint.write(run / "model_00001.pt", checkpoint.model_file(model, 1))
-    how = ("--model", run, "--data", data, "--limit", 16, "--dtype", "float32", "--per-example", tmp_path / "out.jsonl")
-    last = run_script("hellaswag.py", *how).stdout.splitlines()[-1]
+    how = ("-m", run, "-d", "cpu", "--data", data, "--limit", 16, "--dtype", "float32")  # as in build-nanogpt
+    last = run_script("hellaswag.py", *how, "--per-example", tmp_path / "out.jsonl").stdout.splitlines()[-1]
     r = hellaswag.evaluate(model, hellaswag.load_examples(data, 16), CPU)
     assert last == f"hellaswag acc {r['acc']:.4f} acc_norm {r['acc_norm']:.4f} n 16"
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and sum(r["pred"] == r["label"] for r in rows) == round(r["acc"] * 16)
     assert all(r["losses"].index(min(r["losses"])) == r["pred"] for r in rows)
-    fails("hellaswag.py", "--model", run, "--data", tmp_path / "none", says=["none", "python hellaswag.py"])
+    refuses("--model", run, "--data", tmp_path / "none", says=["none", "python hellaswag.py"])
+    few = GPT(GPTConfig(block_size=256, vocab_size=50256, n_layer=1, n_head=2, n_embd=16))
+    checkpoint.write(tmp_path / "few.pt", checkpoint.model_file(few, 1))
+    refuses("--model", tmp_path / "few.pt", "--data", data, says=["50256 tokens, fewer than GPT-2's"])
     data.write_text(data.read_text() + "{")
-    fails("hellaswag.py", "--model", run, "--data", data, says=["line 21", "JSON"])
+    refuses("--model", run, "--data", data, says=["line 21", "JSON"])
+
+
+def test_a_run_without_readable_rows_trains_without_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert hellaswag.examples_at_hand("", GPTConfig()) == []
+    assert "HellaSwag is off: no data/hellaswag" in capsys.readouterr().out
+    data = str(write_rows(tmp_path / "rows.jsonl", make_rows(3)))
+    assert len(hellaswag.examples_at_hand(data, GPTConfig())) == 3
+    assert hellaswag.examples_at_hand(data, GPTConfig(vocab_size=256)) == []
+    assert hellaswag.examples_at_hand(data, GPTConfig(block_size=2)) == []
+    said = capsys.readouterr().out
+    assert "the model has 256 tokens" in said and "but the model reads 2" in said
 
 
 @pytest.fixture
@@ -268,29 +259,29 @@ def server():
     web.server_close()
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"ctx"'])
-def test_the_advice_for_a_file_without_rows_downloads_them(content, server, run_script, fails, tmp_path):
-    path = tmp_path / "my rows.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    said = fails("hellaswag.py", "--model", "gpt2", "--data", path).stderr
-    assert ("remove" in said) == path.exists()
-    path.unlink(missing_ok=True)
-    command = shlex.split(said.rpartition(": python ")[2])
-    server.body = b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}\n' * hellaswag.VAL_ROWS
-    run_script(*command, "--url", server.url)
-    assert len(path.read_bytes().splitlines()) == hellaswag.VAL_ROWS
-
-
-def test_download_is_whole_and_counts_the_rows(server, run_script, fails, tmp_path):
+def test_download_is_whole_and_counts_the_rows(server, main, refuses, tmp_path):
     row = json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 0}) + "\n"
-    server.body, server.breaks, path = row.encode() * hellaswag.VAL_ROWS, 1, tmp_path / "data" / "val.jsonl"
-    fails("hellaswag.py", "--data", path, "--url", server.url, says=["cannot download", "same command"])
+    server.body, server.breaks, path = row.encode() * hellaswag.VAL_ROWS, 1, tmp_path / "data" / "my rows.jsonl"
+    command = shlex.split(refuses("--model", "gpt2", "--data", path).rpartition(": python hellaswag.py ")[2])
+    refuses(*command, "--url", server.url, says=["cannot download", "same command"])
     assert not path.exists()
-    assert "10042 rows" in run_script("hellaswag.py", "--data", path, "--url", server.url).stdout
+    assert "10042 rows" in main(*command, "--url", server.url)
     assert path.read_bytes() == server.body and server.asked == 2
-    run_script("hellaswag.py", "--data", path, "--url", server.url)
+    main("--data", path, "--url", server.url)
     assert server.asked == 2  # what is there is not fetched again
     server.body = row.encode() * 5
-    fails("hellaswag.py", "--data", tmp_path / "few", "--url", server.url, says=["5 rows", "10042"])
-    fails("hellaswag.py", "--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", says=["download", "network"])
+    refuses("--data", tmp_path / "few", "--url", server.url, says=["5 rows", "10042"])
+    refuses("--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", says=["download", "network"])
+    path.write_text("")
+    assert "remove it and run: python hellaswag.py" in refuses("--model", "gpt2", "--data", path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ctx": None}, {"ctx": " "}, {"endings": ["a", "b", "c"]}, {"endings": ["a", "b", "c", ""]}, {"label": 4}],
+)
+def test_rows_with_missing_fields_name_line_and_field(tmp_path, change):
+    rows = make_rows(3)
+    for second in (rows[1] | change, {k: v for k, v in rows[1].items() if k not in change}):
+        with pytest.raises(UserError, match=f"line 2: field '{min(change)}'"):
+            hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [rows[0], second]))

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import write_model
+from helpers import write_model
 
-import cli
 import infer
-import tokenizer
-from cli import UserError
-from config import PRESETS
-from model import GPT
+from model import GPT, GPTConfig
+from system import script
+from system.script import UserError
+from tokens import tokenizer
+from training import checkpoint
+from training.presets import PRESETS
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_help_is_quick(run_script):
     assert best < 1
 
 
-def test_greedy_tokens_are_those_of_transformers(run_script, tmp_path):
+def test_greedy_tokens_are_those_of_transformers(call, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -55,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(run_script, tmp_path):
     idx = torch.tensor([tokenizer.encoding().encode("Hello, I'm a language model,")])
     expected = theirs.generate(idx, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     how = ("--temperature", 0, "--max-new-tokens", 30, "--dtype", "float32", "--json")
-    out = json.loads(run_script("infer.py", tmp_path / "hf", "Hello, I'm a language model,", *how).stdout)
+    out = json.loads(call(tmp_path / "hf", "Hello, I'm a language model,", *how))
     assert out["tokens"] == expected[0, idx.size(1) :].tolist()
     assert out["text"] == tokenizer.encoding().decode(out["tokens"])
 
@@ -117,16 +118,20 @@ def test_bfloat16_runs(call, run_dir):
     assert len(json.loads(call(run_dir, "Hi", "--dtype", "bfloat16", "--max-new-tokens", 8, "--json"))["tokens"]) == 8
 
 
-def test_bad_input(fails, call, run_dir, tmp_path):
-    fails("infer.py", run_dir, "word " * 40, says=["41 tokens", "32"])
-    fails("infer.py", run_dir, "Hi", "--top-p", 0, says=["--top-p 0", "at most 1"])
+def test_bad_input(call, run_dir, tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
+    other = GPT(GPTConfig(block_size=16, vocab_size=256, n_layer=1, n_head=1, n_embd=8))
+    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(other, 1))
+    (tmp_path / "empty").mkdir()
     for args, says in [
+        ((run_dir, "word " * 40), "41 tokens, but the context of .* is 32"),
+        ((run_dir, "Hi", "--top-p", 0), "--top-p 0.*: must be above 0, at most 1"),
+        ((tmp_path / "model_00001.pt", "Hi"), "a vocabulary of 256 tokens, fewer than GPT-2's"),
         ((run_dir, "Hi", "--temperature", -1), "--temperature -1"),
         ((run_dir, "Hi", "--max-new-tokens", 0), "--max-new-tokens 0"),
         ((run_dir, "Hi", "--top-k", -1), "--top-k -1"),
         ((tmp_path / "none.pt", "Hi"), "none.pt"),
-        ((tmp_path, "Hi"), "checkpoint"),
+        ((tmp_path / "empty", "Hi"), "checkpoint"),
         ((run_dir, "Hi", "--file", tmp_path / "x"), "--file"),
         ((run_dir, "--file", tmp_path / "x"), "cannot read"),
         ((run_dir, "--file", tmp_path / "latin"), "UTF-8"),
@@ -135,39 +140,17 @@ def test_bad_input(fails, call, run_dir, tmp_path):
             call(*args)
 
 
-@pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
-def test_the_decoder_reads_a_position_as_the_model_does(preset, monkeypatch):
-    """On a GPU what it runs here is captured as one CUDA graph; positions, mask and slide are the same."""
-    torch.manual_seed(0)
-    config = replace(PRESETS[preset].model, block_size=16, vocab_size=97, n_layer=2, n_head=2, n_embd=32)
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():  # projections that start at zero would hide what attention sees
-            p.add_(torch.randn_like(p) * 0.1)
-    idx, decoder, reads = torch.randint(97, (2, 5)), infer.Decoder(model), []
-    step = decoder._step
-    monkeypatch.setattr(decoder, "_step", lambda: reads.append(1) or step())
-    plain = model.generate(idx, 30, temperature=0)
-    assert torch.equal(model.generate(idx, 30, temperature=0, decoder=decoder), plain)
-    assert len(reads) > 20  # all but the prompt and the slides
-    drawn = [
-        torch.stack([*model.stream(idx, 12, generator=torch.Generator().manual_seed(1), num_samples=3, decoder=d)])
-        for d in (None, decoder)
-    ]
-    assert drawn[0].shape == (12, 6) and torch.equal(*drawn)
-
-
 @pytest.mark.parametrize("running, spins", [(1, True), (os.cpu_count() + 1, False)])
 def test_threads_spin_only_on_an_idle_machine(running, spins, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {})
     (tmp_path / "loadavg").write_text(f"0.50 0.60 0.70 {running}/345 6789\n")
-    cli.thread_waits(load=str(tmp_path / "loadavg"))
+    script.thread_waits(load=str(tmp_path / "loadavg"))
     assert os.environ == {"OMP_WAIT_POLICY": "PASSIVE"}  # training sleeps
     os.environ.clear()
-    cli.thread_waits(brief=True, load=str(tmp_path / "loadavg"))
+    script.thread_waits(brief=True, load=str(tmp_path / "loadavg"))
     assert ("GOMP_SPINCOUNT" in os.environ) == spins
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
-    cli.thread_waits(brief=True)
+    script.thread_waits(brief=True)
     assert os.environ == {"OMP_WAIT_POLICY": "ACTIVE"}  # what a user has set stays
 
 

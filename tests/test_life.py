@@ -10,15 +10,13 @@ import subprocess
 import sys
 import time
 
-import hub_server
 import pytest
-from conftest import ROOT, TINY
+from faults import hub_server
+from helpers import ROOT, TINY, assert_close, curve, fit, make_shards, same_bits, weights
+from processes import ranks_of, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_hub import make_shards
-from test_nodes import ranks_of, wait_for
-from test_train import assert_close, curve, fit, same_bits, weights
 
-import checkpoint
+from training import checkpoint
 
 TOY = [*TINY, "--model.vocab-size", "50304"]  # GPT-2's tokens
 
@@ -54,9 +52,8 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
     """Start, log out, follow, be preempted, start again, lose a rank, finish, publish, remove the pod; sample."""
     pod, home, steps = tmp_path / "pod", tmp_path / "home", 100
     run, tools = pod / "log" / "quickstart", tmp_path / "bin"
-    pod.mkdir()
-    home.mkdir()
-    tools.mkdir()
+    for folder in (pod, home, tools):
+        folder.mkdir()
     make_shards(pod / "toy")
     settings = [*TOY, "--total-batch-size", "64", "--micro-batch-size", "1", "--max-steps", str(steps)]
     settings += ["--val-every", "40", "--val-tokens", "256", "--save-every", "5", "--keep", "1", "--sample-every", "50"]
@@ -79,10 +76,8 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
 
         try:
             # start in a shell of its own, read what it prints, log out: its whole session dies
-            shell = subprocess.Popen(
-                command, cwd=pod, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
-            )
-            told = {}
+            how, told = {"cwd": pod, "text": True, "stdout": subprocess.PIPE}, {}
+            shell = subprocess.Popen(command, env=env, start_new_session=True, **how)
             for line in shell.stdout:
                 told |= dict(re.findall(r"^(follow|stop): +(.*)", line))
                 if "train.sh: start 1" in line:
@@ -104,10 +99,7 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
             assert 10 <= stopped < steps and "training stopped" in log() and not (tmp_path / "removed").exists()
             # the same command goes on; a rank that is killed costs no human
             time.sleep(1)  # logs are named by the second
-            again = subprocess.run(
-                command, cwd=pod, env={**env, "START_WAIT": "0"}, capture_output=True, text=True, timeout=120
-            )
-            assert again.returncode == 0, again.stderr
+            subprocess.run(command, env={**env, "START_WAIT": "0"}, check=True, timeout=120, **how)
             wait_for(lambda: newest() >= stopped + 10, 240)
             torchrun = ranks_of(int((run / "train.pid").read_text()))[0]
             os.kill(ranks_of(torchrun)[-1], signal.SIGKILL)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-import loader
-import shards
-from cli import UserError
-from loader import Loader, Order, permutation, to_device
-from runtime import Runtime
+from system.ranks import Runtime
+from system.script import UserError
+from tokens import loader, shards
+from tokens.loader import Loader, Order, permutation, to_device
 
 GOLDEN = [0, 7, 5, 6, 3, 1, 2, 4]  # of permutation(8, 1337, 0)
 CPU = Runtime(torch.device("cpu"), torch.float32)
@@ -19,34 +18,6 @@ CPU = Runtime(torch.device("cpu"), torch.float32)
 
 def make(folder, **kwargs):
     return Loader(folder, "train", **{"T": 32, "vocab_size": 256, "seed": 5, "shuffle": True, **kwargs})
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("world_size, B", [(1, 8), (1, 1), (2, 2), (2, 4), (4, 2), (4, 1)])
-def test_every_window_once_an_epoch_for_every_world(tiny_data, shuffle, world_size, B):
-    data = make(tiny_data, shuffle=shuffle)
-    n, S = data.order.per_epoch, 8
-    assert n == sum((c - 1) // 32 for c in (3001, 4097, 1500))
-    steps = [
-        [tuple(w) for rank in range(world_size) for w in data.step_windows(s, S, B, rank, world_size).reshape(-1, 2)]
-        for s in range(2 * n // S + 1)
-    ]
-    stream = [w for step in steps for w in sorted(step)]
-    alone = [tuple(w) for s in range(len(steps)) for w in sorted(map(tuple, data.step_windows(s, S, 8).reshape(-1, 2)))]
-    assert stream == alone  # step by step the same sequences, whatever the ranks and the micro-batch
-    both = data.order.span(0, 2 * n)
-    for epoch in (both[:n], both[n:]):
-        assert len({tuple(w) for w in epoch}) == n
-
-
-def test_ranks_and_micro_batches_are_build_nanogpts(tiny_data):
-    data = make(tiny_data, shuffle=False)
-    flat = data.order.span(0, 16)
-    for rank in range(2):
-        got = data.step_windows(0, 16, 4, rank, 2)
-        for m in range(2):
-            first = (m * 2 + rank) * 4
-            assert (got[m] == flat[first : first + 4]).all()
 
 
 def test_no_shuffle_is_build_nanogpts_order_token_for_token(tiny_data):
@@ -123,12 +94,11 @@ def test_widening_keeps_ids_above_int16():
     assert x.tolist() == [[50256, 65535]] and y.tolist() == [[65535, 0]]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_id_above_vocabulary_is_named(tiny_data, shuffle):
+def test_id_above_vocabulary_is_named(tiny_data):
     tokens = shards.read_shard(tiny_data / "tiny_train_000003.npy")
     tokens[700] = 256
     shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
-    data = make(tiny_data, shuffle=shuffle)
+    data = make(tiny_data)
     with pytest.raises(UserError, match=r"tiny_train_000003.*700 is id 256.*size, 256"):
         for _ in islice(data.batches(0, 8, 4, CPU), data.order.per_epoch // 8 + 1):
             pass

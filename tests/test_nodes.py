@@ -3,75 +3,40 @@
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import pytest
-from conftest import ROOT
-from test_train import assert_close, curve, fit, same_bits, weights
+from helpers import ROOT, assert_close, curve, fit, same_bits, weights
+from processes import agent, free_port, ranks_of, wait_for
 
-import checkpoint
+from training import checkpoint
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-# what README.md has people export on each of several machines
-EXPORT = re.search(r"export (TORCH_\w+)=(\w+)", (ROOT / "README.md").read_text())
-
-
-def ranks_of(agent: int) -> list[int]:
-    """Process ids of the ranks that a torchrun agent started."""
-    with open(f"/proc/{agent}/task/{agent}/children") as f:
-        return [int(p) for p in f.read().split()]
+# what docs/clouds.md has people export on each of several machines
+EXPORT = re.search(r"export (TORCH_\w+)=(\w+)", (ROOT / "docs" / "clouds.md").read_text())
 
 
-def wait_for(condition, seconds=90):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("timed out")
+STEPS = ["--max-steps", "60", "--save-every", "10", "--val-every", "40", "--resume", "auto", "--out-dir"]
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def agent(*args, **env):
-    command = [sys.executable, "-m", "torch.distributed.run", *args]
-    return subprocess.Popen(command, env={**ENV, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
-def test_a_killed_rank_costs_no_human_and_no_bits(tiny_args, tmp_path, torchrun):
-    run = [
-        "quickstart",
-        *tiny_args,
-        "--max-steps",
-        "120",
-        "--save-every",
-        "10",
-        "--val-every",
-        "40",
-        "--resume",
-        "auto",
-    ]
-    torchrun(2, "train_gpt2.py", *run, "--out-dir", tmp_path / "whole")
-    out = tmp_path / "killed"
-    script = str(ROOT / "train_gpt2.py")
-    process = agent("--standalone", "--nproc_per_node=2", "--max-restarts=3", script, *run, "--out-dir", str(out))
+def lose_a_rank(agents, out, whole):
+    """Kill the last rank of the last torchrun; all ends as if it had lived."""
     wait_for(lambda: (checkpoint.latest_step(out) or 0) >= 20)
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said[-3000:]
+    os.kill(ranks_of(agents[-1].pid)[-1], signal.SIGKILL)
+    said = "".join(process.communicate(timeout=120)[0] for process in agents)
+    assert not any(process.returncode for process in agents), said[-3000:]
     assert said.count("torch ") >= 2, "it was not restarted"
-    assert curve(out) == curve(tmp_path / "whole")
-    assert same_bits(weights(out, 120), weights(tmp_path / "whole", 120))
+    assert curve(out) == curve(whole) and same_bits(weights(out, 60), weights(whole, 60))
+
+
+@linux
+def test_a_killed_rank_costs_no_human_and_no_bits(tiny_args, tmp_path, run_ranks):
+    run, whole, out = ["quickstart", *tiny_args, *STEPS], tmp_path / "whole", tmp_path / "killed"
+    run_ranks(2, "train_gpt2.py", *run, whole)
+    script = str(ROOT / "train_gpt2.py")
+    lose_a_rank([agent("--standalone", "--nproc_per_node=2", "--max-restarts=3", script, *run, str(out))], out, whole)
 
 
 def two_machines(run, port, restarts=0, script=ROOT / "train_gpt2.py"):
@@ -92,25 +57,15 @@ def test_two_machines_equal_one(tiny_args, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
-def test_a_rank_killed_on_one_of_two_machines_costs_no_human_and_no_bits(tiny_args, tmp_path):
+@linux
+def test_a_rank_killed_on_one_of_two_machines_costs_no_human_and_no_bits(tiny_args, tmp_path, run_ranks):
     """The first machine's ranks are the later ones: those of the other could find what the dead have left."""
-    steps = ["--max-steps", "120", "--save-every", "10", "--val-every", "40"]
-    run = ["quickstart", *tiny_args, *steps, "--resume", "auto"]
-    undisturbed = two_machines([*run, "--out-dir", str(tmp_path / "whole")], free_port())
-    assert [m.wait(120) for m in (undisturbed(), undisturbed())] == [0, 0]
-    out = tmp_path / "killed"
+    run, whole, out = ["quickstart", *tiny_args, *STEPS], tmp_path / "whole", tmp_path / "killed"
+    run_ranks(2, "train_gpt2.py", *run, whole)
     late, words = tmp_path / "late.py", f"[sys.executable, {str(ROOT / 'train_gpt2.py')!r}, *sys.argv[1:]]"
     late.write_text(f"import os, sys, time\ntime.sleep(2)\nos.execv(sys.executable, {words})")
-    meet = partial(two_machines, [*run, "--out-dir", str(out)], free_port(), restarts=1)
-    machines = [meet(script=late)(), meet()()]
-    wait_for(lambda: (checkpoint.latest_step(out) or 0) >= 20)
-    os.kill(ranks_of(machines[1].pid)[0], signal.SIGKILL)
-    said = [m.communicate(timeout=120)[0] for m in machines]
-    assert [m.returncode for m in machines] == [0, 0], said
-    assert "".join(said).count("torch ") >= 2, "they were not restarted"
-    assert curve(out) == curve(tmp_path / "whole")
-    assert same_bits(weights(out, 120), weights(tmp_path / "whole", 120))
+    meet = partial(two_machines, [*run, str(out)], free_port(), restarts=1)
+    lose_a_rank([meet(script=late)(), meet()()], out, whole)
 
 
 @pytest.mark.slow

@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-import optim
-from cli import UserError
-from config import PRESETS
 from model import GPT, GPTConfig
-from runtime import Runtime
+from system.ranks import Runtime
+from training import optim
+from training.presets import PRESETS
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
@@ -59,11 +58,11 @@ def test_muon_momentum_warms_up():
     optimizers = optim.build(optim.Weights(GPT(SMALL), cfg), cfg, CPU)
     momenta = []
     for step in (0, 50, 100, 200):
-        optim.set_schedule(optimizers, step, 1000, cfg)
+        optim.set_rates(optimizers, step, 1000, cfg)
         momenta += [g["momentum"] for o in optimizers for g in o.param_groups if "momentum" in g]
     assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
     sgd = torch.optim.SGD([{"params": GPT(SMALL).parameters(), "peak_lr": 0.1}], momentum=0.8)
-    optim.set_schedule([sgd], 5, 1000, BASE)
+    optim.set_rates([sgd], 5, 1000, BASE)
     assert sgd.param_groups[0]["momentum"] == 0.8  # not Muon's
 
 
@@ -72,7 +71,7 @@ def test_each_rate_of_the_speedrun_reaches_its_parameters():
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, n_layer=2, n_head=2, n_embd=16, vocab_size=64))
     weights = optim.Weights(GPT(cfg.model), cfg)
     optimizers = optim.build(weights, cfg, CPU)
-    assert optim.set_schedule(optimizers, 0, 3000, cfg) == 0.004
+    assert optim.set_rates(optimizers, 0, 3000, cfg) == 0.004
     rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
     for name, p in weights.named.items():
         wanted = 0.7 if ".wte." in name else 0.02 if ".h." in name and p.dim() == 2 else 0.004
@@ -89,7 +88,7 @@ def test_state_round_trip_continues_bit_for_bit(kind, dtype):
         idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
         weights.model(idx, idx)[1].backward()
         weights.take_gradients()
-        optim.set_schedule(optimizers, seed, 10, cfg)
+        optim.set_rates(optimizers, seed, 10, cfg)
         for o in optimizers:
             o.step()
             o.zero_grad()
@@ -155,15 +154,10 @@ def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
     before = {k: v.clone() for k, v in weights.state_dict().items()}
     for name, p in model.named_parameters():
         p.grad = None if ".h.0.attn" in name else torch.ones_like(p)
-    optim.clip(weights, optimizers, scaler := torch.amp.GradScaler("cpu", enabled=False), 1.0)
-    optim.step(optimizers, weights, scaler)
+    weights.take_gradients()
+    optimizers[0].step()
+    weights.copy_to_model()
     assert all(torch.equal(v, before[k]) == (".h.0.attn" in k) for k, v in weights.state_dict().items())
-
-
-def test_bfloat16_weights_are_refused_where_only_float16_runs():
-    cfg = dataclasses.replace(BASE, weights="bfloat16")
-    with pytest.raises(UserError, match="--weights float32"):
-        optim.build(optim.Weights(GPT(SMALL), cfg), cfg, Runtime(torch.device("cpu"), torch.float16))
 
 
 class Sign(torch.optim.Optimizer):
@@ -180,7 +174,7 @@ class Sign(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_ones_own(monkeypatch):
-    """It resumes, is not taken for another one, and ZeRO-1, which could not save it, refuses it before the first step
+    """It resumes, is not taken for another one, and ZeRO-1, which could not save it, says so before the first step
     (it once failed at the first save, which in speedrun-124m is the last step)."""
     weights = optim.Weights(GPT(SMALL), BASE)
     adamw = optim.build(weights, BASE, CPU)
@@ -194,5 +188,5 @@ def test_an_optimizer_of_ones_own(monkeypatch):
     with pytest.raises(ValueError, match="keeps mean of parameter 0, unlike AdamW"):
         optim.load_state(adamw, optim.full_state(ours, CPU))
     cfg, two = dataclasses.replace(BASE, zero_stage=1), dataclasses.replace(CPU, world_size=2)
-    with pytest.raises(UserError, match="does not know what Sign keeps; use --zero-stage 0"):
+    with pytest.raises(AssertionError, match="OPTIMIZER_STATE what Sign keeps"):
         optim.build(weights, cfg, two)

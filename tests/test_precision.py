@@ -1,0 +1,147 @@
+"""The precision of a run: chosen by measurement, the same on all ranks and after a resume, and never without a word."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from helpers import CPU, config, curve, fit, same_bits, weights
+
+import hellaswag
+from system import machine
+from system.ranks import Runtime
+from system.script import UserError
+from training import checkpoint, evals, precision
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CARD = Runtime(torch.device("cuda", 0), FP32)
+BOTH = [BF16, FP32]
+
+
+def has(monkeypatch, *per_rank):
+    """What machine.precisions says: of this rank and, by a collective that is made up, of the others."""
+    monkeypatch.setattr(machine, "precisions", lambda device: per_rank[0])
+    rows = [torch.tensor([float(dtype in found) for dtype in precision.ALL]) for found in per_rank]
+    stack = torch.stack
+    monkeypatch.setattr(torch, "tensor", lambda values, device=None, real=torch.tensor: real(values))
+    monkeypatch.setattr(precision.torch, "stack", lambda _: stack(rows))
+
+
+@pytest.mark.parametrize("gain, chosen", [(0.5, FP32), (1.1, FP32), (1.3, BF16), (4.0, BF16)])
+def test_a_cpu_takes_bfloat16_only_where_it_clearly_wins(monkeypatch, tiny_args, capsys, gain, chosen):
+    """0.5 is a Xeon with AVX512-BF16 and without AMX, 4 a Zen 5: their flags are the same."""
+    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: gain)
+    monkeypatch.setattr(machine, "precisions", lambda device: BOTH)
+    cfg = config("quickstart", *tiny_args, "--dtype", "auto")
+    assert precision.settle(cfg, CPU).dtype == chosen
+    said = capsys.readouterr().out
+    assert f"precision: {precision.name(chosen)}" in said and f"{gain:.1f} times as fast as float32 here" in said
+    monkeypatch.setattr(machine, "precisions", lambda device: [FP32])
+    assert precision.settle(cfg, CPU).dtype == FP32  # emulated bfloat16 is not even tried
+
+
+def test_the_measurement_is_of_this_machine_and_short():
+    gain = machine.bfloat16_gain(512, 64, 256)
+    assert 0.01 < gain < 100 and gain == machine.bfloat16_gain(512, 64, 256)
+
+
+def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, tmp_path, capsys):
+    """Whatever the stopwatch says now; a flag changes it, and the run says so."""
+    monkeypatch.setattr(machine, "precisions", lambda device: BOTH)
+    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: 4.0)
+    run = fit([*tiny_args, "--dtype", "auto"], tmp_path / "run", "--max-steps", "4")
+    assert checkpoint.read_train_state(run)["dtype"] == "bfloat16"
+    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: 0.5)
+    capsys.readouterr()
+    fit([*tiny_args, "--dtype", "auto"], run, "--max-steps", "6", "--resume", "auto")
+    assert "precision: bfloat16, as the run began" in capsys.readouterr().out
+    fit(tiny_args, run, "--max-steps", "8", "--resume", "auto", "--dtype", "float32")
+    assert "the run began in bfloat16 and goes on in float32" in capsys.readouterr().out
+    assert checkpoint.read_train_state(run)["dtype"] == "float32"
+
+
+def test_a_run_of_a_version_that_did_not_save_its_precision_keeps_what_that_version_chose(monkeypatch, tiny_args):
+    monkeypatch.setattr(machine, "precisions", lambda device: BOTH)
+    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: 0.5)
+    cfg = config("quickstart", *tiny_args, "--dtype", "auto")
+    assert precision.settle(cfg, CPU, {"step": 3}).dtype == BF16
+
+
+def test_cards_of_different_kinds_agree_on_what_all_have(monkeypatch, tiny_args, capsys):
+    """A 2080 Ti beside a 3090: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
+    ampere, turing = [BF16, FP16, FP32], [FP16, FP32]
+    auto = config("quickstart", *tiny_args, "--dtype", "auto")
+    for mine, other in ((ampere, turing), (turing, ampere)):
+        with monkeypatch.context() as m:
+            has(m, mine, other)
+            assert precision.settle(auto, CARD).dtype == FP16
+            with pytest.raises(UserError, match="not every GPU of this run has it; use --dtype float16"):
+                precision.settle(dataclasses.replace(auto, dtype="bfloat16"), CARD)
+    with monkeypatch.context() as m:
+        has(m, ampere, ampere)
+        assert precision.settle(auto, CARD).dtype == BF16
+    assert "which every GPU of this run has" in capsys.readouterr().out
+
+
+def only_rank_1_lacks_bfloat16():
+    machine.precisions = lambda device: [FP32] if os.environ["RANK"] == "1" else BOTH
+    machine.bfloat16_gain = lambda *shape: 4.0
+
+
+def test_ranks_that_report_different_capabilities_train_in_one_precision(tiny_args, tmp_path, run_ranks):
+    """Real ranks: together they end with the curve of a run in the precision that both have."""
+    one = fit(tiny_args, tmp_path / "one")
+    flags = ["quickstart", *tiny_args, "--dtype", "auto", "--out-dir", tmp_path / "two"]
+    said = run_ranks(2, "train_gpt2.py", *flags, prepare=only_rank_1_lacks_bfloat16)
+    assert "precision: float32" in said
+    assert curve(tmp_path / "two")[11][0] == pytest.approx(curve(one)[11][0], rel=2e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bfloat16_weights_train_on_a_card_that_has_only_float16(tiny_args, tmp_path, capsys, optimizer):
+    """As record8-124m and speedrun-124m on a Turing card: after one line, with what it has; also resumed."""
+    flags = [*tiny_args, "--weights", "bfloat16", "--dtype", "float16", "--optimizer", optimizer]
+    run = fit(flags, tmp_path / "run", "--max-steps", "3")
+    assert capsys.readouterr().out.count("here the weights stay in float32, with a float16 loss scale") == 1
+    fit(flags, run, "--max-steps", "5", "--resume", "auto")
+    assert list(curve(run)) == list(range(6)) and curve(run)[5][1] < 6
+
+
+def out_of_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_an_evaluation_that_fails_loses_no_step_and_does_not_fail_twice(tiny_args, tmp_path, monkeypatch):
+    """Though no save was due; the run goes on without that evaluation, and to the same bits."""
+    whole, run = fit(tiny_args, tmp_path / "whole"), tmp_path / "run"
+    flags, calls = [*tiny_args, "--save-every", "100", "--val-every", "5"], []
+
+    def later(*args, real=evals.validate):
+        calls.append(1)
+        return out_of_memory() if len(calls) == 2 else real(*args)
+
+    monkeypatch.setattr(evals, "validate", later)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(flags, run)
+    assert checkpoint.complete_steps(run) == [5]
+    fit(flags, run, "--resume", "auto")
+    assert "step 5: OutOfMemoryError" in (run / "failed_evaluation").read_text()
+    assert same_bits(weights(run), weights(whole))
+    assert [step for step, (_, val, _) in curve(run).items() if val is not None] == [0, 10, 12]
+
+
+def test_a_saved_step_survives_its_evaluation(tiny_args, tmp_path, monkeypatch):
+    """HellaSwag runs out of memory at a step whose checkpoint is due: it is there."""
+    row = hellaswag.Example([1], [[2], [3], [4], [5]], [1, 1, 1, 1], 0)
+    monkeypatch.setattr(hellaswag, "examples_at_hand", lambda *args: [row])
+    real, calls = hellaswag.evaluate, []
+
+    def later(*args, **kwargs):
+        calls.append(1)
+        return real(*args, **kwargs) if len(calls) == 1 else out_of_memory()
+
+    monkeypatch.setattr(hellaswag, "evaluate", later)
+    monkeypatch.setattr(hellaswag, "score", lambda *args, **kwargs: torch.zeros(1, 4))
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tiny_args, tmp_path / "run", "--hellaswag-every", "6")
+    assert checkpoint.latest_step(tmp_path / "run") == 6

