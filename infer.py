@@ -14,8 +14,9 @@ import codecs
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +57,8 @@ class Args:
     """Encode <|endoftext|> in the prompt as the special token; otherwise it is plain text."""
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the weights and the cache; auto means bfloat16 where the hardware can multiply it."""
+    """Precision of the weights and the cache; auto: bfloat16 where the hardware can multiply it, unless this CPU is
+    clearly faster in float32."""
 
 
 def read_prompt(args: Args) -> str:
@@ -102,22 +104,47 @@ def packable(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of this precision here. bfloat16 needs AVX-512; float32 was not tried on Arm."""
     import torch
 
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 and platform.machine() == "x86_64"
 
 
-def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Move `model` to its device and precision, for inference only. On a CPU, repack the weight matrices into the
-    layout that oneDNN multiplies a few rows by fastest, which about doubles the tokens per second of 4 samples."""
+def packed(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """What multiplies rows by a weight matrix on a CPU, and adds a bias: where it can, from a copy in the layout that
+    oneDNN multiplies a few rows by fastest, which about doubles the tokens per second of 4 samples."""
     import torch
 
-    model, onednn = model.to(device, dtype), torch.ops.mkldnn
-    if device.type == "cpu" and torch.backends.mkldnn.is_available() and packable(dtype):
-        reorder, multiply = onednn._reorder_linear_weight, onednn._linear_pointwise  # as in Inductor
+    if not packable(weight.dtype):
+        return partial(torch.nn.functional.linear, weight=weight)
+    layout, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
+    return lambda x, bias=None: multiply(x, layout, bias, "none", [], "")  # as in Inductor
+
+
+def fastest_dtype(device: torch.device, rows: int) -> torch.dtype:
+    """The precision that generates this many samples fastest. A token reads every weight from memory, so bfloat16,
+    half as many bytes, may win where training takes float32. On a CPU that has both, timed on a matrix too large for
+    most caches; float32 has to win clearly, so that the same command takes the same precision again."""
+    import torch
+
+    from system import machine
+
+    best = machine.precisions(device)[0]
+    if device.type == "cpu" and best == torch.bfloat16:
+        if machine.bfloat16_gain(min(rows, 64), 1024, 8192, packed) * machine.CLEAR_GAIN < 1:
+            return torch.float32
+    return best
+
+
+def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Move `model` to its device and precision, for inference only; on a CPU with its weight matrices packed."""
+    import torch
+
+    model = model.to(device, dtype)
+    if device.type == "cpu":
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
-            packed = reorder(layer.weight.detach())
-            layer.forward = lambda x, packed=packed, b=layer.bias: multiply(x, packed, b, "none", [], "")
+            layer.forward = partial(packed(layer.weight.detach()), bias=layer.bias)
             if layer is not model.lm_head:  # the head may share the embedding's weight
                 layer.weight = None
     return model
@@ -136,14 +163,15 @@ def main() -> None:
     import torch
 
     from model import Sampler
-    from system.machine import pick_device, pick_dtype
+    from system.machine import pick_device
     from training.checkpoint import open_model
 
     device, model = pick_device(args.device), open_model(args.model)
+    dtype = fastest_dtype(device, args.num_samples) if args.dtype == "auto" else getattr(torch, args.dtype)
     n, V, T = len(tokens), model.config.vocab_size, model.config.block_size
     require(V > tokenizer.EOT, f"{args.model} has a vocabulary of {V} tokens, fewer than GPT-2's; choose a GPT-2")
     require(n <= T, f"the prompt has {n} tokens, but the context of {args.model} is {T}; shorten it")
-    model = prepare(model, device, pick_dtype(args.dtype, device))
+    model = prepare(model, device, dtype)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, torch.Generator(device).manual_seed(args.seed))
     steps = model.stream(torch.tensor([tokens], device=device), args.max_new_tokens, sampler, args.num_samples)
     ids = until_eot(steps, args.stop_at_eot)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 from typing import NamedTuple
@@ -92,28 +93,33 @@ def precisions(device: torch.device) -> list[torch.dtype]:
 CLEAR_GAIN = 1.25  # below this, casting to bfloat16 and back costs a CPU as much as its products save
 
 
+def plain(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What multiplies rows by a weight matrix, as training does."""
+    return functools.partial(torch.nn.functional.linear, weight=weight)
+
+
 @functools.cache
-def bfloat16_gain(rows: int, width: int, columns: int) -> float:
+def bfloat16_gain(rows: int, width: int, columns: int, product: Callable = plain) -> float:
     """How many times as fast this CPU multiplies (rows, width) by (width, columns) in bfloat16 as in float32, measured
     in some tens of milliseconds: its flags do not tell, a Xeon with AVX512-BF16 and no AMX is slower in it."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, w = torch.ones(rows, width, dtype=dtype), torch.ones(columns, width, dtype=dtype)
-        times = []
+        multiply, times = product(w), []
         while len(times) < 4 and sum(times) < 0.1:  # the first warms up
             began = time.perf_counter()
-            torch.nn.functional.linear(x, w)
+            multiply(x)
             times.append(time.perf_counter() - began)
         seconds[dtype] = min(times)
     return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
-def pick_dtype(name: str, device: torch.device, rows: int = 512) -> torch.dtype:
-    """`auto`: the fastest for products of that many rows: on a GPU what it has, on a CPU by measurement."""
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: the fastest for products of many rows: on a GPU what it has, on a CPU by measurement."""
     if name != "auto":
         return getattr(torch, name)
     best = precisions(device)[0]
-    if device.type == "cpu" and best == torch.bfloat16 and bfloat16_gain(rows, 768, 3072) < CLEAR_GAIN:
+    if device.type == "cpu" and best == torch.bfloat16 and bfloat16_gain(512, 768, 3072) < CLEAR_GAIN:
         return torch.float32
     return best
 

@@ -12,7 +12,7 @@ from helpers import write_model
 
 import infer
 from model import GPT, GPTConfig
-from system import script
+from system import machine, script
 from system.script import UserError
 from tokens import tokenizer
 from training import checkpoint
@@ -116,6 +116,20 @@ def test_special_tokens_in_a_prompt_are_text_unless_allowed():
 
 def test_bfloat16_runs(call, run_dir):
     assert len(json.loads(call(run_dir, "Hi", "--dtype", "bfloat16", "--max-new-tokens", 8, "--json"))["tokens"]) == 8
+
+
+@pytest.mark.parametrize("gain, chosen", [(0.5, "float32"), (0.9, "bfloat16"), (1.5, "bfloat16")])
+def test_a_cpu_samples_in_bfloat16_unless_float32_clearly_wins(call, run_dir, monkeypatch, gain, chosen):
+    """Measured for as many rows as there are samples, packed as they are for sampling."""
+    asked, seen, prepare = [], [], infer.prepare
+    monkeypatch.setattr(machine, "precisions", lambda device: [torch.bfloat16, torch.float32])
+    monkeypatch.setattr(machine, "bfloat16_gain", lambda *how: asked.append((how[0], how[-1])) or gain)
+    monkeypatch.setattr(infer, "prepare", lambda m, device, dtype: seen.append(dtype) or prepare(m, device, dtype))
+    call(run_dir, "Hi", "--num-samples", 3, "--max-new-tokens", 2)
+    call(run_dir, "Hi", "--max-new-tokens", 2, "--dtype", "float32")
+    assert seen == [getattr(torch, chosen), torch.float32] and asked == [(3, infer.packed)]
+    monkeypatch.setattr(machine, "precisions", lambda device: [torch.float16, torch.float32])
+    assert infer.fastest_dtype(torch.device("cuda"), 1) == torch.float16 and len(asked) == 1  # a GPU is not timed
 
 
 def test_bad_input(call, run_dir, tmp_path):
