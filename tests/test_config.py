@@ -10,7 +10,7 @@ from helpers import ROOT
 from model import GPTConfig
 from system.script import UserError
 from training.config import MAY_CHANGE, TrainConfig, drift, parse_duration
-from training.presets import PRESETS, model_from_init, parse
+from training.presets import PRESETS, RENAMED, model_from_init, parse
 
 
 def nothing_saved(path):
@@ -76,6 +76,25 @@ def test_parse_flags():
     assert (c.model.n_layer, c.shuffle, c.micro_batch_size, c.max_lr) == (2, False, "auto", 0.001)
     assert c.model.n_embd == PRESETS["quickstart"].model.n_embd and c.preset == "quickstart"
     assert parse([], nothing_saved) == PRESETS["gpt2-124m"]
+
+
+def test_names_from_elsewhere_are_answered_with_ours():
+    """Commands as nanoGPT's and DDP-BASEMODEL-TRAIN's READMEs have them; every flag in an answer is one of ours."""
+    nanogpt = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1
+        --block_size=64 --batch_size=12 --n_layer=4 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"""
+    ddp = """--num_iterations=38146 --sequence_length=1024 --batch_size=16 --compile=1 --tensorcores=1 --flash=1
+        --input_train_bin=a/*_train_*.bin --output_dir=./outdir --learning_rate=6e-4 --learning_rate_decay_frac=0.1
+        --warmup_iters=700 --val_loss_every=100 --save_every_niter=2000 --wandb_log_iters=1 --wandb_project_id=g"""
+    same = {"--device=cpu", "--compile=False", "--sequence_length=1024", "--compile=1"}
+    for line in (nanogpt, ddp, "gpt2-xl --learning-rate 1e-3 --init_from=resume"):
+        with pytest.raises(UserError) as e:
+            parse(line.split(), nothing_saved)
+        old = [word for word in line.split() if word not in same and word != "1e-3"]
+        assert [answer.split(": ")[0].strip() for answer in str(e.value).splitlines()[1:]] == old
+    fields = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(TrainConfig)}
+    assert set(re.findall(r"--[a-z-]+\b(?!\.)", RENAMED)) <= fields
+    c = parse("untied-124m --compile=0 --overfit_single_batch=1 --model.tied-head=true --zero_stage=1".split(), None)
+    assert (c.compile, c.overfit_single_batch, c.model.tied_head, c.zero_stage) == (False, True, True, 1)
 
 
 def test_the_last_resume_counts_and_brings_its_config_and_folder(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,6 +96,54 @@ def model_from_init(cfg: TrainConfig) -> bool:
     return cfg.init_from != "scratch" and cfg.preset in PRESETS and cfg.model == PRESETS[cfg.preset].model
 
 
+# What nanoGPT, llm.c's train_gpt2.py and DDP-BASEMODEL-TRAIN call something that has another name here.
+RENAMED = """
+config/train_gpt2.py: gpt2-124m
+config/train_shakespeare_char.py: quickstart --data-dir data/my, GPT-2 tokens of your text by fineweb.py
+config/finetune_shakespeare.py: finetune --init-from gpt2-xl
+config/eval_gpt2.py: --init-from gpt2 --eval-only
+gpt2 gpt2-medium gpt2-large gpt2-xl: gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1558m; for OpenAI's weights --init-from
+init_from=resume: --resume auto
+batch_size: --micro-batch-size
+gradient_accumulation_steps: --total-batch-size, in tokens, over all ranks
+block_size: --sequence-length
+n_layer n_head n_embd bias: the same after --model., such as --model.n-layer
+learning_rate: --max-lr
+learning_rate_decay_frac: --min-lr, a rate, not a fraction
+max_iters num_iterations: --max-steps
+warmup_iters: --warmup-steps
+eval_interval val_loss_every: --val-every
+eval_iters val_max_steps: --val-tokens
+save_every_niter: --save-every
+always_save_checkpoint: --save-every and --keep
+output_dir: --out-dir
+dataset input_bin input_train_bin input_val_bin: --data-dir, a folder with train and val shards
+wandb_log wandb_log_iters: --tracker wandb
+wandb_project wandb_project_id wandb_run_name: WANDB_PROJECT and WANDB_NAME in the environment
+dropout: none, GPT-2 reproductions train without
+decay_lr lr_decay_iters: none, --schedule ends at --max-steps
+log_interval: none, metrics.jsonl has every step
+backend tensorcores flash: none, torch chooses
+"""
+SWITCHES = "|".join(f.name for kind in (TrainConfig, GPTConfig) for f in fields(kind) if f.type in (bool, "bool"))
+
+
+def as_typed_here(argv: list[str]) -> list[str]:
+    """The words with switches as tyro takes them, written --compile=False or --compile=0 elsewhere. Raises UserError
+    with our names for all that has another one there."""
+    rows = [line.split(": ") for line in RENAMED.strip().splitlines()]
+    ours = {old.replace("-", "_"): new for names, new in rows for old in names.split()}
+    answers = []
+    for word in [w for i, w in enumerate(argv) if i == 0 or w.startswith("--")]:  # a preset, or flags
+        name = word.removeprefix("--").replace("-", "_")
+        new = ours.get(name) or ours.get(name.partition("=")[0])
+        answers += [f"\n  {word}: {new}"] if new else []
+    if answers:
+        raise UserError("these have other names here (docs/coming-from.md):" + "".join(answers))
+    switch = re.compile(rf"^--(model\.)?({SWITCHES.replace('_', '[-_]')})=(?:(true|1)|false|0)$", re.I)
+    return [switch.sub(lambda m: f"--{m[1] or ''}{'' if m[3] else 'no-'}{m[2]}", word) for word in argv]
+
+
 @dataclass(frozen=True)
 class Typed:
     """Flags that choose the defaults of the others, so they are read first."""
@@ -108,13 +156,12 @@ class Typed:
 def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. `--resume PATH` without a preset starts from the config saved there
     (read_saved(PATH) returns it), so only the changes need flags."""
+    argv = as_typed_here(argv)
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     if name is not None and name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UserError(f"no preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
-    rest = [re.sub(r"^(--.+)=True$", r"\1", word) for word in rest]  # switches as nanoGPT writes them: --compile=False
-    rest = [re.sub(r"^--(model\.)?(.+)=False$", r"--\1no-\2", word) for word in rest]
     typed, _ = tyro.cli(Typed, args=rest, return_unknown_args=True, add_help=False)
     if name is None and typed.resume not in ("none", "auto"):
         folder = typed.resume if Path(typed.resume).is_dir() else str(Path(typed.resume).parent)
