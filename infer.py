@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Args:
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)."""
-    prompt: tyro.conf.Positional[str] = ""
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[PROMPT]")] = ""
     """Text to continue; - reads standard input (without a final newline)."""
     file: Path | None = None
     """Read the prompt from this file instead, unchanged."""
@@ -57,8 +57,7 @@ class Args:
     """Encode <|endoftext|> in the prompt as the special token; otherwise it is plain text."""
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the weights and the cache; auto: bfloat16 where the hardware can multiply it, unless this CPU is
-    clearly faster in float32."""
+    """Precision of the weights and the cache; auto takes a GPU's best, and measures on a CPU that has bfloat16."""
 
 
 def read_prompt(args: Args) -> str:

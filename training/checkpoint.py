@@ -133,7 +133,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
 def missing(path: Path) -> str:
     """What to say of a missing checkpoint; it lists those that exist."""
     here = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
-    return f"no checkpoint {path}; {path.parent} has {here} (train: python train_gpt2.py)"
+    return f"no checkpoint {path}; checkpoints in {path.parent}: {here} (train: python train_gpt2.py)"
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -58,9 +58,11 @@ class Record:
         parts = [
             f"step {run.step:5d}/{run.max_steps} | loss: {m['train_loss']:.6f} | lr {m['lr']:.4e}",
             f"norm: {m['grad_norm']:.4f} | dt: {m['step_ms']:.2f}ms | tok/sec: {m['tokens_per_second']:,.0f}",
-            f"mfu: {m['mfu']:.1%}" if m["mfu"] else "mfu: unknown",
-            f"eta: {duration(eta) if math.isfinite(eta) else 'unknown'}",
         ]
+        if m["mfu"]:
+            parts.append(f"mfu: {m['mfu']:.1%}")
+        if math.isfinite(eta):
+            parts.append(f"eta: {duration(eta)}")
         if self.usd_per_hour:
             parts.append(f"cost: ${(time.monotonic() - self.began) / 3600 * self.usd_per_hour:.2f}")
         return " | ".join(parts)
