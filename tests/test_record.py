@@ -138,12 +138,15 @@ def test_tensorboard_has_every_curve_and_resumes_without_doubled_points(tiny_arg
     events, lines = EventAccumulator(str(run / "tensorboard")).Reload(), metrics(run)
     keys = "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss hellaswag_acc hellaswag_acc_norm"
     for key in keys.split():
-        drawn = [(e.step, pytest.approx(e.value)) for e in events.Scalars(key)]
+        tag = f"loss/{key}" if key.endswith("_loss") else f"run/{key}"  # TensorBoard opens two groups: these
+        drawn = [(e.step, pytest.approx(e.value)) for e in events.Scalars(tag)]
         assert drawn == [(line["step"], line[key]) for line in lines if key in line] and drawn, key
     samples = events.Tensors("samples/text_summary")
     assert [e.step for e in samples] == [4, 8, 12] and b"sample 3: def " in samples[0].tensor_proto.string_val[0]
     parameters = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"max_lr" in parameters and b"model.n_layer" in parameters
+    with pytest.raises(KeyError):  # columns that one run would dictate to all, alphabetically
+        events.SummaryMetadata("_hparams_/experiment")
     assert [p.is_dir() for p in (run / "tensorboard").iterdir()] == [False, False]  # one run to TensorBoard, not four
 
 

@@ -147,14 +147,16 @@ class TensorBoard(Tracker):
         self.writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start)
         atexit.register(self.writer.close)  # the points before an error matter most
         settings = cfg.to_dict()
-        flat = settings | {f"model.{k}": v for k, v in settings["model"].items()}
-        flat = {k: v for k, v in flat.items() if isinstance(v, bool | int | float | str)}
-        for summary in hparams(flat, {"train_loss": 0.0, "val_loss": 0.0}):  # add_hparams would start another run
-            self.writer.file_writer.add_summary(summary)
+        settings |= {f"model.{k}": v for k, v in settings.pop("model").items()}
+        shown = {k: v if type(v) in (int, float) else str(v) for k, v in settings.items()}
+        # add_hparams would start another run; with the experiment that comes first here, which lists the columns,
+        # TensorBoard would not look for what differs between runs, and show that first
+        _, start_info, _ = hparams(shown, {})
+        self.writer.file_writer.add_summary(start_info)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        for key, value in values.items():
-            self.writer.add_scalar(key, value, step)
+        for key, value in values.items():  # TensorBoard opens the first two groups
+            self.writer.add_scalar(f"{'loss' if key.endswith('_loss') else 'run'}/{key}", value, step)
 
     def text(self, step: int, text: str) -> None:
         if step >= self.untold:
