@@ -3,6 +3,7 @@
     python hub.py push-data data/edufineweb OWNER/NAME       # tokenize once, ...
     python hub.py pull-data OWNER/NAME data/edufineweb       # ... train anywhere (also: --data-dir hf://OWNER/NAME)
     python hub.py push-model log/gpt2-124m OWNER/NAME        # and: pull-model OWNER/NAME DIR
+    python hub.py check OWNER/NAME                           # could this token push a model there?
     python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers' AutoModelForCausalLM
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from system.hub import open_hub
 from system.script import locked, print0, require, run_cli
@@ -29,7 +30,7 @@ from tokens import shards
 from training import convert
 
 if TYPE_CHECKING:
-    from huggingface_hub import RepoFile
+    from huggingface_hub import HfApi, RepoFile
 
     from model import GPT
 
@@ -37,12 +38,29 @@ MODEL_FILE = re.compile(r"(model|optim)_\d+\.pt|[\w-]+\.(safetensors|json|jsonl|
 CARD_FACTS = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
 
+@contextmanager
+def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, str]]:
+    """As open_hub, for a repository that is there, made if missing, and that the token may write to. Raises UserError,
+    also if it is public and that was not asked for."""
+    with open_hub(repo, write=True) as (api, repo):
+        api.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)  # content with a token that only reads
+        api.auth_check(repo, repo_type=kind, write=True)
+        closed = public or api.repo_info(repo, repo_type=kind).private
+        mend = "add --public (with train.sh: PUSH_PUBLIC=1), or choose another name"
+        require(closed, f"{repo} exists and is public; to push there {mend}")
+        yield api, repo
+
+
+def check(repo: str, public: bool = False) -> None:
+    """Make the model repository REPO (private unless --public) if it is missing, and check that this token may write
+    to it: better now than when a run is over."""
+    with open_to_write(repo, "model", public) as (_, repo):
+        print0(f"{repo} is there, and this token may push to it")
+
+
 def push(repo: str, kind: str, files: list[Path], card: str, public: bool, last: Path | None = None) -> None:
     """Upload `files` and the text `card`, if any (REPO becomes the name); then, on its own, `last`."""
-    with open_hub(repo, write=True) as (api, repo), tempfile.TemporaryDirectory() as folder:
-        api.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)
-        closed = public or api.repo_info(repo, repo_type=kind).private
-        require(closed, f"{repo} exists and is public; add --public to push there, or choose another name")
+    with open_to_write(repo, kind, public) as (api, repo), tempfile.TemporaryDirectory() as folder:
         for path in files:
             if path.suffix == ".jsonl":  # a run may still be appending: send a snapshot
                 shutil.copy(path, folder)
@@ -137,11 +155,10 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
     return out
 
 
-def load(path: Path) -> tuple[Path, GPT, str]:
-    """The .pt file for a file or run folder, its model, and a model card with the run's figures at that step."""
+def load(weights: Path) -> tuple[GPT, str]:
+    """The model in a .pt file, and a model card with the run's figures at that step."""
     from training import checkpoint, record
 
-    weights = checkpoint.newest_model(path) if path.is_dir() else path
     model, facts = checkpoint.load(weights)
     c, step = model.config, facts["step"]
     for row in record.read_lines(weights.with_name("metrics.jsonl")):
@@ -154,21 +171,57 @@ def load(path: Path) -> tuple[Path, GPT, str]:
     shape = f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}."
     card = ["---", "pipeline_tag: text-generation", "tags: [gpt2]", "---", "# GPT-2", ""]
     card += [f"{model.num_params():,} parameters: {shape}", "", "| | |", "|-|-|", *figures, "", ""]
-    return weights, model, "\n".join(card)
+    return model, "\n".join(card)
 
 
-def push_model(path: Path, repo: str, public: bool = False, with_optimizer: bool = False) -> None:
-    """Upload a .pt file, a run's newest checkpoint (with its optimizer, to resume from), or an export."""
+def best_model(run_dir: Path) -> Path | None:
+    """The saved step of a run with the lowest val loss; None if none was both saved and evaluated."""
+    from training import checkpoint, record
+
+    saved, losses = checkpoint.complete_steps(run_dir, ["model"]), {}
+    for row in record.read_lines(run_dir / "metrics.jsonl"):
+        if row["step"] in saved and isinstance(row.get("val_loss"), float):
+            losses[row["step"]] = row["val_loss"]
+    if losses:
+        return checkpoint.model_path(run_dir, min(losses, key=losses.get))
+    print0(f"no step saved in {run_dir} has a val loss: its newest is taken for the best")
+    return None
+
+
+def push_model(
+    path: Path,
+    repo: str,
+    public: bool = False,
+    with_optimizer: bool = False,
+    steps: Literal["newest", "best", "all"] = "newest",
+) -> None:
+    """Upload a .pt file, checkpoints of a run, or an export.
+
+    Args:
+        path: the file, or the folder of the run or the export.
+        repo: OWNER/NAME, made if missing; private unless --public.
+        public: push where all can read.
+        with_optimizer: also what --resume needs: a run's newest step with its optimizer.
+        steps: which of a run's: the newest, the one with the lowest val loss, or all.
+    """
+    from training import checkpoint
+
     if (path / "model.safetensors").is_file():
         return push(repo, "model", [p for p in path.iterdir() if MODEL_FILE.fullmatch(p.name)], "", public)
-    weights, _, card = load(path)
-    files = [weights, *(weights.with_name(n) for n in ("metrics.jsonl", "curves.png", "config.json"))]
+    newest = checkpoint.newest_model(path) if path.is_dir() else path
+    shown = newest
+    if steps == "best" and path.is_dir():
+        shown = best_model(path) or newest
+    _, card = load(shown)
+    files = {shown, *(shown.with_name(n) for n in ("metrics.jsonl", "curves.png", "config.json"))}
+    if steps == "all" and path.is_dir():
+        files |= {checkpoint.model_path(path, step) for step in checkpoint.complete_steps(path, ["model"])}
     if with_optimizer:
-        optim = weights.with_name(weights.name.replace("model_", "optim_"))
+        optim = newest.with_name(newest.name.replace("model_", "optim_"))
         require(optim.is_file(), f"{optim} does not exist; push without --with-optimizer")
-        files.append(optim)
+        files |= {newest, optim}
     card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
-    push(repo, "model", [p for p in files if p.is_file()], card, public)
+    push(repo, "model", sorted(p for p in files if p.is_file()), card, public)
 
 
 def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step: bool = False) -> None:
@@ -188,7 +241,9 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
 
 def export(path: Path, out_dir: Path) -> None:
     """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card."""
-    _, model, card = load(path)
+    from training import checkpoint
+
+    model, card = load(checkpoint.newest_model(path) if path.is_dir() else path)
     convert.save_hf(model, out_dir)
     (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
     print0(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
@@ -209,7 +264,7 @@ def import_old(old: Path, out_dir: Path) -> None:
 def main() -> None:
     import tyro
 
-    commands = {f.__name__.replace("_", "-"): f for f in (push_data, pull_data, push_model, pull_model, export)}
+    commands = {f.__name__.replace("_", "-"): f for f in (push_data, pull_data, push_model, pull_model, check, export)}
     commands["import"] = import_old
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,))
 

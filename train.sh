@@ -10,8 +10,11 @@
 #   NPROC         processes (default: one per GPU, or one without); START_WAIT: seconds of log to show at first (15)
 #   MAX_RESTARTS  restarts after failures (3), RESTART_DELAY seconds apart (10); none after an "error:" you must fix
 #   BUDGET_USD    with GPU_HOUR_USD, the price of one GPU for an hour: save and stop once this start has spent it
-#   PUSH_TO       owner/name: at the end, push the newest checkpoint there (hub.py push-model) and wait for it; with its
-#                 optimizer if the run is not finished (budget, time limit, failure), so that it can resume elsewhere
+#   PUSH_TO       owner/name: at the end, push a checkpoint there (hub.py push-model) and wait for it; also the newest
+#                 with its optimizer if the run is not finished (budget, time limit, failure), so that it can resume
+#                 elsewhere. That the token may write there is checked before anything starts
+#   PUSH          which checkpoints at the end: newest (the default), best (the lowest val loss) or all
+#   PUSH_PUBLIC   1: that repository is public, or is to be, if it is made now; otherwise it is private
 #   PUSH_EVERY    with PUSH_TO: also push new checkpoints, with their optimizer, every so many seconds (0: only at the
 #                 end): if the machine is taken away, only the work of that time and of --save-every steps is lost
 #   REMOVE_POD    1: afterwards remove this machine, with SHUTDOWN_CMD or else runpodctl pod delete $RUNPOD_POD_ID; only
@@ -40,7 +43,10 @@ check_environment() {
     done
     [[ ${PUSH_TO:-a/b} =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]] ||
         die "PUSH_TO=$PUSH_TO: must be owner/name, as in PUSH_TO=me/gpt2-124m ./train.sh"
-    [[ ${PUSH_EVERY:-0} == 0 || -n ${PUSH_TO:-} ]] || die "PUSH_EVERY=$PUSH_EVERY needs PUSH_TO=owner/name to push to"
+    [[ ${PUSH:-newest} =~ ^(newest|best|all)$ ]] || die "PUSH=$PUSH: must be newest, best or all"
+    for name in PUSH PUSH_PUBLIC PUSH_EVERY; do
+        [[ ${!name:-0} == 0 || -n ${PUSH_TO:-} ]] || die "$name=${!name} needs PUSH_TO=owner/name to push to"
+    done
     [[ -z ${BUDGET_USD:-} || ${GPU_HOUR_USD:-0} =~ [1-9] ]] ||
         die "BUDGET_USD=$BUDGET_USD needs GPU_HOUR_USD, the price of one GPU for an hour"
     [[ ${REMOVE_POD:-0} == 1 ]] || return 0
@@ -57,10 +63,14 @@ settings() { # what the trainer makes of the arguments, one a line; what it woul
     PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH} "$PY" -P - "$@" <<'END'
 import sys, torch
 from system.script import run_cli
+from tokens import shards
 from training import checkpoint, presets
 
 def main():
     cfg = presets.parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    if not cfg.data_dir.startswith("hf://"):
+        for split in ("train", "val") if cfg.val_every else ("train",):
+            shards.find_shards(cfg.data_dir, split)
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
     print(cfg.run_dir.resolve(), cfg.resume, cfg.time_limit, gpus, sep="\n")
 
@@ -71,6 +81,7 @@ END
 launch() { # start the run that the arguments describe
     local preset=() defaults=(--resume auto) checkpoint='' args found text time_limit gpus log limit='' where=''
     check_environment
+    [[ -z ${PUSH_TO:-} ]] || "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" || exit 1
     [[ -z ${GPU_HOUR_USD:-} ]] || defaults+=(--gpu-hour-usd "$GPU_HOUR_USD")
     [[ -z ${BUDGET_USD:-} ]] || defaults+=(--time-limit '') # not the one that a checkpoint has saved
     if [[ ${1:--} != -* && $1 == *.pt ]]; then # CHECKPOINT [EPOCHS]
@@ -190,13 +201,13 @@ publish_often() { # while training goes on: push what is new since the last push
         now=$(newest)
         [[ $now != "$last" && -f ${now/model_/optim_} ]] || continue
         say "pushing ${now##*/} to $PUSH_TO while training continues"
-        if nice "$PY" "$HERE/hub.py" push-model "$OUT" "$PUSH_TO" --with-optimizer; then last=$now
+        if nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --with-optimizer; then last=$now
         else say "that push failed; next try in $PUSH_EVERY seconds"; fi
     done
 }
 
 publish() { # sets saved, unless this machine holds the only copy
-    local push=("$PY" "$HERE/hub.py" push-model "$OUT" "$PUSH_TO") try
+    local push=("${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --steps "${PUSH:-newest}") try
     # an unfinished run must be able to resume elsewhere
     [[ $outcome == finished ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || push+=(--with-optimizer)
     for try in 1 2 3; do
@@ -253,6 +264,8 @@ watch() { # the run from its start to the end of this machine
 hash flock setsid realpath || die "on Linux install util-linux and coreutils; elsewhere run python train_gpt2.py itself"
 PY=$HERE/.venv/bin/python
 [[ -x $PY ]] || PY=$(command -v python || command -v python3) || die "no python on PATH; run: make install"
+HUB=("$PY" "$HERE/hub.py") PUBLIC=()
+[[ ${PUSH_PUBLIC:-0} != 1 ]] || PUBLIC=(--public)
 case ${1:-} in
     -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" ;;
     --detached) watch "${@:2}" ;;

@@ -41,6 +41,7 @@ def parse(argv, read_saved):
     resumed = pathlib.Path(cfg.resume)
     folder = resumed if resumed.is_dir() else resumed.parent
     saved = "" if preset or cfg.resume in ("auto", "none") else folder
+    cfg.data_dir = "hf://me/tokens"
     cfg.run_dir = pathlib.Path(cfg.out_dir or saved or "log/" + (preset or "gpt2-124m"))
     return cfg
 """
@@ -80,6 +81,9 @@ while deed.endswith("hang"):
 HUB = """
 import pathlib, sys
 here = pathlib.Path(__file__).parent
+if sys.argv[1] == "check":
+    (here / "checked").write_text(" ".join(sys.argv[2:]))
+    sys.exit()
 with open(here / "pushed", "a") as f:
     f.write(" ".join(sys.argv[1:]) + "\\n")
 tries = len((here / "pushed").read_text().splitlines())
@@ -99,14 +103,15 @@ class Pod:
         (root / "hub.py").write_text(HUB)
         (root / "push_fails").write_text("0")
         (root / "torch.py").write_text(TORCH)
-        for name in ("system", "training"):
+        for name in ("system", "tokens", "training"):
             (root / name).mkdir()
+        (root / "tokens" / "shards.py").touch()
         (root / "system" / "script.py").symlink_to(ROOT / "system" / "script.py")
         (root / "training" / "presets.py").write_text(PRESETS)
         (root / "training" / "checkpoint.py").touch()
         self.tool("python", PYTHON.format(python=sys.executable, root=root))
         self.tool("runpodctl", f'#!/bin/sh\necho "$@" >> {root}/removed\n')
-        drop = "PUSH_TO REMOVE_POD SHUTDOWN_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD".split()
+        drop = "PUSH_TO PUSH PUSH_PUBLIC REMOVE_POD SHUTDOWN_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD".split()
         self.env = {k: v for k, v in os.environ.items() if k not in drop}
         self.env |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "RUNPOD_POD_ID": "pod7", "START_WAIT": "0"}
         self.env |= {"RESTART_DELAY": "0", "REMOVE_DELAY": "0"}

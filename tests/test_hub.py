@@ -277,6 +277,40 @@ def test_pushed_model_comes_back_and_loads(run, hub, tiny, make_run, tmp_path):
     assert checkpoint.open_model(tmp_path / "bare").config == tiny.config  # weights alone are a run folder too
 
 
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        ("--steps best", "model_00010"),
+        ("--steps best --with-optimizer", "model_00010 model_00030 optim_00030"),
+        ("--steps all", "model_00010 model_00020 model_00030"),
+    ],
+)
+def test_the_best_step_or_all_are_pushed(run, hub, tiny, make_run, words, names):
+    """Step 20 has the lowest val loss, but its weights are not there any more; of step 30 nothing is known."""
+    out = make_run()
+    for step in (20, 30):
+        checkpoint.write(out / f"model_000{step}.pt", checkpoint.model_file(tiny, step))
+    checkpoint.write(out / "optim_00030.pt", {"format": checkpoint.FORMAT, "step": 30})
+    if "best" in words:
+        (out / "model_00020.pt").unlink()
+    run("push-model", out, "tester/best", *words.split())
+    remote = hub.root / "models/tester/best"
+    assert sorted(p.stem for p in remote.glob("*.pt")) == names.split()
+    assert ("3.25" in (remote / "README.md").read_text()) == ("best" in words)
+    (out / "metrics.jsonl").unlink()
+    assert "taken for the best" in run("push-model", out, "tester/unknown", "--steps", "best")
+    assert [p.stem for p in (hub.root / "models/tester/unknown").glob("*.pt")] == ["model_00030"]
+
+
+def test_a_token_that_only_reads_is_found_out_before_a_run(run, hub):
+    assert "may push" in run("check", "mine")
+    assert "models/tester/mine" in hub.private
+    hub.read_only = True
+    for name in ("tester/mine", "tester/new"):  # where the repository exists, asking for it to be made succeeds
+        run("check", name, says="403.*write, to push")
+    assert not (hub.root / "models/tester/new").exists()
+
+
 def test_a_run_is_pushed_as_it_grows_and_pulled_where_it_is(run, tiny, make_run, tmp_path):
     out = make_run()
     run("push-model", out, "tester/grows", "--with-optimizer")

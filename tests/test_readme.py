@@ -113,7 +113,7 @@ def python(here, line, cwd=None):
     library reads the Hub's address when it is imported."""
     script, *args = shlex.split(line)
     cwd = cwd or here.root
-    if re.search(r"hub\.py (push|pull)|hf://", line) or (
+    if re.search(r"hub\.py (push|pull|check)|hf://", line) or (
         script == "fineweb.py" and not re.search("--verify|stdlib|my/", line)
     ):
         processes.start(script, *args, log=cwd / "said", cwd=cwd, env=here.env).ended_well()

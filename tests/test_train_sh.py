@@ -8,6 +8,7 @@ import subprocess
 import time
 
 import pytest
+from faults import hub_server
 from helpers import ROOT
 from pod import Pod, alive
 
@@ -147,7 +148,11 @@ def test_an_error_of_the_user_is_not_restarted_and_shown_at_once(pod):
     assert len(pod.starts()) == 1
 
 
-REFUSED = {"quikstart": "did you mean 'quickstart'", "--resume no/model_00005.pt": "no checkpoint no/model_00005.pt"}
+REFUSED = {
+    "quikstart": "did you mean 'quickstart'",
+    "--resume no/model_00005.pt": "no checkpoint no/model_00005.pt",
+    "overfit": "data folder data/stdlib does not exist",
+}
 
 
 @pytest.mark.parametrize("words, says", REFUSED.items())
@@ -161,10 +166,11 @@ def test_what_the_trainer_would_refuse_is_refused_at_once(words, says, tmp_path)
 def test_flags_are_read_as_the_trainer_reads_them(pod):
     """With its own parser: other spellings of a flag, and the settings that a checkpoint has saved."""
     pod.real_parser()
-    said = pod.start("overfit", "--out_dir=x", "--device", "cpu", plan="usererror").stdout
+    tokens = ["--data-dir", "hf://me/tokens"]
+    said = pod.start("overfit", *tokens, "--out_dir=x", "--device", "cpu", plan="usererror").stdout
     assert f"1 process(es) on the CPU, run folder {pod.root}/x" in said
     pod.ended("x")
-    saved = TrainConfig(out_dir="elsewhere", time_limit="3h50m").to_dict()
+    saved = TrainConfig(out_dir="elsewhere", data_dir=tokens[1], time_limit="3h50m").to_dict()
     state = {"step": 5, "max_steps": 9, "optimizers": [], "rng": [], "scaler": {}, "config": saved, "data": ""}
     checkpoint.write(pod.root / "x" / "model_00005.pt", {"format": 1})
     more = {"format": 1, "record": {}, "best": None, "evaluated": False}
@@ -172,6 +178,26 @@ def test_flags_are_read_as_the_trainer_reads_them(pod):
     budget = {"BUDGET_USD": "1", "GPU_HOUR_USD": "1"}  # which takes the place of the time limit of another start
     assert f"run folder {pod.root}/x," in pod.start("x/model_00005.pt", "2", plan="usererror", **budget).stdout
     pod.ended("x")
+
+
+def test_what_would_fail_at_the_end_is_refused_at_once(pod):
+    """With the real hub.py: a repository that all can read, a token that may not write."""
+    (pod.root / "hub.py").unlink()
+    (pod.root / "hub.py").symlink_to(ROOT / "hub.py")
+    with hub_server.start(pod.root / "hub") as hub:
+        (pod.root / "hub" / "models" / "tester" / "x").mkdir(parents=True)  # made beforehand, and public
+
+        def start(**env):
+            return pod.start(check=False, **hub.env(), PUSH_TO="tester/x", **env)
+
+        assert "PUSH_PUBLIC=1" in start().stderr
+        hub.read_only = True
+        done = start(PUSH_PUBLIC="1")
+        assert done.returncode == 1 and "403" in done.stderr and "write, to push" in done.stderr
+        assert not pod.starts() and not (pod.root / "log").exists()
+        hub.read_only = False
+        assert start(PUSH_PUBLIC="1", plan="usererror").returncode == 0
+        pod.ended()
 
 
 def test_killed_torchrun_leaves_no_rank_behind(pod):
@@ -190,16 +216,18 @@ def test_push_then_remove(pod):
     (pod.root / "push_fails").write_text("1")  # the network hiccups once
     pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1")
     log = pod.ended()
-    assert pod.read("pushed").splitlines() == [f"push-model {pod.root}/log/gpt2-124m me/gpt2"] * 2
+    assert pod.read("pushed").splitlines() == [f"push-model {pod.root}/log/gpt2-124m me/gpt2 --steps newest"] * 2
     assert pod.read("removed") == "pod delete pod7\n"
     assert log.index("push to") < log.index("the weights are at me/gpt2") < log.index("running: runpodctl")
 
 
 @pytest.mark.parametrize("plan", ["limit", "savefail"])
 def test_a_run_that_is_not_over_is_pushed_with_what_resuming_needs(pod, plan):
-    pod.start(plan=plan, PUSH_TO="me/gpt2", REMOVE_POD="1", MAX_RESTARTS="0")
+    which = {"PUSH_TO": "me/gpt2", "PUSH": "best", "PUSH_PUBLIC": "1"}
+    pod.start(plan=plan, **which, REMOVE_POD="1", MAX_RESTARTS="0")
     log = pod.ended()
-    assert pod.read("pushed") == f"push-model {pod.root}/log/gpt2-124m me/gpt2 --with-optimizer\n"
+    assert pod.read("pushed") == f"push-model {pod.root}/log/gpt2-124m me/gpt2 --public --steps best --with-optimizer\n"
+    assert pod.read("checked") == "me/gpt2 --public"
     assert pod.read("removed") and "training finished" not in log
 
 
@@ -284,6 +312,8 @@ def test_budget_becomes_a_time_limit(pod):
         ({"REMOVE_POD": "1", "PERSISTENT": "1", "RUNPOD_POD_ID": ""}, "SHUTDOWN_CMD"),
         ({"PUSH_TO": "justaname"}, "owner/name"),
         ({"PUSH_EVERY": "3600"}, "needs PUSH_TO"),
+        ({"PUSH_PUBLIC": "1"}, "needs PUSH_TO"),
+        ({"PUSH": "last", "PUSH_TO": "me/x"}, "newest, best or all"),
         ({"PUSH_EVERY": "1h", "PUSH_TO": "me/x"}, "PUSH_EVERY=1h"),
         ({"BUDGET_USD": "5"}, "GPU_HOUR_USD"),
         ({"BUDGET_USD": "lots", "GPU_HOUR_USD": "1"}, "BUDGET_USD=lots"),

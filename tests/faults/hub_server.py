@@ -23,7 +23,7 @@ USER = "tester"  # whom the token belongs to: may write to tester/*, nothing els
 LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 INVALID = "Invalid credentials in Authorization header"
 REPO_URL = re.compile(
-    r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info|preupload|commit)/([^/]+)(?:/(.+))?)?"
+    r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info|preupload|commit|auth-check)/([^/]+)(?:/(.+))?)?"
 )
 
 
@@ -50,6 +50,7 @@ class Hub:
     url: str = ""
     faults: list[Fault] = field(default_factory=list)
     private: set[str] = field(default_factory=set)  # "datasets/OWNER/NAME" seen only with the token
+    read_only: bool = False  # whether the token may read, but not write
     log: list[tuple[str, str, int, str]] = field(default_factory=list)  # method, path, status, Range
     extra_tree: list[dict] = field(default_factory=list)  # hostile entries added to every listing
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -185,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def create(self, wish: dict) -> None:
         owner, kind = wish.get("organization") or USER, wish.get("type", "model") + "s"
-        if owner != USER:
+        if owner != USER or self.hub.read_only:
             return self.refuse(403, message=f"You don't have the rights to create a {wish['type']} under {owner}")
         repo = f"{kind}/{owner}/{wish['name']}"
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{owner}/{wish['name']}"
@@ -197,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer({"url": url, "name": f"{owner}/{wish['name']}"})
 
     def api(self, kind: str, repo: str, verb: str, revision: str, under: str, data: bytes) -> None:
-        if (at := self.at(kind, repo, revision)) is None:
+        if (at := self.at(kind, repo, "main" if verb == "auth-check" else revision)) is None:
             return None
         (folder, sha), files = at, self.files(at[0])
         if verb == "revision":
@@ -210,8 +211,10 @@ class Handler(BaseHTTPRequestHandler):
         if verb == "paths-info":
             wanted = parse_qs(data.decode()).get("paths", [])
             return self.answer([entry(n, files[n]) for n in wanted if n in files])
-        if not self.authorized or not repo.startswith(f"{USER}/"):
+        if not self.authorized or not repo.startswith(f"{USER}/") or self.hub.read_only:
             return self.refuse(403, message="no write permission")
+        if verb == "auth-check":
+            return self.answer()
         if verb == "preupload":
             out = []
             for f in json.loads(data)["files"]:
