@@ -4,6 +4,7 @@
     python fineweb.py --source stdlib                       # Python's standard library: no download, a few seconds
     python fineweb.py --source 'books-*.parquet' --out data/books
     python fineweb.py --verify data/books
+    python fineweb.py --adopt edu_fineweb10B                # shards of build-nanogpt or llm.c, as they are
 
 After any interruption, the same command resumes at the shard in progress and ends with the same bytes.
 """
@@ -53,6 +54,9 @@ class Args:
     """Keep downloaded files in OUT/.source."""
     verify: Path | None = None
     """Only check this folder of shards."""
+    adopt: Path | None = None
+    """Only make the manifest of this folder of shards, which another program made: then it can be verified and
+    pushed."""
 
 
 # ------------------------------------------------------------------------- tokens: chunks to shards
@@ -128,7 +132,8 @@ def check_resumable(out: Path, name: str, planned: Manifest, old: Manifest | Non
     """The manifest to go on from. Raises UserError if the folder holds files of others or was made in another way."""
     ours = [*(s.file for s in old.shards), next_shard(out, name, old).name] if old else []
     for path in shards.shard_files(out):
-        require(path.name in ours, f"{path} was not written by this command; choose another --out")
+        hint = "" if old else f"; {shards.adoption(out)}"
+        require(path.name in ours, f"{path} was not written by this command; choose another --out{hint}")
     if not (old and old.shards):
         shards.write_manifest(out, planned)  # from here on, the shards in this folder are ours
         return planned
@@ -233,6 +238,8 @@ def main() -> None:
         mend = f"{args.verify} has {len(wrong)} problem(s); remove those files and make or pull them again"
         require(not wrong, "\n".join([*wrong, mend]))
         return print0(f"{args.verify}: every shard is intact")
+    if args.adopt:
+        return tell(args.adopt, shards.adopt(args.adopt), time.monotonic() - began)
     require(args.source, "--source needs a name or files")
     sizes = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
     require(all(n > 0 for n in sizes), "--shard-size and --limit-tokens must be above 0")

@@ -119,7 +119,7 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
 def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     """Upload a folder of token shards, checked against its manifest, as a dataset (private unless --public)."""
     manifest = shards.read_manifest(data_dir)
-    require(manifest, f"{data_dir} has no {shards.MANIFEST}; make one with: python fineweb.py --out {data_dir}")
+    require(manifest, f"{data_dir} has no {shards.MANIFEST}; {shards.adoption(data_dir)}")
     problems = "; ".join(shards.verify(data_dir))
     require(not problems, f"{data_dir} was not pushed: {problems}. See: python fineweb.py --verify {data_dir}")
     text = f"{sum(s.tokens for s in manifest.shards):,} GPT-2 tokens from {manifest.source['name']}, as uint16."

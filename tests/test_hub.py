@@ -14,6 +14,7 @@ from faults import hub_server
 from faults.hub_server import Fault
 from helpers import make_shards, same_bits
 
+import fineweb
 import hub as hub_script
 from model import GPT, GPTConfig
 from system.script import UserError
@@ -193,6 +194,55 @@ def test_set_without_a_manifest_and_a_limit(run, hub, tmp_path):
     assert not list(shards.verify(tmp_path / "few"))  # the manifest tells of what is there
     run("pull-data", "tester/toy", tmp_path / "few")  # and grows with it
     assert contents(tmp_path / "few") == contents(tmp_path / "data")
+
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+def test_shards_of_another_program_are_adopted_pushed_pulled_and_verified(run, hub, tmp_path, monkeypatch, kind):
+    """As build-nanogpt and llm.c write them, with a last shard that is shorter. Until then each command says which."""
+    data = tmp_path / "edu_fineweb10B"
+    data.mkdir()
+    for name, size in {
+        "edufineweb_val_000000": 900,
+        "edufineweb_train_000001": 900,
+        "edufineweb_train_000002": 70,
+    }.items():
+        shards.write_shard(data / f"{name}.{kind}", np.array([50256, *range(size - 3), 50256, 7]))
+
+    def fineweb_script(*args):
+        monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, args)])
+        fineweb.main()
+
+    run("push-data", data, "tester/old", says=f"python fineweb.py --adopt {data}")
+    with pytest.raises(UserError, match=f"python fineweb.py --adopt {data}"):
+        fineweb_script("--source", "stdlib", "--out", data)
+    before = contents(data)
+    fineweb_script("--adopt", data)
+    fineweb_script("--verify", data)
+    assert contents(data).items() > before.items()
+    assert [(s.tokens, s.documents) for s in shards.read_manifest(data).shards] == [(900, 2), (900, 2), (70, 2)]
+    run("push-data", data, "tester/old")
+    assert "1,870 GPT-2 tokens from an unknown source" in (hub.root / "datasets/tester/old/README.md").read_text()
+    run("pull-data", "tester/old", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(data)
+    for words, says in {
+        ("--adopt",): "has a manifest.json already",
+        ("--source", "stdlib", "--out"): "unknown source",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            fineweb_script(*words, data)
+
+
+def test_what_is_no_set_of_shards_is_not_adopted(tmp_path):
+    with pytest.raises(UserError, match="no shard"):
+        shards.adopt(tmp_path)
+    for wrong, says in {(50256, 50257): "token 1 is id 50257", (1, 50256): "begins with id 1"}.items():
+        shards.write_shard(tmp_path / "x_train_000001.npy", np.array(wrong))
+        with pytest.raises(UserError, match=says):
+            shards.adopt(tmp_path)
+    shards.write_shard(tmp_path / "x_val_000000.bin", np.array(wrong))
+    with pytest.raises(UserError, match="one kind"):
+        shards.adopt(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ SHELL = re.compile(rf"!?(?:[A-Z_]+=\S+ )*(?:{SCRIPTS}|sbatch|{'|'.join(ELSEWHERE
 VARIABLES = "CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES HF_HOME HF_TOKEN LAMBDA_API_KEY NCCL_DEBUG".split()
 # what sends a command another way through its script; other words only change values
 WAYS = re.compile(
-    r"--(?:dry-run|resume|init-from|eval-only|tracker|help|source|verify|model|overfit-single-batch)\b|hf://"
+    r"--(?:dry-run|resume|init-from|eval-only|tracker|help|source|verify|adopt|model|overfit-single-batch)\b|hf://"
 )
 PEERS = re.compile(r" (sample|train)\.py|config/")  # nanoGPT's own, in the table of those who come from there
 
@@ -86,6 +86,7 @@ def world(tmp_path_factory):
     shards = make_shards(project / "data" / "fineweb-edu")
     for name in ("fineweb", "stdlib", "my"):
         shutil.copytree(shards, project / "data" / name)
+    shutil.copytree(shards, project / "edu_fineweb10B", ignore=shutil.ignore_patterns("manifest.json"))
     (project / "data" / "hellaswag").mkdir()
     write_rows(project / "data" / "hellaswag" / "hellaswag_val.jsonl", make_rows(2))
     (project / "my").mkdir()
@@ -114,7 +115,7 @@ def python(here, line, cwd=None):
     script, *args = shlex.split(line)
     cwd = cwd or here.root
     if re.search(r"hub\.py (push|pull|check)|hf://", line) or (
-        script == "fineweb.py" and not re.search("--verify|stdlib|my/", line)
+        script == "fineweb.py" and not re.search("--verify|--adopt|stdlib|my/", line)
     ):
         processes.start(script, *args, log=cwd / "said", cwd=cwd, env=here.env).ended_well()
         return
@@ -204,7 +205,7 @@ def as_here(command):
         script, args = words[at], words[at + 1 :]
     if script == "train_gpt2.py":
         args = tiny(args)
-    elif script == "fineweb.py" and "--verify" not in args:
+    elif script == "fineweb.py" and not {"--verify", "--adopt"} & set(args):
         args += ["--out", "data/new", "--limit-tokens", "5000"]
     elif script == "infer.py":
         args += ["--max-new-tokens", "2"]

@@ -58,6 +58,11 @@ def _make(data_dir: str | Path) -> str:
     return f"python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
 
 
+def adoption(data_dir: str | Path) -> str:
+    """What to do with shards that have no manifest."""
+    return f"for shards of another program: python fineweb.py --adopt {shlex.quote(str(data_dir))}"
+
+
 # ------------------------------------------------------------------------- one file
 
 
@@ -206,6 +211,35 @@ def fingerprint(data_dir: str | Path) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
+def inspect(path: Path, first: bool, sha256: str | None = None) -> tuple[int, int]:
+    """(tokens, documents) of a shard, of which every byte is read. Raises UserError for what is wrong with it: header,
+    size, ids, a given sha256 or, of the first, that it does not begin with a document (a later one may not)."""
+    tokens = read_shard(path, sha256)
+    check_ids(tokens, path)
+    require(not first or tokens[0] == EOT, f"{path} begins with id {tokens[0]}, not with {EOT}, a document's start")
+    return len(tokens), sum(int((tokens[i : i + CHUNK] == EOT).sum()) for i in range(0, len(tokens), CHUNK))
+
+
+def adopt(data_dir: Path) -> Manifest:
+    """Write the manifest of shards that others made, as they are; of their source nothing is known. Raises UserError,
+    also if there is one already."""
+    files = shard_files(data_dir)
+    require(files, f"data folder {data_dir} has no shard (named like NAME_train_000001.npy or .bin)")
+    there = f"{data_dir} has a {MANIFEST} already; check it with: python fineweb.py --verify {data_dir}"
+    require(read_manifest(data_dir) is None, there)
+    formats = {path.suffix[1:] for path in files}
+    require(len(formats) == 1, f"{data_dir} has .npy and .bin shards; move one kind elsewhere")
+    made = []
+    for path in files:
+        tokens, documents = inspect(path, first=not made)
+        with open(path, "rb") as f:
+            made.append(Shard(path.name, tokens, documents, hashlib.file_digest(f, "sha256").hexdigest(), end={}))
+    source = {"name": "an unknown source", "subset": "", "column": "", "revision": "", "files": []}
+    manifest = Manifest(source, formats.pop(), max(s.tokens for s in made), complete=True, shards=made)
+    write_manifest(data_dir, manifest)
+    return manifest
+
+
 def verify(data_dir: str | Path) -> list[str]:
     """What is wrong with the shards of a folder, one sentence each; empty if nothing is. Reads every byte.
 
@@ -218,20 +252,16 @@ def verify(data_dir: str | Path) -> list[str]:
     wrong = [f"{name}: missing" for name in known if name not in files]
     if manifest is None:
         require(files, f"data folder {data_dir} has no shard; make it with: {_make(data_dir)}")
-        print0(f"warning: {data_dir} has no {MANIFEST}: checking headers, sizes and ids only")
+        print0(f"warning: {data_dir} has no {MANIFEST}: checking headers, sizes and ids only; {adoption(data_dir)}")
     else:
         wrong += [f"{name}: not in {MANIFEST}" for name in files if name not in known]
         wrong += [] if manifest.complete else [f"{MANIFEST}: not finished; run the same fineweb.py command again"]
     for name, path in files.items():
         try:
             shard = known.get(name)
-            tokens = read_shard(path, shard and shard.sha256)
-            check_ids(tokens, path)
-            first = name == next(iter(known or files))
-            require(not first or tokens[0] == EOT, f"begins with id {tokens[0]}, not with {EOT}, a document's start")
+            found = inspect(path, name == next(iter(known or files)), shard and shard.sha256)
             if shard:
-                documents = sum(int((tokens[i : i + CHUNK] == EOT).sum()) for i in range(0, len(tokens), CHUNK))
-                found, stated = (len(tokens), documents), (shard.tokens, shard.documents)
+                stated = (shard.tokens, shard.documents)
                 require(found == stated, f"(tokens, documents) are {found}, but {MANIFEST} says {stated}")
         except UserError as e:
             wrong.append(f"{name}: {e}")
