@@ -3,14 +3,17 @@
     python plots.py log/quickstart                       # writes log/quickstart/curves.png
     python plots.py log/gpt2-124m --reference            # with two public FineWeb-Edu runs of this recipe behind it
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
+    python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
-Reads OUT/metrics.jsonl and OUT/config.json of each run; works while a run is still writing, and without a display.
+Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
+while a run is still writing, and without a display.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -23,6 +26,11 @@ from training.reference import TOKENS, expected, read_reference
 
 OPENAI_HELLASWAG = {"OpenAI GPT-2 124M": 0.2955, "OpenAI GPT-2 1558M": 0.4893}  # acc_norm, completion style
 OPENAI_VAL_LOSS = 3.2924  # OpenAI's 124M on FineWeb-Edu's val shard, from build-nanogpt's notebook
+LOGS = ("metrics.jsonl", "log.txt", "main.log")  # ours, build-nanogpt's, llm.c's
+THEIRS = {  # our name of what these call ...
+    "train": "train_loss", "val": "val_loss", "hella": "hellaswag_acc_norm",
+    "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm", "lr": "lr", "norm": "grad_norm",
+}  # fmt: skip
 COLORS, GREY = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2"], "#777777"
 PANELS = {  # by title: the metrics of which it shows at least one, and its y axis
     "Loss": (("val_loss", "train_loss"), "cross-entropy (nats per token)"),
@@ -44,15 +52,39 @@ class Run(NamedTuple):
 def read_metrics(run_dir: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Curves of a run: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one value per step (the last).
     A line cut off by a crash, or still being written, is skipped. Raises UserError if there is nothing to read."""
-    path = Path(run_dir) / "metrics.jsonl"
-    require(path.is_file(), f"no {path}; give the --out-dir of a run, or start one: python train_gpt2.py quickstart")
+    found = [path for name in LOGS if (path := Path(run_dir) / name).is_file()]
+    mend = "give the --out-dir of a run, or start one: python train_gpt2.py quickstart"
+    require(found, f"no {Path(run_dir) / LOGS[0]}; {mend}")
+    path = found[0]
     curves: dict[str, dict[int, float]] = {}
-    for row in record.read_lines(path):
+    for row in record.read_lines(path) if path.name == LOGS[0] else read_log(path):
         for key, value in row.items():
             if key != "step" and isinstance(value, int | float):
                 curves.setdefault(key, {})[row["step"]] = float(value)
     require(curves, f"{path} has no measured step yet; wait for the first one, or check the end of the run's log")
     return {k: (np.array(sorted(c)), np.array([c[s] for s in sorted(c)])) for k, c in curves.items()}
+
+
+def read_log(path: Path) -> Iterator[dict[str, float]]:
+    """Rows as in metrics.jsonl of a log of build-nanogpt ("250 val 5.9012") or llm.c ("s:250 trl:5.90 lr:0.0002")."""
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        step = re.match(r"(?:s:)?(\d{1,18}) ", line)
+        if step and line.endswith("\n"):  # else it is still being written
+            measured = re.findall(r"\b([a-z]+)[ :](\d+\.\d+|nan|inf)(?=\s)", line)
+            yield {"step": int(step[1])} | {THEIRS[key]: float(value) for key, value in measured if key in THEIRS}
+
+
+def to_tensorboard(run_dir: Path) -> Path:
+    """Write the curves of a run that went without --tracker to RUN_DIR/tensorboard. Raises UserError."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    out, curves = run_dir / "tensorboard", read_metrics(run_dir)
+    require(not out.exists(), f"{out} is there already; to see it: tensorboard --logdir {run_dir}")
+    with SummaryWriter(str(out)) as writer:
+        for key, (steps, values) in curves.items():
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                writer.add_scalar(key, value, step)
+    return out
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -184,14 +216,25 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     return out
 
 
-def main(run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional], reference: bool = False, out: Path | None = None):
+def main(
+    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    reference: bool = False,
+    out: Path | None = None,
+    tensorboard: bool = False,
+):
     """Draw the curves of runs.
 
     Args:
-        run_dirs: run folders (--out-dir of train_gpt2.py); several are overlaid.
+        run_dirs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c); several are
+            overlaid.
         reference: draw the band of two public FineWeb-Edu 10B runs of GPT-2 124M behind the curves.
         out: the image; default: RUN_DIR/curves.png for one run, curves.png here for several.
+        tensorboard: draw nothing, but write RUN_DIR/tensorboard of each.
     """
+    if tensorboard:
+        for folder in run_dirs:
+            print0(f"wrote {to_tensorboard(folder)}; to see it: tensorboard --logdir {folder}")
+        return
     folder = run_dirs[0] if len(run_dirs) == 1 else Path()
     print0(f"wrote {draw(run_dirs, out or folder / 'curves.png', reference)}")
 

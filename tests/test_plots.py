@@ -79,6 +79,46 @@ def test_lines_of_a_step_merge_and_torn_lines_are_skipped(tmp_path):
     assert values[0] == 10.8 and np.isnan(values[1]) and values[2] == 8.5  # the later line of a step counts
 
 
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (
+            "log.txt",
+            "0 val 10.9500\n0 train 10.950123\n1 train 9.500000\n250 val 5.9000\n250 hella 0.2534\n251 train nan\n",
+        ),
+        (
+            "main.log",
+            "s:0 tel:10.9500\ns:0 trl:10.9501 lr:0.000001 norm:15.37\ns:1 trl:9.5000 lr:0.000002 norm:2.00\n"
+            "s:250 tel:5.9000\ns:250 eval:0.2534\ns:251 trl:nan lr:0.000500 norm:nan\n",
+        ),
+    ],
+)
+def test_logs_of_build_nanogpt_and_llm_c_are_drawn(figure, tmp_path, name, text):
+    (tmp_path / name).write_text(text + text.splitlines()[0] + "\n" + text.splitlines()[-1][:9])  # being written
+    metrics = {key: [a.tolist() for a in curve] for key, curve in plots.read_metrics(tmp_path).items()}
+    assert metrics["val_loss"] == [[0, 250], [10.95, 5.9]] and metrics["hellaswag_acc_norm"] == [[250], [0.2534]]
+    steps, losses = metrics["train_loss"]
+    assert steps == [0, 1, 251] and losses[1] == 9.5 and np.isnan(losses[2])
+    if name == "main.log":
+        assert metrics["lr"] == [[0, 1, 251], [1e-6, 2e-6, 5e-4]] and metrics["grad_norm"][1][:2] == [15.37, 2.0]
+    panel(figure([tmp_path]), "HellaSwag")
+
+
+def test_a_finished_run_becomes_tensorboard_curves(tmp_path, monkeypatch, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = write_run(tmp_path / "run", steps=60)
+    plots.main((run,), tensorboard=True)
+    assert f"tensorboard --logdir {run}" in capsys.readouterr().out and not (run / "curves.png").exists()
+    events = EventAccumulator(str(run / "tensorboard"), {"scalars": 0}).Reload()
+    for key, (steps, values) in plots.read_metrics(run).items():
+        points = events.Scalars(key)
+        assert [p.step for p in points] == steps.tolist()
+        assert [p.value for p in points] == pytest.approx(values.tolist())
+    with pytest.raises(UserError, match="is there already"):
+        plots.to_tensorboard(run)
+
+
 def test_nothing_to_read_is_said_plainly(tmp_path):
     def refused(*runs, out="curves.png", says):
         with pytest.raises(UserError, match=says):

@@ -54,7 +54,7 @@ SHELL = re.compile(rf"!?(?:[A-Z_]+=\S+ )*(?:{SCRIPTS}|sbatch|{'|'.join(ELSEWHERE
 VARIABLES = "CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES HF_HOME HF_TOKEN LAMBDA_API_KEY NCCL_DEBUG".split()
 # what sends a command another way through its script; other words only change values
 WAYS = re.compile(
-    r"--(?:dry-run|resume|init-from|eval-only|tracker|help|source|verify|adopt|model|overfit-single-batch)\b|hf://"
+    r"--(?:dry-run|resume|init-from|eval-only|tracker|help|source|verify|adopt|tensorboard|model|overfit-single-batch)\b|hf://"
 )
 PEERS = re.compile(r" (sample|train)\.py|config/")  # nanoGPT's own, in the table of those who come from there
 
@@ -178,6 +178,7 @@ def as_here(command):
     stand_ins = {
         "OWNER/NAME": "tester/NAME",
         "kjj0/fineweb10B-gpt2 data/fineweb": "tester/NAME data/pulled",
+        "log/llmc-124m": "log/gpt2-124m",
         "model_19073": "model_00002",
         " /shared/": " ",
         " 25000": " 4",
