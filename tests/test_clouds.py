@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 
 import pytest
 import yaml
@@ -94,7 +95,17 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
     torchrun = next(c for c in calls if c[0] == "torchrun")
     assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:29500", "--rdzv-id=7"} <= set(torchrun)
     cfg = train_config(torchrun)
-    assert (cfg.preset, cfg.out_dir, cfg.resume, cfg.time_limit) == ("gpt2-350m", "/shared/log/x", "auto", "7h50m")
+    assert (cfg.preset, cfg.out_dir, cfg.resume, cfg.time_limit) == ("gpt2-350m", "/shared/log/x", "auto", "28200")
+
+
+@pytest.mark.parametrize("minutes, seconds", [(240, 230 * 60), (10, 5 * 60)])
+def test_slurm_saves_before_the_time_of_the_job_is_over(tmp_path, minutes, seconds):
+    def limit(**env):
+        calls = slurm(tmp_path, SLURM_JOB_END_TIME=str(int(time.time()) + 60 * minutes), **env)
+        return train_config(next(c for c in calls if c[0] == "torchrun")).time_limit
+
+    assert seconds - 30 <= int(limit()) <= seconds
+    assert limit(TIME_LIMIT="3h20m") == "3h20m"
 
 
 @pytest.mark.parametrize(

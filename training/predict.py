@@ -27,7 +27,7 @@ BANDWIDTH = 0.85  # set by the same three: one H200, one A100-80GB, build-nanogp
 LINK = 0.80  # NVLink, one direction: 376 of 450 GB/s between two H100 (NVIDIA/nccl, issue 1264), less for a ring
 MEMORY = 0.92  # assumed: what CUDA's context and fragmentation leave to tensors
 LAUNCH = 6e-6  # assumed: seconds from one kernel's start to the next, from Python; small models wait for these
-USUAL_ERROR, WORST_ERROR = 0.12, 0.30  # of the runs that set no constant: median, largest, rounded up
+USUAL_ERROR, WORST_ERROR = 0.09, 0.30  # of the runs that set no constant: median, largest, rounded up
 
 
 @dataclass(frozen=True)
