@@ -31,7 +31,7 @@ from training.presets import model_from_init, parse
 from training.record import Record, duration
 from training.resume import Run
 from training.step import Refused, Step
-from training.stop import Stop, Stopped
+from training.stop import FailedElsewhere, Stop, Stopped
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: Stop) -> None:
@@ -84,11 +84,16 @@ def train(cfg: TrainConfig, rt: Runtime, stop: Stop) -> None:
             save()
             ending = f"stopped by {stop.why()} at step {run.step}, all saved; go on: the same command and --resume auto"
         except EvaluationFailed as failed:
-            if rt.world_size == 1:  # other ranks may be in a collective
-                save()
+            saved = save_before_an_error(save, writer, rt)
+            if isinstance(failed.__cause__, FailedElsewhere):
+                raise SystemExit(f"rank {rt.rank}: an evaluation failed on another rank; {saved}") from None
             raise failed.__cause__ from None
         except Refused as refused:
-            raise after_refusal(refused, save, writer, rt) from None
+            saved = save_before_an_error(save, writer, rt)
+            mend = "to go on without it: the same command, --resume auto and --skip-bad-steps 5"
+            raise UserError(
+                f"{refused}; {saved}; {mend}; if it happens again, lower --max-lr with --allow-drift"
+            ) from None
         record.close()
         writer.wait(run.best_step)
         rt.barrier(hours=2)  # a rank that exits, or times out here, would end the one that is still writing
@@ -121,16 +126,17 @@ def save_run(step: Step, run: Run, record: Record, writer: checkpoint.Writer) ->
     run.note_best()
 
 
-def after_refusal(refused: Refused, save: Callable[[], None], writer: checkpoint.Writer, rt: Runtime) -> UserError:
-    """Save the run as it was before the refused step; the error that ends it."""
+def save_before_an_error(save: Callable[[], None], writer: checkpoint.Writer, rt: Runtime) -> str:
+    """Save the run as it is and wait for it on every rank: one that exits would end the one that is still writing.
+    Returns what became of it; every rank must call it."""
     save()
     try:
         writer.wait()
-        safe = "all before it is saved; to go on without it: the same command, --resume auto and --skip-bad-steps 5"
+        told = "all before it is saved"
     except UserError as e:
-        safe = str(e)
-    rt.barrier(hours=2)  # a rank that exits would end the one that is still writing
-    return UserError(f"{refused}; {safe}; if it happens again, lower --max-lr with --allow-drift")
+        told = str(e)
+    rt.barrier(hours=2)
+    return told
 
 
 def done(cfg: TrainConfig, run: Run, stop: Stop) -> str:

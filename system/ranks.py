@@ -67,11 +67,15 @@ class Runtime:
         if self.world_size > 1:
             dist.broadcast(tensor, source)
 
+    def highest(self, value: int) -> int:
+        """The largest `value` of all ranks. Every rank must call it."""
+        if self.world_size == 1:
+            return int(value)
+        return int(self.all_reduce(torch.tensor(int(value), device=self.device), "max").item())
+
     def any(self, flag: object) -> bool:
         """Whether `flag` is set on any rank; all ranks get the same answer. Every rank must call it."""
-        if self.world_size == 1:
-            return bool(flag)
-        return bool(self.all_reduce(torch.tensor(float(bool(flag)), device=self.device), "max").item())
+        return self.highest(bool(flag)) > 0
 
     def barrier(self, hours: float) -> None:
         """Wait until every rank is here, for up to `hours`. Every rank must call it."""

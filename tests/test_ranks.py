@@ -3,8 +3,10 @@
 import dataclasses
 import datetime
 import json
+import os
 import shutil
 
+import processes
 import pytest
 import torch
 from helpers import assert_close, config, curve, fit, keep_steps, make_rows, metrics, same_bits, weights, write_rows
@@ -14,7 +16,7 @@ from model import GPT
 from system import ranks, script
 from system.script import UserError
 from tokens import shards
-from training import checkpoint, optim, resume
+from training import checkpoint, evals, optim, resume
 from training.resume import Run
 
 
@@ -135,6 +137,38 @@ def test_an_error_on_one_rank_ends_the_other_and_is_said(tiny_args, tiny_data, t
     flags = ["quickstart", *tiny_args, "--no-shuffle", "--val-every", "0", "--out-dir", tmp_path / "out"]
     said = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=hasty)
     assert "tiny_train_000001.npy: token 200 is id 300" in said and "rank 0 lost another rank" in said
+
+
+def out_of_memory_in_the_second_validation():
+    """On rank 1, in its third batch of four; and short waits."""
+    hasty()
+    real, calls = evals.to_device, []
+
+    def later(*args):
+        calls.append(1)
+        if os.environ["RANK"] == "1" and len(calls) == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args)
+
+    evals.to_device = later
+
+
+def test_an_evaluation_that_fails_on_one_rank_loses_no_step(tiny_args, tmp_path, run_ranks):
+    """The ranks agree on the failure and save, though no save was due; resumed, the run comes to the same bits."""
+    flags = ["quickstart", *tiny_args, "--save-every", "100", "--val-every", "5", "--zero-stage", "1"]
+    run_ranks(2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "whole")
+    ranks = processes.ranks(
+        2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "run", log=tmp_path / "said",
+        prepare=out_of_memory_in_the_second_validation,
+    )  # fmt: skip
+    main, other = (rank.wait() for rank in ranks)
+    assert main.code == 1 and "failed on another rank; all before it is saved" in main.said
+    assert "error: " not in main.said  # or train.sh would not start it again
+    assert other.code == 1 and "OutOfMemoryError: CUDA out of memory" in other.said
+    assert checkpoint.complete_steps(tmp_path / "run") == [5]
+    said = run_ranks(2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "run", "--resume", "auto")
+    assert "going on without it" in said
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
 def impatient():

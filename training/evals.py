@@ -1,5 +1,6 @@
 """A run's evaluations: validation loss, HellaSwag, samples, each with its own period."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from training import reference
 from training.config import TrainConfig
 from training.resume import Run
 from training.step import Step
-from training.stop import Stopped
+from training.stop import FailedElsewhere, Stopped, failed
 
 
 class EvaluationFailed(Exception):
-    """An evaluation ended with an error that is not the user's, such as a lack of memory; its cause says which."""
+    """An evaluation ended with an error, such as a lack of memory, on this rank or another; its cause says which. All
+    ranks raise it at the same place."""
 
 
 class Evals:
@@ -38,7 +40,7 @@ class Evals:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
     def measure(self, run: Run, check: Callable[[], None]) -> dict[str, Any]:
-        """Measure what is due: val_loss, hellaswag_acc, hellaswag_acc_norm. `check` may raise, to stop. Raises
+        """Measure what is due: val_loss, hellaswag_acc, hellaswag_acc_norm. `check` is Stop.check. Raises
         EvaluationFailed, but not twice at the same step: a run that resumes there goes on without."""
         note = self.step.cfg.run_dir / "failed_evaluation"
         failed_here = note.exists() and note.read_text().split(":")[0] == f"step {run.step}"
@@ -47,11 +49,16 @@ class Evals:
             return {}
         try:
             return self._measure(run, check)
-        except (Stopped, UserError):
+        except (Stopped, OSError):  # the latter: nothing can be printed
             raise
         except Exception as e:
-            if not lost_a_rank(e):
-                note.write_text(f"step {run.step}: {type(e).__name__}: {e}\n")
+            if lost_a_rank(e):
+                raise
+            if not isinstance(e, FailedElsewhere):
+                traceback.clear_frames(e.__traceback__)  # the memory that the failed pass held
+                failed(self.step.rt)
+                if not isinstance(e, UserError):
+                    note.write_text(f"step {run.step}: {type(e).__name__}: {e}\n")
             raise EvaluationFailed from e
 
     def _measure(self, run: Run, check: Callable[[], None]) -> dict[str, Any]:
@@ -116,4 +123,5 @@ def validate(
         with rt.autocast():
             _, loss = forward(x, y)
         total += loss.to(total.dtype) * len(rows)
+    check()
     return rt.all_reduce(total).item() / count

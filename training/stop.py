@@ -15,6 +15,17 @@ from system.ranks import Runtime
 from system.script import env_rank
 from training.config import parse_duration
 
+FAILED = 2  # what a rank whose evaluation failed answers where the others check whether to stop, 0 or 1
+
+
+class FailedElsewhere(Exception):
+    """Another rank has failed, and says why."""
+
+
+def failed(rt: Runtime) -> None:
+    """Tell the ranks that wait in Stop.check, or will."""
+    rt.highest(FAILED)
+
 
 class Stopped(Exception):
     """All ranks have agreed to stop."""
@@ -36,9 +47,12 @@ class Stop:
         return self.signal is not None or self.seconds() > self.limit
 
     def check(self, rt: Runtime, timed: bool = True) -> None:
-        """Raise Stopped on all ranks if any was asked to stop. timed=False ignores --time-limit, as in the first
-        evaluation, so at least one step runs."""
-        if rt.any(self.asked() if timed else self.signal):
+        """Raise Stopped on all ranks if any was asked to stop, FailedElsewhere if one said `failed` in place of this.
+        timed=False ignores --time-limit, as in the first evaluation, so at least one step runs."""
+        found = rt.highest(bool(self.asked() if timed else self.signal))
+        if found == FAILED:
+            raise FailedElsewhere
+        if found:
             raise Stopped
 
     def why(self) -> str:
