@@ -51,7 +51,7 @@ class GPTConfig:
 
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    activation: Literal["gelu", "relu2"] = "gelu"
+    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # GPT-2's tanh; nanoGPT's, exact; modded-nanogpt's
     qk_norm: bool = False
     zero_init_projections: bool = False
     logit_softcap: float = 0.0
@@ -147,8 +147,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)
-        x = F.gelu(x, approximate="tanh") if self.activation == "gelu" else F.relu(x).square()
-        return self.c_proj(x)
+        if self.activation == "relu2":
+            return self.c_proj(F.relu(x).square())
+        return self.c_proj(F.gelu(x, approximate="tanh" if self.activation == "gelu" else "none"))
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

@@ -61,7 +61,9 @@ def test_round_trip_is_equal_bit_for_bit(hf, tmp_path, tied):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(idx).logits, theirs(idx).logits)
 
 
-@pytest.mark.parametrize("options", [{"vocab_size": 50304}, {"bias": False}, {"tied_head": False, "vocab_size": 50304}])
+@pytest.mark.parametrize(
+    "options", [{"bias": False}, {"tied_head": False, "vocab_size": 50304}, {"activation": "gelu_erf"}]
+)
 def test_export_runs_in_transformers(tmp_path, options):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,6 +73,7 @@ def test_export_runs_in_transformers(tmp_path, options):
     theirs, tok = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
     idx = torch.randint(50257, (2, 32))
     assert theirs.config.vocab_size == 50257
+    assert convert.load_hf(tmp_path / "out").config.activation == ours.config.activation
     torch.testing.assert_close(theirs(idx).logits, ours(idx)[0][..., :50257], atol=1e-4, rtol=0)
     text = "Hello, world!  naïve \n\n 你好 🙂 don't"
     assert tok(text)["input_ids"] == tokenizer.encoding().encode_ordinary(text)
@@ -216,7 +219,8 @@ def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_nanogpt_file_is_read(tmp_path, bias, tied):
-    model = GPT(GPTConfig(block_size=32, vocab_size=65, n_layer=3, n_head=2, n_embd=32, bias=bias, tied_head=tied))
+    shape = {"block_size": 32, "vocab_size": 65, "n_layer": 3, "n_head": 2, "n_embd": 32}
+    model = GPT(GPTConfig(**shape, bias=bias, tied_head=tied, activation="gelu_erf"))
     weights = {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}
     weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # old torch: the mask is a buffer
     args = {"n_layer": 3, "n_head": 2, "n_embd": 32, "block_size": 32, "bias": bias, "vocab_size": 65, "dropout": 0.0}

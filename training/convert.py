@@ -72,10 +72,12 @@ def read_config(folder: Path) -> GPTConfig:
         odd = [name for name, size in sizes.items() if type(size) is not int]  # True is an int, too
         require(not odd, f"{', '.join(odd)} must be numbers")
         tied = found.get("tie_word_embeddings") is not False
-        config = GPTConfig(block_size=sizes.pop("n_positions"), **sizes, tied_head=tied)
+        kind = "gelu_erf" if found.get("activation_function") == "gelu" else "gelu"
+        config = GPTConfig(block_size=sizes.pop("n_positions"), **sizes, tied_head=tied, activation=kind)
         for name, ours in FIXED.items():
             theirs = found.get(name, ours)
             same = theirs == ours or (name == "n_inner" and theirs == 4 * config.n_embd)  # the same width, spelled out
+            same |= name == "activation_function" and theirs == "gelu"
             require(same, f"{name} is {theirs!r:.99}; only {ours!r} is supported")
     except (OSError, TypeError, ValueError, RecursionError, UserError) as e:
         raise UserError(f"{folder}/config.json is not a GPT-2's: {e!s:.300}") from None
@@ -86,6 +88,7 @@ def hf_config(c: GPTConfig, vocab_size: int) -> dict:
     """What transformers' GPT2Config is to know of ours."""
     shape = {"n_positions": c.block_size, "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    off["activation_function"] = "gelu" if c.activation == "gelu_erf" else "gelu_new"
     return {**shape, **off, "vocab_size": vocab_size, "tie_word_embeddings": c.tied_head, "dtype": "float32"}
 
 
@@ -129,7 +132,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
     for field in fields(GPTConfig):
         ours = getattr(c, field.name)
         why = f"this model has {field.name}={ours!r}, but transformers' GPT-2 supports only {field.default!r}"
-        require(field.name in free or ours == field.default, f"{why}; {mend}")
+        require(field.name in free or ours in (field.default, "gelu_erf"), f"{why}; {mend}")
     empty = not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir()))
     require(empty, f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
     tokenizer.encoding()  # checks the two vocabulary files that are read below
@@ -177,6 +180,7 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
             n_head=args.get("n_head", wte.size(1) // 64),
             n_embd=wte.size(1),
             bias="transformer.ln_f.bias" in weights,
+            activation="gelu_erf" if "model_args" in saved else "gelu",  # nanoGPT's, since June 2023
             tied_head=torch.equal(weights.setdefault("lm_head.weight", wte), wte),
         )
         return GPT.from_state_dict(config, weights).eval(), int(saved.get("step", saved.get("iter_num", 0)))
