@@ -225,7 +225,8 @@ def tell(out: Path, manifest: Manifest, seconds: float) -> None:
         return print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
     data = f"--data-dir {shlex.quote(str(out))}"
     if tokens < 100_000_000:  # too little for gpt2-124m, which takes half a million tokens per step
-        return print0(f"next: python train_gpt2.py quickstart {data} --out-dir {shlex.quote(f'log/{out.name}')}")
+        own = f"{data} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt ''"  # the preset's is Python's "def "
+        return print0(f"next: python train_gpt2.py quickstart {own if out != Path('data/stdlib') else ''}".strip())
     return print0(f"next: python train_gpt2.py {data}")
 
 

@@ -24,7 +24,7 @@ class Runtime:
     """Where this process runs: its device, its precision, its rank."""
 
     device: torch.device
-    dtype: torch.dtype  # of autocast; float32 means autocast is off
+    dtype: torch.dtype  # of autocast; float32 means autocast is off; a training run's is settled by training/precision
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1

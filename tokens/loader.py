@@ -64,15 +64,15 @@ class Order:
 
     def _in_one_group(self, position: int, most: int) -> np.ndarray:
         """(n, 2) of (shard, window) from a stream position on, n <= most, none beyond the group of shards it is in."""
-        epoch, position = divmod(position, self.per_epoch)
+        epoch, in_epoch = divmod(position, self.per_epoch)
         visit = self._permuted(len(self.windows), epoch, 0)  # the shards in this epoch's order
         ends = np.cumsum(self.windows[visit])
-        at = int(np.searchsorted(ends, position, side="right"))  # where in `visit` the shard of this position is
-        at -= at % self.together  # where its group begins
-        group = visit[at : at + self.together]
-        position -= int(ends[at] - self.windows[group[0]])  # now within the group
+        first = int(np.searchsorted(ends, in_epoch, side="right"))  # where in `visit` the shard of this position is
+        first -= first % self.together  # where its group begins
+        group = visit[first : first + self.together]
+        in_group = in_epoch - int(ends[first] - self.windows[group[0]])
         ends = np.cumsum(self.windows[group])
-        mixed = self._permuted(int(ends[-1]), epoch, 1, int(group[0]))[position : position + most]
+        mixed = self._permuted(int(ends[-1]), epoch, 1, int(group[0]))[in_group : in_group + most]
         member = np.searchsorted(ends, mixed, side="right")  # which shard of the group each is in
         begins = ends - self.windows[group]
         return np.stack([group[member], mixed - begins[member]], axis=1)

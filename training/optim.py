@@ -96,7 +96,8 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
     """Fraction of the peak learning rate at `step`, from 1 down to min_lr / max_lr.
 
     cosine: linear warm-up, then half a cosine over the rest of max_steps. trapezoid (Hägele et al. 2024): linear
-    warm-up, constant, then linear decay over the last `cooldown` fraction of max_steps.
+    warm-up, constant, then linear decay over the last `cooldown` fraction of max_steps. No checkpoint keeps a rate: a
+    resumed run's follows from its own flags and max_steps, and resume.tell_rate says where that makes it jump.
     """
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
     if step < cfg.warmup_steps:

@@ -138,6 +138,11 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: Run) -> None:
     require(not refused or (cfg.allow_drift and not network), f"{why}. Restore them; {mend}")
     for change in refused:
         print0(f"resume, by --allow-drift: {change}")
+    tell_rate(cfg, old, saved, run)
+
+
+def tell_rate(cfg: TrainConfig, old: TrainConfig, saved: dict[str, Any], run: Run) -> None:
+    """Say what another number of steps makes of the learning rate, which optim.lr_factor decides."""
     if saved["max_steps"] != run.max_steps:
         before = optim.lr_factor(saved["step"], saved["max_steps"], old) * old.max_lr
         after = optim.lr_factor(saved["step"], run.max_steps, cfg) * cfg.max_lr

@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
     loss: float  # mean over all sequences of the step, nats per token
     norm: float  # of the gradients of all parameters, before clipping
-    finite: bool  # whether the loss and the norm are finite on every rank
+    finite: bool  # whether the loss and the norm are finite on every rank; if not, the update is refused
     halt: bool  # whether any rank was asked to stop
     local_loss: float  # mean over this rank's sequences
 
@@ -84,7 +84,7 @@ class Step:
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.weights.copy_to_model()
-        self._finish()
+        self._drop_gradients()
 
     def refuse(self, at: int, result: Result, data: Loader) -> None:
         """Drop the gradients of step `at`, which are not finite. A float16 overflow halves the loss scale; anything
@@ -99,10 +99,10 @@ class Step:
             if self.skipped > self.cfg.skip_bad_steps:
                 raise Refused(message)
             print0(f"{message} ({self.skipped} of --skip-bad-steps {self.cfg.skip_bad_steps})")
-        self._finish()
+        self._drop_gradients()
 
-    def _finish(self) -> None:
-        self.scaler.update()
+    def _drop_gradients(self) -> None:
+        self.scaler.update()  # once a step: it halves the scale after an overflow, else doubles it now and then
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
