@@ -1,7 +1,7 @@
 """The picture of one or more runs: loss, learning rate, gradient norm, HellaSwag, speed.
 
     python plots.py log/quickstart                       # writes log/quickstart/curves.png
-    python plots.py log/gpt2-124m --reference            # with two public FineWeb-Edu runs of this recipe behind it
+    python plots.py log/gpt2-124m --reference            # with public runs of this recipe behind it
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
@@ -22,7 +22,7 @@ import tyro
 
 from system.script import UserError, print0, printable, require, run_cli, whole_file
 from training import record
-from training.reference import TOKENS, expected, read_reference
+from training.reference import Reference, find_reference, read_references
 
 OPENAI_HELLASWAG = {"OpenAI GPT-2 124M": 0.2955, "OpenAI GPT-2 1558M": 0.4893}  # acc_norm, completion style
 OPENAI_VAL_LOSS = 3.2924  # OpenAI's 124M on FineWeb-Edu's val shard, from build-nanogpt's notebook
@@ -115,7 +115,7 @@ def fit_y(ax) -> None:
         ax.set_ylim(low - room, high + room)
 
 
-def draw_loss(ax, runs: list[Run], reference: bool) -> None:
+def draw_loss(ax, runs: list[Run], references: list[Reference]) -> None:
     for run in runs:
         if "train_loss" in run.metrics:
             plot_noisy(ax, run, "train_loss")
@@ -127,19 +127,19 @@ def draw_loss(ax, runs: list[Run], reference: bool) -> None:
     fit_y(ax)
     ax.plot([], [], color=GREY, lw=1.6, label="train (moving median)")
     ax.plot([], [], color=GREY, label="validation", **VAL_STYLE)
-    steps = [s for s in read_reference()["step"] if 0 < s <= ax.get_xlim()[1]]
-    if reference and steps:
-        low, high = zip(*map(expected, steps), strict=True)
-        label = "on track: two public FineWeb-Edu 10B runs of GPT-2 124M, with a margin"
-        ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
-        ax.set_ylim(bottom=min(ax.get_ylim()[0], *low))
-    if reference and ax.get_ylim()[0] < OPENAI_VAL_LOSS:
+    for known in references:
+        if steps := [s for s in known.step if 0 < s <= ax.get_xlim()[1]]:
+            low, high = zip(*map(known.expected, steps), strict=True)
+            label = f"on track: {known.runs} public runs of {known.preset}'s recipe, with a margin"
+            ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
+            ax.set_ylim(bottom=min(ax.get_ylim()[0], *low))
+    if any(known.hellaswag for known in references) and ax.get_ylim()[0] < OPENAI_VAL_LOSS:  # on the same data
         label = f"OpenAI GPT-2 124M on FineWeb-Edu: {OPENAI_VAL_LOSS}"
         ax.axhline(OPENAI_VAL_LOSS, color=GREY, ls=":", lw=1.2, label=label)
     ax.legend(loc="upper right", fontsize=9)
 
 
-def draw_hellaswag(ax, runs: list[Run], reference: bool) -> None:
+def draw_hellaswag(ax, runs: list[Run], references: list[Reference]) -> None:
     best = 0.25  # by chance
     for run in runs:
         steps, accuracy = run.metrics["hellaswag_acc_norm"]
@@ -150,9 +150,10 @@ def draw_hellaswag(ax, runs: list[Run], reference: bool) -> None:
             ax.axhline(y, color=GREY, ls=":", lw=1.2)
             ax.annotate(f"{name}: {y}", (0.01, y), (0, 3), ax.get_yaxis_transform(), "offset points", fontsize=8.5)
     fit_y(ax)
-    if reference:
-        steps, a, b = (np.array(read_reference()[key]) for key in ("step", "hellaswag_a", "hellaswag_b"))
-        ax.fill_between(steps, np.minimum(a, b), np.maximum(a, b), color=GREY, alpha=0.4, lw=0, zorder=0)
+    for known in references:
+        if known.hellaswag:
+            low, high = zip(*known.hellaswag, strict=True)
+            ax.fill_between(known.step, low, high, color=GREY, alpha=0.4, lw=0, zorder=0)
 
 
 def draw_curve(ax, runs: list[Run], key: str) -> None:
@@ -168,9 +169,18 @@ def draw_curve(ax, runs: list[Run], key: str) -> None:
         ax.yaxis.set_major_formatter("{x:,.0f}")
 
 
+def compared(folder: Path, run: Run) -> Reference:
+    """The public runs that go behind a run: those of gpt2-124m where none has its preset, steps and tokens a step."""
+    c = record.read_config(folder)
+    known = find_reference(c.get("preset"), c.get("resolved_max_steps"), c.get("total_batch_size"))
+    if c and not known:
+        print0(f"warning: no public run has the preset, steps and tokens per step of {run.name}: gpt2-124m's are shown")
+    return known or read_references()[0]
+
+
 def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
-    """Draw `run_dirs` into the image `out` (its suffix sets the format); reference: with the two public runs
-    (training/reference.py) behind them. Raises UserError."""
+    """Draw `run_dirs` into the image `out` (its suffix sets the format), on demand with the public runs of their
+    recipes (training/reference.py) behind them. Raises UserError."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -180,9 +190,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
         Run(printable("/".join(d.parts[-2:])), COLORS[i % len(COLORS)], read_metrics(d)) for i, d in enumerate(dirs)
     ]
     sizes = [record.tokens_per_step(d) for d in dirs]
-    for run, size in zip(runs, sizes, strict=True):
-        if reference and size not in (None, TOKENS):
-            print0(f"warning: the reference runs had {TOKENS:,} tokens per step, but {run.name} has {size:,}")
+    references = list(dict.fromkeys(map(compared, dirs, runs))) if reference else []
     x_label = f"step ({sizes[0]:,} tokens each)" if sizes[0] and len(set(sizes)) == 1 else "step"
     shown = {title: [r for r in runs if any(key in r.metrics for key in keys)] for title, (keys, _) in PANELS.items()}
     require(any(shown.values()), f"{dirs[0]}/metrics.jsonl has nothing to draw, such as train_loss")
@@ -196,9 +204,9 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
         ticks = 8 if [title] in ROWS else 5
         ax.set_xlim(0, max(1, last) * 1.01)
         if title == "Loss":
-            draw_loss(ax, shown[title], reference)
+            draw_loss(ax, shown[title], references)
         elif title == "HellaSwag":
-            draw_hellaswag(ax, shown[title], reference)
+            draw_hellaswag(ax, shown[title], references)
         else:
             draw_curve(ax, shown[title], key)
         ax.set(title=title, xlabel=x_label, ylabel=y_label)
@@ -227,7 +235,7 @@ def main(
     Args:
         run_dirs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c); several are
             overlaid.
-        reference: draw the band of two public FineWeb-Edu 10B runs of GPT-2 124M behind the curves.
+        reference: draw the band of public runs of the same recipe behind the curves.
         out: the image; default: RUN_DIR/curves.png for one run, curves.png here for several.
         tensorboard: draw nothing, but write RUN_DIR/tensorboard of each.
     """

@@ -140,11 +140,12 @@ def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, 
 
 def test_a_run_like_the_public_ones_says_whether_it_is_on_track(tiny_args, monkeypatch, capsys):
     monkeypatch.setattr(evals, "validate", lambda *args: 9.0)
-    cfg, edu = config("quickstart", *tiny_args), "fineweb-edu_train_000001.npy"
+    cfg = config("quickstart", *tiny_args, "--total-batch-size", 524_288)
+    edu = "fineweb-edu_train_000001.npy"
     for preset, name in (("gpt2-124m", "tiny_train_000001.npy"), ("quickstart", edu), ("gpt2-124m", edu)):
         step = SimpleNamespace(cfg=dataclasses.replace(cfg, preset=preset), rt=CPU, model=None, forward=None, B=4)
         e = evals.Evals(step, SimpleNamespace(paths=[Path(name)]), None)
-        assert e.measure(Run(1000, "", step=500), lambda: None) == {"val_loss": 9.0}
+        assert e.measure(Run(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
         assert ("off track" in capsys.readouterr().out) == ((preset, name) == ("gpt2-124m", edu))
 
 

@@ -13,17 +13,17 @@ from helpers import ROOT
 
 import plots
 from system.script import UserError
-from training.reference import expected, on_track, read_reference
+from training.reference import find_reference, read_references
 
-REF = read_reference()
-ROWS = [int(s) for s in REF["step"]]
+REF = read_references()[0]
+ROWS, expected, on_track = list(REF.step), REF.expected, REF.on_track
 
 
-def healthy(step: float, run: str = "a") -> float:
+def healthy(step: float, run: str = "low") -> float:
     """Val loss of a public run, also between its evaluations; before the first one, where nothing is known, a guess."""
     if step < ROWS[1]:
         return 6.14 + 4.8 * math.exp(-step / 70) * (1 - step / ROWS[1])
-    return float(np.interp(step, ROWS, REF[f"val_loss_{run}"]))
+    return float(np.interp(step, ROWS, getattr(REF, run)))
 
 
 def write_run(folder, steps=300, every=50, hellaswag=True, batch=524_288, shift=0.0, keys=None):
@@ -189,10 +189,19 @@ def test_reference_band(figure, tmp_path):
     assert path[:, 0].max() == 1000
 
 
-def test_the_reference_says_whose_steps_are_not_its_own(figure, tmp_path, capsys):
-    figure([write_run(tmp_path / "run", batch=524_288), write_run(tmp_path / "small", batch=4096)], reference=True)
-    said = capsys.readouterr().out
-    assert "524,288 tokens per step, but " in said and "/small has 4,096" in said and "/run has" not in said
+def test_each_run_has_the_public_runs_of_its_recipe_behind_it(figure, tmp_path, capsys):
+    ours = write_run(tmp_path / "run", steps=1001)
+    for preset, steps, known in (
+        ("gpt2-124m", 19_073, True),
+        ("record8-124m", 4578, True),
+        ("record8-124m", 99, False),
+    ):
+        config = {"preset": preset, "total_batch_size": 524_288, "resolved_max_steps": steps}
+        (ours / "config.json").write_text(json.dumps(config))
+        legend = panel(figure([ours], reference=True), "Loss").get_legend()
+        (label,) = [t.get_text() for t in legend.get_texts() if "on track" in t.get_text()]
+        assert (preset in label) == known or preset == "gpt2-124m"
+        assert ("no public run has the preset" in capsys.readouterr().out) != known
 
 
 def test_command_line(run_script, tmp_path, monkeypatch):
@@ -245,15 +254,49 @@ def judge(curve, steps=ROWS) -> list[bool]:
     return [line.endswith("on track") for line in lines if line]
 
 
-def test_the_reference_is_the_one_of_the_shared_figures(shared_data):
+def test_the_references_are_the_shared_figures(shared_data):
     import csv
 
     rows = list(csv.DictReader(open(shared_data / "fineweb_edu_10b_reference.csv")))
-    for key in REF:
-        assert [float(r[key]) for r in rows] == list(REF[key])
+    for ours, key in ((zip(REF.low, REF.high, strict=True), "val_loss"), (REF.hellaswag, "hellaswag")):
+        assert [sorted((float(r[f"{key}_a"]), float(r[f"{key}_b"]))) for r in rows] == list(map(list, ours))
+    rows = list(csv.DictReader(open(shared_data / "reference_speedruns.csv")))
+    for name, steps in (("llmc", 19_560), ("record8", 4578), ("simple-muon-36", 3250)):
+        (ref,) = [ref for ref in read_references() if ref.max_steps == steps]
+        theirs = {}
+        for row in rows:
+            if row["run"] == name:
+                theirs.setdefault(int(row["step"]), []).append(float(row["val_loss"]))
+        assert ref.step[-1] == max(theirs)
+        for step, low, high in zip(ref.step, ref.low, ref.high, strict=True):
+            assert (min(theirs[step]), max(theirs[step]), len(theirs[step])) == (low, high, ref.runs)
 
 
-@pytest.mark.parametrize("run", "ab")
+def test_every_reference_accepts_its_own_runs_and_no_broken_one():
+    for ref in read_references():
+        for step, low, high in zip(ref.step, ref.low, ref.high, strict=True):
+            assert all(ref.on_track(step, v).endswith("on track") for v in (low - 0.012, low, high, high + 0.012))
+            assert step == 0 or not ref.on_track(step, high + 0.3).endswith("on track") or ref.expected(step)[1] > 5
+        assert "too low" in ref.on_track(ref.step[-1], 2.0) and ref.on_track(ref.step[-1] + 1, 3.0) is None
+    assert find_reference("gpt2-124m", 38_146, 524_288).on_track(38_146, 3.0).endswith("on track")
+
+
+def test_no_verdict_on_other_data_steps_or_batches():
+    for preset, steps, shard in (
+        ("gpt2-124m", 19_073, "edufineweb_train_000001.npy"),
+        ("gpt2-124m", 38_146, "fineweb-edu_train_000001.npy"),
+        ("llmc-124m", 19_700, "fineweb_train_000001.bin"),  # as many as there are in this sample
+        ("record8-124m", 4578, "fineweb_train_000001.npy"),
+    ):
+        assert find_reference(preset, steps, 524_288, shard).preset == preset
+        other = "fineweb_train_000001.npy" if "edu" in shard else "fineweb-edu_train_000001.npy"
+        assert find_reference(preset, steps, 524_288, other) is None
+        assert find_reference(preset, steps, 524_288, "books_train_000001.npy") is None
+        assert find_reference(preset, steps // 3, 524_288, shard) is None
+        assert find_reference(preset, steps, 262_144, shard) is None
+
+
+@pytest.mark.parametrize("run", ["low", "high"])
 def test_the_public_runs_are_on_track(run):
     for offset in (-0.012, 0, 0.012):  # another seed, or another sample of the validation shard
         assert all(judge(lambda s: healthy(s, run) + offset))  # noqa: B023
@@ -286,7 +329,7 @@ def test_a_broken_mask_is_off_track():
 def test_the_line_a_run_prints():
     low, high = expected(500)
     assert on_track(500, 5.31) == f"step 500: val 5.310, reference {low:.3f} to {high:.3f}: on track"
-    assert low < REF["val_loss_a"][2] < high and low < REF["val_loss_b"][2] < high
+    assert low < REF.low[2] <= REF.high[2] < high
     assert "off track, " in on_track(500, 5.9) and "--max-lr" in on_track(500, 5.9)
     assert "off track" in on_track(500, math.nan) and "off track" in on_track(500, math.inf)
     assert "off track" in on_track(0, 11.8)  # weights that start too large

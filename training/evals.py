@@ -14,8 +14,8 @@ from system.ranks import Runtime, lost_a_rank
 from system.script import UserError, print0, printable
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
-from training import reference
 from training.config import TrainConfig
+from training.reference import find_reference
 from training.resume import Run
 from training.step import Step
 from training.stop import FailedElsewhere, Stopped, failed
@@ -32,7 +32,7 @@ class Evals:
     def __init__(self, step: Step, data: Loader, val_data: Loader | None):
         cfg = step.cfg
         self.step, self.val_data = step, val_data
-        self.comparable = cfg.preset == "gpt2-124m" and "edu" in data.paths[0].name  # with the runs of reference.py
+        self.shard = data.paths[0].name
         self.examples = hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
         self.sample_every = cfg.sample_every
         if cfg.sample_every and cfg.model.vocab_size < VOCAB_SIZE:
@@ -69,7 +69,8 @@ class Evals:
             loss = validate(self.step.forward, self.val_data, cfg, rt, self.step.B, check)
             found["val_loss"] = loss
             print0(f"{head} | val loss: {loss:.4f}")
-            if self.comparable and (line := reference.on_track(run.step, loss)):
+            known = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.shard)
+            if known and (line := known.on_track(run.step, loss)):
                 print0(line)
         if self.examples and run.due(cfg.hellaswag_every):
             score = hellaswag.evaluate(self.step.model, self.examples, rt.device, rt, check=check)

@@ -220,12 +220,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.json; empty if there is none that can be read."""
+    try:
+        found = json.loads((run_dir / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def tokens_per_step(run_dir: Path) -> int | None:
     """Tokens per step of a run, from its config.json; None if not recorded there."""
-    try:
-        return int(json.loads((run_dir / "config.json").read_text())["total_batch_size"])
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        return None
+    found = read_config(run_dir).get("total_batch_size")
+    return found if type(found) is int else None
 
 
 def duration(seconds: float) -> str:
