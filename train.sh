@@ -79,7 +79,7 @@ END
 }
 
 launch() { # start the run that the arguments describe
-    local preset=() defaults=(--resume auto) checkpoint='' args found text time_limit gpus log limit='' where=''
+    local preset=() defaults=(--resume auto) checkpoint='' typed="$0 $*" args found text time_limit gpus log limit='' where=''
     check_environment
     [[ -z ${PUSH_TO:-} ]] || "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" || exit 1
     [[ -z ${GPU_HOUR_USD:-} ]] || defaults+=(--gpu-hour-usd "$GPU_HOUR_USD")
@@ -112,7 +112,7 @@ launch() { # start the run that the arguments describe
     flock -n 9 || die "$OUT already has a run (processes: $(ranks | tr '\n' ' ')): one run per folder. Stop it with:" \
         "kill \$(cat $OUT/train.pid), or give another --out-dir"
     log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
-    say "$0 $*" 2>/dev/null >>"$log"
+    say "$typed" 2>/dev/null >>"$log"
     [[ -s $log ]] || die "cannot write to $log: is the disk full?"
     export OUT RESUME NPROC LIMIT=$limit LOG=$log
     setsid bash "${BASH_SOURCE[0]}" --detached "${args[@]}" </dev/null >>"$log" 2>&1 &

@@ -69,7 +69,7 @@ def test_every_preset_names_itself_and_survives_a_round_trip():
 
 
 def test_parse_flags():
-    switches = ["--compile=False", "--model.unet_skips=False", "--recompute=True"]  # as nanoGPT writes them
+    switches = ["--compile=False", "--model.unet_skips=0", "--recompute=1", "--epochs=1"]  # as others write them
     c = parse(["speedrun-124m", *switches], nothing_saved)
     assert (c.compile, c.model.unet_skips, c.recompute) == (False, False, True)
     c = parse("quickstart --model.n-layer 2 --no-shuffle --micro-batch-size auto --max-lr=0.001".split(), nothing_saved)

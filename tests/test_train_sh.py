@@ -30,6 +30,7 @@ def test_plain_start(pod):
     assert "2 process(es)," in done.stdout and "tail -f" in done.stdout and "kill $(cat" in done.stdout
     log = pod.ended()
     assert pod.starts() == ["gpt2-124m --resume auto --max-steps 5"]
+    assert "train.sh gpt2-124m --max-steps 5\n" in log  # what was typed
     assert "--standalone --nproc_per_node=2" in log and "training finished" in log
     assert "this machine stays: REMOVE_POD is not 1" in log
     assert not pod.read("pushed") and not pod.read("removed")

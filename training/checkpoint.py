@@ -108,7 +108,11 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         step = latest_step(path)
-        require(step is not None, f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)")
+        why = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
+        mend = (
+            "weights alone start a new run: --init-from FILE, for build-nanogpt's after python hub.py import FILE DIR"
+        )
+        require(step is not None, f"{why}; {mend}")
         path = model_path(path, step)
     require(path.is_file(), missing(path))
     named, mend = NAME.fullmatch(path.name), f"to start a new run from its weights, use --init-from {path}"

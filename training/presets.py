@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from model import GPTConfig
-from system.script import UserError
+from system.script import UserError, require
 from training.config import TrainConfig
 
 
@@ -91,6 +91,9 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
 # fmt: on
 
 
+SWITCHES = {f.name for config in (TrainConfig, GPTConfig) for f in fields(config) if f.type in (bool, "bool")}
+
+
 def model_from_init(cfg: TrainConfig) -> bool:
     """Whether --init-from determines the network: it is given, and no --model flag asks for another one."""
     return cfg.init_from != "scratch" and cfg.preset in PRESETS and cfg.model == PRESETS[cfg.preset].model
@@ -125,23 +128,18 @@ decay_lr lr_decay_iters: none, --schedule ends at --max-steps
 log_interval: none, metrics.jsonl has every step
 backend tensorcores flash: none, torch chooses
 """
-SWITCHES = "|".join(f.name for kind in (TrainConfig, GPTConfig) for f in fields(kind) if f.type in (bool, "bool"))
 
 
-def as_typed_here(argv: list[str]) -> list[str]:
-    """The words with switches as tyro takes them, written --compile=False or --compile=0 elsewhere. Raises UserError
-    with our names for all that has another one there."""
+def answer(argv: list[str]) -> None:
+    """Raise UserError with our names for all that has another one in those trainers."""
     rows = [line.split(": ") for line in RENAMED.strip().splitlines()]
     ours = {old.replace("-", "_"): new for names, new in rows for old in names.split()}
     answers = []
     for word in [w for i, w in enumerate(argv) if i == 0 or w.startswith("--")]:  # a preset, or flags
         name = word.removeprefix("--").replace("-", "_")
-        new = ours.get(name) or ours.get(name.partition("=")[0])
-        answers += [f"\n  {word}: {new}"] if new else []
-    if answers:
-        raise UserError("these have other names here (docs/coming-from.md):" + "".join(answers))
-    switch = re.compile(rf"^--(model\.)?({SWITCHES.replace('_', '[-_]')})=(?:(true|1)|false|0)$", re.I)
-    return [switch.sub(lambda m: f"--{m[1] or ''}{'' if m[3] else 'no-'}{m[2]}", word) for word in argv]
+        if new := ours.get(name) or ours.get(name.partition("=")[0]):
+            answers.append(f"\n  {word}: {new}")
+    require(not answers, "these have other names here (docs/coming-from.md):" + "".join(answers))
 
 
 @dataclass(frozen=True)
@@ -153,10 +151,18 @@ class Typed:
     max_steps: int | None = None
 
 
+def switch(word: str) -> str:
+    """--compile for --compile=1 or =True, --no-compile for =0 or =False, as other trainers write their switches."""
+    found = re.fullmatch(r"--(model\.)?([\w-]+)=(?:(true|1)|false|0)", word, re.I)
+    if not found or found[2].replace("-", "_") not in SWITCHES:
+        return word
+    return f"--{found[1] or ''}{'' if found[3] else 'no-'}{found[2]}"
+
+
 def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. `--resume PATH` without a preset starts from the config saved there
     (read_saved(PATH) returns it), so only the changes need flags."""
-    argv = as_typed_here(argv)
+    answer(argv)
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     if name is not None and name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
@@ -173,7 +179,7 @@ def parse(argv: list[str], read_saved: Callable[[str], dict]) -> TrainConfig:
     cfg = tyro.cli(
         TrainConfig,
         default=base,
-        args=rest,
+        args=[switch(word) for word in rest],
         prog="train_gpt2.py [PRESET]",
         description=f"Train a GPT. Presets: {', '.join(PRESETS)} (default gpt2-124m), before any flag. "
         "Defaults shown are the preset's.",
