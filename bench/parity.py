@@ -38,6 +38,7 @@ from system.ranks import Runtime
 from system.script import require, run_cli
 from tokens import shards
 from tokens.loader import Loader
+from training import optim
 from training.presets import parse
 from training.step import Step
 
@@ -253,7 +254,10 @@ def run_ours(flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] |
         x, y = to_device(tokens, device)
         return x, y.roll(1, dims=1)
 
-    with mock.patch.object(training.step, "to_device", shifted if plant == "target" else to_device):
+    with (
+        mock.patch.object(training.step, "to_device", shifted if plant == "target" else to_device),
+        mock.patch.object(optim, "NEWTON_SCHULZ_DTYPE", rt.dtype),
+    ):
         for at, batch in enumerate(data.batches(0, cfg.sequences_per_step, step.B, rt)):
             result = step.gradients(batch)
             curve.append((result.loss, result.norm))

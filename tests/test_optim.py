@@ -160,6 +160,37 @@ def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
     assert all(torch.equal(v, before[k]) == (".h.0.attn" in k) for k, v in weights.state_dict().items())
 
 
+def test_muon_is_torchs_for_each_matrix():
+    """Equal shapes together, queries, keys and values apart; and state that torch's Muon saved is taken up."""
+    torch.manual_seed(0)
+    shapes = {"qkv": (48, 16), "tall": (64, 16), "tall too": (64, 16), "wide": (16, 64), "square": (16, 16)}
+    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    parts = [t for name, p in ours.items() for t in p.detach().clone().chunk(3 if name == "qkv" else 1)]
+    theirs = [torch.nn.Parameter(t) for t in parts]
+    settings = {"lr": 0.02, "momentum": 0.9}
+    mine = optim.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
+    torchs = torch.optim.Muon([{"params": theirs, "weight_decay": 0.1}], **settings)
+    for step in range(4):
+        for p in ours.values():
+            p.grad = torch.randn(p.shape)
+        grads = [g.clone() for name, p in ours.items() for g in p.grad.chunk(3 if name == "qkv" else 1)]
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g
+        mine.step()
+        torchs.step()
+        found = [t for name, p in ours.items() for t in p.detach().chunk(3 if name == "qkv" else 1)]
+        for a, b in zip(found, theirs, strict=True):
+            torch.testing.assert_close(a, b.detach(), atol=2e-4, rtol=0)  # lr times the rounding of bfloat16
+        if step == 1:
+            state = torchs.state_dict()
+            buffers = [s["momentum_buffer"] for s in state["state"].values()]
+            buffers = [torch.cat(buffers[:3]), *buffers[3:]]
+            state["state"] = {i: {"momentum_buffer": b.clone()} for i, b in enumerate(buffers)}
+            state["param_groups"][0]["params"] = list(range(len(buffers)))
+            mine = optim.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
+            optim.load_state([mine], [state])
+
+
 class Sign(torch.optim.Optimizer):
     """An optimizer that OPTIMIZER_STATE does not list; its state has another shape than the parameter."""
 

@@ -54,7 +54,7 @@ def share():
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             for o in optimizers:
                 o.step()
-            moments = {o: 1 if type(o.optim) is torch.optim.Muon else 2 for o in optimizers}
+            moments = {o: 1 if type(o.optim) is optim.Muon else 2 for o in optimizers}
             sizes = [[n * p.numel() for g in o.param_groups for p in g["params"]] for o, n in moments.items()]
             held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
             shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
