@@ -171,6 +171,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
 class NoInit(TorchFunctionMode):  # random init on the meta device only loads torch's compiler, which takes a second
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return None if getattr(func, "__module__", "") == "torch.nn.init" else func(*args, **(kwargs or {}))
@@ -280,8 +284,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
-        logits, cap = self.lm_head(self.transformer.ln_f(x)), self.config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return softcap(self.lm_head(self.transformer.ln_f(x)), self.config.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""

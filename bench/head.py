@@ -3,8 +3,8 @@
     python -m bench.head                           # 4,096 rows of 128 channels, as in quickstart
     python -m bench.head --rows 65536 --width 768  # one micro-batch of GPT-2 124M, on a GPU
 
-Forward and backward of the mean cross-entropy of (rows, width) @ (columns, width).T under autocast. "plain" is what
-model.py does, "chunked" keeps logits for --chunk rows at a time and computes the gradient in the forward pass,
+Forward and backward of the mean cross-entropy of (rows, width) @ (columns, width).T under autocast. "plain" holds all
+logits, as GPT.loss does, "ours" is training/head.py,
 "torch's" is F.linear_cross_entropy where torch has it (2.13), and "products alone" is the three matrix products, a
 lower bound at this precision. The ways take turns in separate processes; medians over all calls, largest peak memory.
 """
@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,9 @@ import tyro
 
 from bench import turns
 from system import machine, ranks, script
+from training import head
 
-WAYS = ("plain", "plain compiled", "chunked", "chunked compiled", "torch's", "torch's chunked", "products alone")
+WAYS = ("plain", "plain compiled", "ours", "ours compiled", "torch's", "torch's chunked", "products alone")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Args:
     rows: int = 4096
     width: int = 128
     columns: int = 50_304
-    chunk: int = 1024
+    dtype: str = "auto"
     repeats: int = 5
     rounds: int = 3
     child: str = ""
@@ -42,38 +44,17 @@ def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
     def plain(x, w, y):
         return F.cross_entropy(F.linear(x, w).float(), y)
 
-    class Chunked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w, y):
-            total, dx, dw = 0.0, torch.empty_like(x), torch.zeros_like(w, dtype=torch.float32)
-            for i in range(0, len(x), args.chunk):
-                part, rows = slice(i, i + args.chunk), torch.arange(len(y[i : i + args.chunk]), device=x.device)
-                logits = (x[part] @ w.T).float()
-                top = logits.logsumexp(-1, keepdim=True)
-                total += (top[:, 0] - logits[rows, y[part]]).sum() / len(x)
-                grad = (logits - top).exp()
-                grad[rows, y[part]] -= 1
-                grad = (grad / len(x)).to(x.dtype)
-                dx[part], dw = grad @ w, dw + (grad.T @ x[part])
-            ctx.save_for_backward(dx, dw)
-            return total
-
-        @staticmethod
-        def backward(ctx, g):
-            dx, dw = ctx.saved_tensors
-            return g * dx, g * dw, None
-
-    def chunked(x, w, y):
-        x, w = (t.to(dtype) for t in (x, w))
-        with torch.autocast(x.device.type, enabled=False):
-            return Chunked.apply(x, w, y)
+    def ours(x, w, y, chunk_loss=head.chunk_loss):
+        return head.Loss.apply(x, w, y, 0.0, torch.is_grad_enabled(), chunk_loss)
 
     def products(x, w, y):
         x, w = (t.to(dtype) for t in (x, w))
         logits = x @ w.T
         return (logits @ w).sum() + (logits.T @ x).sum()
 
-    base = {"plain": plain, "chunked": chunked, "products alone": products}
+    if way == "ours compiled":  # as the trainer has it: the loop is not part of the graph
+        return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
+    base = {"plain": plain, "ours": ours, "products alone": products}
     if way.startswith("torch's"):
         options = torch.nn.LinearCrossEntropyOptions() if way.endswith("chunked") else None
         return lambda x, w, y: F.linear_cross_entropy(x.to(dtype), w.to(dtype), y, options=options)
@@ -81,7 +62,7 @@ def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
 
 
 def child(args: Args) -> None:
-    with ranks.session() as rt:
+    with ranks.session(dtype=args.dtype) as rt:
         torch.manual_seed(0)
         x = torch.randn(args.rows, args.width, device=rt.device, requires_grad=True)
         w = (0.02 * torch.randn(args.columns, args.width, device=rt.device)).requires_grad_()

@@ -18,7 +18,7 @@ from model import GPT
 from system.script import UserError
 from tokens.loader import Loader
 from training import checkpoint
-from training.step import Result, Step
+from training.step import Forward, Result, Step
 from training.stop import Stop
 
 HALF = ["--dtype", "float16"]
@@ -55,7 +55,7 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
     """All before it is saved, though no save is due; and the run goes on from there to the same bits."""
     whole, run, calls = fit(tiny_args, tmp_path / "whole"), tmp_path / "run", []
 
-    def poisoned_once(self, *args, real=GPT.forward):
+    def poisoned_once(self, *args, real=Forward.forward):
         logits, loss = real(self, *args)
         if torch.is_grad_enabled():
             calls.append(1)
@@ -63,7 +63,7 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
                 loss = loss * math.nan
         return logits, loss
 
-    monkeypatch.setattr(GPT, "forward", poisoned_once)
+    monkeypatch.setattr(Forward, "forward", poisoned_once)
     data = Loader(tiny_args[-1], "train", 32, 256, seed=1337, shuffle=True)
     shard, window = data.step_windows(7, 8, 4)[0, 0]
     named = rf"starts at {data.paths[shard].name} window {window};"

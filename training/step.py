@@ -21,7 +21,7 @@ from system import machine
 from system.ranks import Runtime
 from system.script import UserError, print0
 from tokens.loader import Loader, to_device
-from training import optim
+from training import head, optim
 from training.config import TrainConfig
 from training.microbatch import micro_batch_size
 
@@ -50,7 +50,7 @@ class Step:
         self.weights = optim.Weights(model, cfg)
         self.optimizers = optim.build(self.weights, cfg, rt)
         self.scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
-        self.forward = compiled(model, cfg, rt)
+        self.forward = make_forward(model, cfg, rt)
         self.ddp_forward = distributed(self.forward, rt)
         self.B = micro_batch_size(self.cfg, rt, model, self.ddp_forward)
         self.skipped = 0  # steps refused because of a loss or gradient that is not finite
@@ -154,33 +154,37 @@ class Step:
             raise UserError(f"{why}; start a new run from its weights with --init-from") from None
 
 
-class Compiled(nn.Module):
-    """A GPT compiled block by block: all blocks share one graph, and the head with the loss is another. The first step
-    comes sooner than with one graph of everything, and gradients are reduced just as early."""
+class Forward(nn.Module):
+    """GPT.forward with targets, as training and validation call it: never with all logits at once (training/head.py).
+    Compiled block by block: all blocks share one graph, and what the head does with a chunk of logits is another. The
+    first step comes sooner than with one graph of everything, and gradients are reduced just as early."""
 
-    def __init__(self, model: GPT):
+    def __init__(self, model: GPT, compiles: bool):
         super().__init__()
         self.model = model  # DDP finds the parameters here; the plain list below registers none
-        self.blocks = [torch.compile(block, dynamic=False) for block in model.transformer.h]
-        self.loss = torch.compile(model.loss, dynamic=False)
+        self.blocks, self.chunk_loss = list(model.transformer.h), head.chunk_loss
+        if compiles:
+            self.blocks = [torch.compile(block, dynamic=False) for block in self.blocks]
+            self.chunk_loss = torch.compile(head.chunk_loss, dynamic=False)
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
-        return None, self.loss(self.model.hidden(idx, blocks=self.blocks), targets)
+        x = self.model.hidden(idx, blocks=self.blocks)
+        return None, head.loss(self.model, x, targets, self.chunk_loss)
 
 
-def compiled(model: GPT, cfg: TrainConfig, rt: Runtime) -> nn.Module:
-    """The model as training and validation call it; HellaSwag, sampling and checkpoints use the model itself."""
+def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
+    """The forward pass of training and validation; HellaSwag, sampling and checkpoints use the model itself."""
     if rt.device.type == "cpu":
         machine.keep_memory()
     if not cfg.compile or rt.device.type == "mps":
-        return model
+        return Forward(model, compiles=False)
     if missing := machine.missing_compiler(rt.device):
         print0(f"no {missing}: training without torch.compile, several times slower")
-        return model
+        return Forward(model, compiles=False)
     torch._dynamo.config.recompile_limit = 16  # --micro-batch-size auto may try seven sizes; validation adds a graph
     torch._dynamo.config.optimize_ddp = False  # it would split graphs at DDP's buckets
     print0("the first step compiles, which takes a while; --no-compile starts at once but then trains slower")
-    return Compiled(model)
+    return Forward(model, compiles=True)
 
 
 def distributed(forward: nn.Module, rt: Runtime) -> nn.Module:

@@ -1,0 +1,112 @@
+"""The head by chunks: GPT.loss and its gradients to rounding, in a part of its memory."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import assert_close, curve, fit
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, GPTConfig
+from training import head
+from training.step import Forward
+
+SMALL = GPTConfig(block_size=128, vocab_size=320, n_layer=1, n_head=2, n_embd=32)
+OPTIONS = {
+    "tied": {},
+    "untied": {"tied_head": False, "norm": "rmsnorm", "positions": "rope"},
+    "softcap": {"logit_softcap": 3.0},
+}
+B, T = 17, 128  # rows for four chunks, the last one shorter
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(SMALL, **options))
+    with torch.no_grad():
+        for p in model.parameters():  # wide enough that every part matters
+            p.add_(torch.randn_like(p) * 0.1)
+    idx, targets = torch.randint(320, (2, B, T))
+    return model, idx, targets
+
+
+def loss_and_gradients(model, forward, idx, targets, precision=None, scale=1.0):
+    model.zero_grad()
+    with torch.autocast("cpu", precision) if precision else nullcontext():
+        _, loss = forward(idx, targets)
+    (loss * scale).backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("ignored", [0, 2])
+def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
+    model, idx, targets = make(**OPTIONS[options])
+    targets[B - ignored :] = -100  # as validation pads its last batch
+    wanted, gradients = loss_and_gradients(model, model, idx, targets, scale=0.25)
+    loss, ours = loss_and_gradients(model, Forward(model, compiles=False), idx, targets, scale=0.25)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item())
+    with torch.no_grad():
+        assert Forward(model, compiles=False)(idx, targets)[1].item() == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision, weights, scale", [
+    (torch.bfloat16, torch.float32, 1.0), (torch.bfloat16, torch.bfloat16, 1.0),
+    (torch.float16, torch.float32, 2.0**16),
+])  # fmt: skip
+def test_half_precision_is_as_near_to_float32_as_with_all_logits(precision, weights, scale):
+    model, idx, targets = make()
+    _, exact = loss_and_gradients(model, model, idx, targets)
+    exact = exact["transformer.wte.weight"]
+    for p in model.parameters():
+        p.data = p.data.to(weights)
+    errors = []
+    for forward in (model, Forward(model, compiles=False)):
+        _, gradients = loss_and_gradients(model, forward, idx, targets, precision, scale)
+        found = gradients["transformer.wte.weight"]
+        assert found.dtype == weights
+        errors.append(((found.float() / scale - exact).norm() / exact.norm()).item())
+    assert errors[1] <= 1.2 * errors[0] + 1e-4, errors
+
+
+def test_compiled_it_is_the_same():
+    model, idx, targets = make(logit_softcap=3.0)
+    x, found = model.hidden(idx).detach().requires_grad_(), []
+    for chunk_loss in (head.chunk_loss, torch.compile(head.chunk_loss, dynamic=False)):
+        loss = head.loss(model, x, targets, chunk_loss)
+        found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_no_more_than_a_chunk_of_logits_is_ever_there(learns):
+    model, _, targets = make()
+
+    class Widest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(t, torch.Tensor):
+                    self.numbers = max(self.numbers, t.numel())
+            return out
+
+    with torch.set_grad_enabled(learns), Widest() as widest:
+        x = torch.zeros(B, T, 32, requires_grad=learns)
+        loss = head.loss(model, x, targets)
+        if learns:
+            loss.backward()
+    assert widest.numbers == -(-B * T // 4) * 320
+
+
+def test_a_run_has_the_losses_of_one_with_all_logits(tiny_args, tmp_path, monkeypatch):
+    flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
+    monkeypatch.setattr(head, "ROWS_ON_CPU", 32)
+    ours = curve(fit(flags, tmp_path / "ours"))
+    monkeypatch.setattr(head, "loss", lambda model, x, targets, chunk_loss: model.loss(x, targets))
+    assert_close(ours, curve(fit(flags, tmp_path / "plain")))

@@ -1,0 +1,68 @@
+"""The head and its loss without all the logits: a chunk of rows at a time, forward and backward at once.
+
+    loss = head.loss(model, x, targets)     # GPT.loss and its gradients, to rounding
+
+Logits are the widest tensor of a step. A chunk's are made, their loss and gradient taken, both products of the backward
+pass done, and the next chunk's take their place: nothing is computed twice. Liger Kernel (Hsu et al. 2024) does this in
+kernels of its own; here a graph of a few lines does the softmax and the library multiplies.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model import GPT, softcap
+
+CHUNKS = 8  # at most: each costs a pass over the weight's gradient
+ROWS_ON_CPU, ROWS = 512, 4096  # of a chunk, at least: fewer make slower products (bench/head.py; on a GPU assumed)
+
+
+def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> Tensor:
+    """The summed cross-entropy, in nats, of logits (R, V) before their soft-cap and targets (R,); rows whose target is
+    -100 are left out. With `backward`, the logits are overwritten with their gradient."""
+    capped, pull = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
+    kept, targets = (targets >= 0).float()[:, None], targets.clamp(min=0)[:, None]
+    total = capped.logsumexp(-1, keepdim=True)
+    loss = ((total - capped.gather(-1, targets)) * kept).sum()
+    if backward:
+        hit = torch.arange(logits.size(-1), device=logits.device) == targets
+        (gradient,) = pull(((capped - total).exp() - hit.float()) * kept)
+        logits.copy_(gradient)
+    return loss
+
+
+class Loss(torch.autograd.Function):
+    """Mean cross-entropy of x (N, C) @ weight.T (C, V) and targets (N,), as `chunk_loss` or its compiled twin has it.
+    The gradients are those of the sum: the backward pass divides. In float16 that keeps the loss scale out of them, and
+    their products in range; the weight's is summed over the chunks in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, cap, backward, chunk_loss):
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        w, chunks = weight.to(dtype), max(1, min(CHUNKS, len(x) // (ROWS_ON_CPU if kind == "cpu" else ROWS)))
+        total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
+        dw = torch.zeros_like(weight, dtype=torch.float32) if backward else None
+        for rows, labels, d_rows in zip(x.chunk(chunks), targets.chunk(chunks), dx.chunk(chunks), strict=True):
+            rows = rows.to(dtype)
+            logits = rows @ w.T  # (R, V)
+            total += chunk_loss(logits, labels, cap, backward)
+            if backward:  # the logits are now their gradient
+                d_rows.copy_(logits @ w)
+                dw += logits.T @ rows
+            del logits  # before the next chunk's are made
+        count = (targets >= 0).sum()
+        ctx.save_for_backward(dx, dw, count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, g):
+        dx, dw, count = ctx.saved_tensors
+        return dx.mul_(g / count), dw.mul_(g / count), None, None, None, None
+
+
+def loss(model: GPT, x: Tensor, targets: Tensor, chunk_loss: Callable = chunk_loss) -> Tensor:
+    """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""
+    x, weight, cap = model.transformer.ln_f(x).flatten(0, 1), model.lm_head.weight, model.config.logit_softcap
+    return Loss.apply(x, weight, targets.flatten(), cap, torch.is_grad_enabled(), chunk_loss)
