@@ -106,7 +106,7 @@ def test_no_more_than_a_chunk_of_logits_is_ever_there(learns):
 
 def test_a_run_has_the_losses_of_one_with_all_logits(tiny_args, tmp_path, monkeypatch):
     flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
-    monkeypatch.setattr(head, "ROWS_ON_CPU", 32)
+    monkeypatch.setattr(head, "chunks", lambda rows, kind: 3)
     ours = curve(fit(flags, tmp_path / "ours"))
     monkeypatch.setattr(head, "loss", lambda model, x, targets, chunk_loss: model.loss(x, targets))
     assert_close(ours, curve(fit(flags, tmp_path / "plain")))

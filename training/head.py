@@ -14,8 +14,11 @@ from torch import Tensor
 
 from model import GPT, softcap
 
-CHUNKS = 8  # at most: each costs a pass over the weight's gradient
-ROWS_ON_CPU, ROWS = 512, 4096  # of a chunk, at least: fewer make slower products (bench/head.py; on a GPU assumed)
+
+def chunks(rows: int, kind: str) -> int:
+    """Into how many chunks rows on that kind of device are split. 512 rows fill a CPU (bench/head.py); on a GPU each
+    chunk costs a pass over the weight's gradient in memory, so it gets more: assumed, not measured."""
+    return max(1, rows // (512 if kind == "cpu" else 8192))
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> Tensor:
@@ -41,10 +44,10 @@ class Loss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, cap, backward, chunk_loss):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        w, chunks = weight.to(dtype), max(1, min(CHUNKS, len(x) // (ROWS_ON_CPU if kind == "cpu" else ROWS)))
+        w, n = weight.to(dtype), chunks(len(x), kind)
         total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=torch.float32) if backward else None
-        for rows, labels, d_rows in zip(x.chunk(chunks), targets.chunk(chunks), dx.chunk(chunks), strict=True):
+        for rows, labels, d_rows in zip(x.chunk(n), targets.chunk(n), dx.chunk(n), strict=True):
             rows = rows.to(dtype)
             logits = rows @ w.T  # (R, V)
             total += chunk_loss(logits, labels, cap, backward)

@@ -29,8 +29,9 @@ def micro_batch_size(cfg: TrainConfig, rt: Runtime, model: GPT, forward: torch.n
         raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {near} (or auto)")
     choices = [b for b in reversed(fits) if b <= 64]
     if rt.device.type != "cuda":
-        # running out of main memory raises no useful error: keep the logits, perhaps held twice, near half a GB
-        return next((b for b in choices if b * cfg.sequence_length * cfg.model.vocab_size <= 2**27), 1)
+        # running out of main memory raises no useful error: hold the blocks, some 80 bytes a channel, under 3 GB
+        channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
+        return next((b for b in choices if b * channels <= 2**25), 1)
     return probe(model, forward, cfg, rt, choices)
 
 

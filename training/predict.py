@@ -17,6 +17,7 @@ from system.machine import BEFORE_AMPERE, CARDS, Card
 from system.ranks import Runtime
 from system.script import require
 from training.config import TrainConfig
+from training.head import chunks
 from training.microbatch import micro_batch_size
 from training.record import duration
 
@@ -89,7 +90,9 @@ class Work:
             forward, backward, head = forward + 28 + 3 * rope, backward + 60 + 3 * rope, 46 * V
             self.kernels = 120 * L
         self.traffic = L * C * (forward + backward) + head + 6 * residual * C  # and the embedding
-        self.kept = L * C * kept + V * (4 if cfg.compile else 12)  # bench.head: 2.5 and 12 on a CPU
+        self.kept = L * C * kept + 8 * C  # and the head's input with its gradient
+        self.chunk_row = V * (2 if cfg.compile else 18)  # the head's logits, of one chunk at a time, as its gradient
+        self.head_weight = V * C
         if cfg.recompute:
             self.matmul += 2 * blocks
             self.attention += 2 * L * C * T
@@ -98,8 +101,10 @@ class Work:
 
     def memory(self, tokens: int) -> float:
         """Bytes on a card with that many tokens in a micro-step: weights, gradients and two moments as the search for
-        a micro-batch wants them, the bf16 copies of the weights, and what the backward pass needs."""
-        return (16 if self.half_weights else 18) * self.parameters + tokens * self.kept
+        a micro-batch wants them, the bf16 copies of the weights, what the backward pass needs, and the head's chunk
+        with the float32 sum of its weight's gradient."""
+        head = tokens // chunks(tokens, "cuda") * self.chunk_row + 4 * self.head_weight
+        return (16 if self.half_weights else 18) * self.parameters + tokens * self.kept + head
 
 
 def predict(cfg: TrainConfig, cards: str) -> Prediction:
@@ -117,7 +122,8 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
     tokens = micro_steps * B * T  # of one rank
     matmul_s = tokens * work.matmul / products
     attention_s = tokens * work.attention / (ATTENTION * peak)
-    memory_s = (tokens * work.traffic + micro_steps * 16 * P) / bandwidth  # weights cast, gradients added up
+    sums = chunks(B * T, "cuda") * 12 * work.head_weight  # the head's chunks of a gradient, read and added up
+    memory_s = (tokens * work.traffic + micro_steps * (16 * P + sums)) / bandwidth  # weights cast, gradients added up
     busy_s = matmul_s + attention_s + memory_s
     passes_s = max(busy_s, micro_steps * work.kernels * LAUNCH)
     update_s = update(cfg, work, products, bandwidth)
