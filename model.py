@@ -38,8 +38,8 @@ def check_choices(config: object) -> None:
 class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on.
 
-    unet_skips: the second half of the blocks also gets what the first half put out, the last first, each in a learned
-    proportion (U-Net, Ronneberger et al. 2015; in modded-nanogpt since November 2024)."""
+    half_rope: half of the channel pairs stand still. attention_scale 0: one over the square root of the head size.
+    softcap: the logits x become x / sqrt(1 + (x / softcap)^2)."""
 
     block_size: int = 1024
     vocab_size: int = VOCAB_SIZE
@@ -49,13 +49,14 @@ class GPTConfig:
     bias: bool = True
     tied_head: bool = True
 
-    positions: Literal["learned", "rope"] = "learned"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    positions: Literal["learned", "rope", "half_rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
     activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # GPT-2's tanh; nanoGPT's, exact; modded-nanogpt's
     qk_norm: bool = False
+    attention_scale: float = 0.0
     zero_init_projections: bool = False
-    logit_softcap: float = 0.0
-    unet_skips: bool = False
+    head_bias: bool = False
+    softcap: float = 0.0
 
     @property
     def head_size(self) -> int:
@@ -64,10 +65,12 @@ class GPTConfig:
     @staticmethod
     def from_dict(saved: dict) -> "GPTConfig":
         """The config stored in a checkpoint. Raises ValueError or TypeError if no network can have it, or none of this
-        version: a setting unknown here may mean another network with the same weights."""
-        if unknown := saved.keys() - {f.name for f in fields(GPTConfig)}:
-            raise ValueError(f"unknown setting {min(unknown)}")
-        return GPTConfig(**saved)
+        version: a setting unknown here may mean another network with the same weights, unless it is off."""
+        known = {f.name for f in fields(GPTConfig)}
+        for name in saved.keys() - known:
+            if name not in ("logit_softcap", "unet_skips") or saved[name]:  # of versions up to November 2026
+                raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
+        return GPTConfig(**{name: value for name, value in saved.items() if name in known})
 
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""
@@ -76,12 +79,11 @@ class GPTConfig:
                 raise ValueError(f"{name} {getattr(self, name)} must lie between 1 and {2**20}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
-        if self.positions == "rope" and self.head_size % 2:
+        if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
-        if self.unet_skips and self.n_layer < 2:
-            raise ValueError(f"unet_skips needs two halves, but n_layer is {self.n_layer}")
-        if not self.logit_softcap >= 0:
-            raise ValueError(f"logit_softcap {self.logit_softcap} must not be negative")
+        for name in ("attention_scale", "softcap"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} {getattr(self, name)} must not be negative")
         check_choices(self)
 
 
@@ -102,7 +104,10 @@ class KVCache:
 
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs/2) of the rotation angle of each channel pair at each position."""
-    frequencies = 10_000.0 ** (-torch.arange(0, config.head_size, 2, device="cpu").float() / config.head_size)
+    hs = config.head_size
+    frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
+    if config.positions == "half_rope":  # modded-nanogpt's since 2025
+        frequencies = F.pad((1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu"), (0, hs // 2 - hs // 4))
     angles = torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -133,7 +138,7 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
             q = q.to(k.dtype)
         causal = T > 1 and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # flash attention where possible
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.config.attention_scale or None)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.c_proj(y if cache is None else y.to(x.dtype))  # the cache's precision may differ
 
@@ -153,9 +158,9 @@ class MLP(nn.Module):
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    if config.norm == "rmsnorm":  # without a gain, as in modded-nanogpt
-        return nn.RMSNorm(config.n_embd, elementwise_affine=False)
-    return nn.LayerNorm(config.n_embd, bias=config.bias)
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.n_embd, bias=config.bias)
+    return nn.RMSNorm(config.n_embd, elementwise_affine=config.norm == "rmsnorm_gain")
 
 
 class Block(nn.Module):
@@ -172,7 +177,8 @@ class Block(nn.Module):
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(logits / cap) if cap else logits
+    """The logits z or, with a cap, z / sqrt(1 + (z / cap)^2): modded-nanogpt's."""
+    return cap * logits.float() * (logits.float().square() + cap**2).rsqrt() if cap else logits
 
 
 class NoInit(TorchFunctionMode):  # random init on the meta device only loads torch's compiler, which takes a second
@@ -190,19 +196,19 @@ class GPT(nn.Module):
         layers = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
         if config.positions == "learned":
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        layers["ln_0"] = nn.Identity() if config.norm == "layernorm" else make_norm(config)
         layers["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         layers["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(layers)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
-        if config.positions == "rope":
+        if config.positions != "learned":
             self.register_buffer("cos_sin", rope_table(config), persistent=False)
-        if config.unet_skips:
-            self.skip_weights = nn.Parameter(torch.ones(config.n_layer // 2))
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+                std = (3 * config.n_embd) ** -0.5 if config.zero_init_projections else 0.02  # modded-nanogpt's
+                nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
@@ -211,7 +217,7 @@ class GPT(nn.Module):
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
         # normalized next, so an embedding's scale only sets its effective learning rate; but a head's matters
-        if config.norm == "rmsnorm" and not config.tied_head:
+        if config.norm != "layernorm" and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
     @classmethod
@@ -259,32 +265,25 @@ class GPT(nn.Module):
         if positions is None:
             assert start + T <= config.block_size, f"{start + T} positions, block_size {config.block_size}"
             positions = slice(start, start + T)
-        x = self.transformer.wte(idx)
-        if config.norm == "rmsnorm":
-            x = F.rms_norm(x, x.shape[-1:])
+        x = self.transformer.ln_0(self.transformer.wte(idx))
         cos_sin = None
         if config.positions == "learned":
             x = x + self.transformer.wpe.weight[positions]
         else:
             cos_sin = self.cos_sin[:, positions, None]
-        skips, half = [], config.n_layer // 2
         with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
-            for i, block in enumerate(blocks or self.transformer.h):
-                if config.unet_skips and i >= config.n_layer - half:
-                    x = x + self.skip_weights[i - config.n_layer].to(x.dtype) * skips.pop()
+            for block in blocks or self.transformer.h:
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos_sin, cache, mask)
-                if config.unet_skips and i < half:
-                    skips.append(x)
         if cache is not None:
             cache.length += T
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
-        return softcap(self.lm_head(self.transformer.ln_f(x)), self.config.logit_softcap)
+        return softcap(self.lm_head(self.transformer.ln_f(x)), self.config.softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""

@@ -68,7 +68,7 @@ TO_CPU = {  # of the two records of modded-nanogpt, which know only CUDA and tor
     r"\.cuda\(\)": "",
     r"'cuda'|\"cuda\"": "'cpu'",
 }
-NO_BFLOAT16 = {r"\.bfloat16\(\)": ".float()", r"torch\.bfloat16": "torch.float32"}
+FLOAT32 = {r"\.bfloat16\(\)": ".float()"}
 PEERS = {
     "build-nanogpt": Peer(
         "train_gpt2.py",
@@ -146,10 +146,35 @@ PEERS = {
         },
         "record8-124m --model.n-head 2 --cooldown {cooldown}",
         {r"c_[qkv]\.": "c_attn."},
-        NO_BFLOAT16,
+        FLOAT32 | {r"torch\.bfloat16": "torch.float32"},
         limit=1e-4,
     ),
-}
+    "result36": Peer(
+        "records/track_3_optimization/train_gpt_simple.py",
+        {
+            **TO_CPU,
+            r"torch\.cuda\.get_device_name\(device\)": "'cpu'",
+            r"pin_memory=True": "pin_memory=False",
+            r"model\.compile\(.*\)": "",
+            r"seq_len=1024": f"seq_len={T}",
+            r"val_tokens = 20 \* 524288": f"val_tokens = {BATCH * T}",
+            r"batch_size = 8 \* 64 \* 1024": f"batch_size = {BATCH * T}",
+            r"mbs = 64": f"mbs = {MICRO}",
+            r"num_layers=12, model_dim=768": f"num_layers={LAYERS}, model_dim={WIDTH}",
+            r"train_steps = 3250": "train_steps = {steps}",
+        },
+        f"speedrun-124m --model.n-head 2 --adam-eps {1e-10 / (BATCH * T)}",
+        {
+            r".*angular_freq": "", r"^embed\.": "transformer.wte.", r"^proj\.": "lm_head.",
+            r"^norm1\.gains": "transformer.ln_0.weight", r"^norm2\.gains": "transformer.ln_f.weight",
+            r"^blocks\.": "transformer.h.", r"norm([12])\.gains": r"ln_\1.weight",
+            r"\.[qkv]\.": ".c_attn.", r"\.proj\.": ".c_proj.", r"\.fc\.": ".c_fc.",
+        },
+        FLOAT32,
+        limit=1e-4,
+        summed=True,
+    ),
+}  # fmt: skip
 
 
 class Done(Exception):
@@ -275,7 +300,7 @@ def largest(a: Curve, b: Curve) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Args:
-    peer: tyro.conf.Positional[Literal["build-nanogpt", "nanogpt", "llm.c", "record8"]]
+    peer: tyro.conf.Positional[Literal["build-nanogpt", "nanogpt", "llm.c", "record8", "result36"]]
     folder: tyro.conf.Positional[Path]
     """Its checkout."""
     data_dir: Path = Path("data/stdlib")

@@ -38,19 +38,20 @@ RECIPES = {  # preset, flags
     "cpu": {
         "adamw": ("gpt2-124m", "--model.n-head 2 --max-lr 3e-3 --min-lr 3e-4 --warmup-steps 30"),
         "record8": ("record8-124m", "--model.n-head 1"),
-        "speedrun": ("speedrun-124m", "--model.n-head 1 --muon-momentum-warmup-steps 40"),
+        "speedrun": ("speedrun-124m", "--model.n-head 1"),
     },
     "124m": {
         "adamw": ("gpt2-124m", "--max-lr 1e-3 --min-lr 1e-4 --warmup-steps 48"),
         "record8": ("record8-124m", ""),
-        "speedrun": ("speedrun-124m", "--muon-momentum-warmup-steps 32"),
+        "speedrun": ("speedrun-124m", ""),
     },
 }
 WITHOUT = {  # the speedrun with one ingredient as in record 8
     "no-fast-embedding": "--max-lr 0.002 --embed-lr-scale 150",
     "no-beta1": "--beta1 0.9",
-    "no-unet-skips": "--model.no-unet-skips",
-    "no-momentum-warmup": "--muon-momentum-warmup-steps 0",
+    "no-half-rope": "--model.positions rope",
+    "no-exact-newton-schulz": "--newton-schulz fast",
+    "no-decay": "--weight-decay 0 --vector-weight-decay 0 --muon-weight-decay 0",
     "no-bfloat16-weights": "--weights float32",
 }
 

@@ -22,7 +22,7 @@ def save(folder, step, model=None, keep=0, best=None):
     return model
 
 
-OTHER = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", unet_skips=True, n_layer=3)
+OTHER = dataclasses.replace(SMALL, tied_head=False, positions="half_rope", norm="rmsnorm_gain", head_bias=True)
 
 
 @pytest.mark.parametrize("config", [SMALL, OTHER])

@@ -44,6 +44,13 @@ ANCESTORS = {  # what each preset must resolve to, and whose numbers these are
         model.zero_init_projections=True horizon=4578 total_batch_size=524288 warmup_steps=0 schedule=trapezoid
         cooldown_steps=1308 optimizer=muon muon_lr=0.02 muon_momentum=0.95 max_lr=0.002 embed_lr=0.3 weight_decay=0
         muon_weight_decay=0 grad_clip=0 min_lr=0 beta1=0.9 beta2=0.95 weights=bfloat16 zero_stage=1"""),
+    "speedrun-124m": ("modded-nanogpt's simple trainer, result 36", """
+        model.n_layer=12 model.n_head=6 model.n_embd=768 model.head_size=128 model.bias=True model.head_bias=True
+        model.tied_head=False model.norm=rmsnorm_gain model.positions=half_rope model.activation=relu2
+        model.qk_norm=True model.attention_scale=0.12 model.softcap=15 model.zero_init_projections=True horizon=3250
+        total_batch_size=524288 warmup_steps=0 schedule=trapezoid cooldown=0.7 min_lr=0 optimizer=muon muon_lr=0.025
+        muon_momentum=0.95 newton_schulz=exact muon_weight_decay=0.05 max_lr=0.004 embed_lr=0.7 vector_lr=0.015
+        weight_decay=0.001 vector_weight_decay=0.001 beta1=0.8 beta2=0.95 grad_clip=0 weights=bfloat16"""),
 }  # fmt: skip
 
 
@@ -52,6 +59,7 @@ def test_presets_resolve_to_their_ancestors_numbers():
     for name, (ancestor, wanted) in ANCESTORS.items():
         c = PRESETS[name]
         derived = {"horizon": c.horizon(10_300_000_000 // 1024), "embed_lr": round(c.max_lr * c.embed_lr_scale, 9)}
+        derived["vector_lr"] = round(c.max_lr * c.vector_lr_scale, 9)
         derived["cooldown_steps"] = round(c.cooldown * c.max_steps)
         print(f"\n{name}, after {ancestor}:")
         for key, want in (pair.split("=") for pair in wanted.split()):
@@ -59,7 +67,7 @@ def test_presets_resolve_to_their_ancestors_numbers():
             print(f"  {key} {value}")
             same = value == pytest.approx(float(want)) if isinstance(value, float) else str(value) == want
             assert same, f"{name}: {key} is {value}, {ancestor} has {want}"
-    assert set(PRESETS) - set(ANCESTORS) == {"speedrun-124m", "quickstart"}  # these are our own
+    assert set(PRESETS) - set(ANCESTORS) == {"quickstart"}  # it is our own
 
 
 def test_every_preset_names_itself_and_survives_a_round_trip():
@@ -69,9 +77,9 @@ def test_every_preset_names_itself_and_survives_a_round_trip():
 
 
 def test_parse_flags():
-    switches = ["--compile=False", "--model.unet_skips=0", "--recompute=1", "--epochs=1"]  # as others write them
+    switches = ["--compile=False", "--model.head_bias=0", "--recompute=1", "--epochs=1"]  # as others write them
     c = parse(["speedrun-124m", *switches], nothing_saved)
-    assert (c.compile, c.model.unet_skips, c.recompute) == (False, False, True)
+    assert (c.compile, c.model.head_bias, c.recompute) == (False, False, True)
     c = parse("quickstart --model.n-layer 2 --no-shuffle --micro-batch-size auto --max-lr=0.001".split(), nothing_saved)
     assert (c.model.n_layer, c.shuffle, c.micro_batch_size, c.max_lr) == (2, False, "auto", 0.001)
     assert c.model.n_embd == PRESETS["quickstart"].model.n_embd and c.preset == "quickstart"

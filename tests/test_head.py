@@ -16,7 +16,8 @@ SMALL = GPTConfig(block_size=128, vocab_size=320, n_layer=1, n_head=2, n_embd=32
 OPTIONS = {
     "tied": {},
     "untied": {"tied_head": False, "norm": "rmsnorm", "positions": "rope"},
-    "softcap": {"logit_softcap": 3.0},
+    "softcap": {"softcap": 3.0},
+    "bias": {"tied_head": False, "head_bias": True},
 }
 B, T = 17, 128  # rows for four chunks, the last one shorter
 
@@ -73,7 +74,7 @@ def test_half_precision_is_as_near_to_float32_as_with_all_logits(precision, weig
 
 
 def test_compiled_it_is_the_same():
-    model, idx, targets = make(logit_softcap=3.0)
+    model, idx, targets = make(softcap=3.0, tied_head=False, head_bias=True)
     x, found = model.hidden(idx).detach().requires_grad_(), []
     for chunk_loss in (head.chunk_loss, torch.compile(head.chunk_loss, dynamic=False)):
         loss = head.loss(model, x, targets, chunk_loss)

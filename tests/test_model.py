@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from model import GPT, VOCAB_SIZE, GPTConfig, NoInit, Sampler
+from model import GPT, VOCAB_SIZE, GPTConfig, NoInit, Sampler, rope_table
 
 TINY = GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
 OPTIONS = {
@@ -13,8 +13,16 @@ OPTIONS = {
     "no-bias": {"bias": False},
     "rope": {"positions": "rope"},
     "modern": {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "tied_head": False},
-    "skips": {"unet_skips": True, "n_layer": 5},
-    "softcap": {"logit_softcap": 15.0, "tied_head": False},
+    "simple trainer": {
+        "positions": "half_rope",
+        "norm": "rmsnorm_gain",
+        "activation": "relu2",
+        "qk_norm": True,
+        "tied_head": False,
+        "head_bias": True,
+        "attention_scale": 0.12,
+        "softcap": 15.0,
+    },
 }
 
 
@@ -172,7 +180,7 @@ def test_recompute_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "rmsnorm_gain"])
 def test_a_new_model_knows_nothing(tied, norm):
     """Its loss is near log V, 10.83, whatever the options: the head's weights are small, also if they embed, too."""
     torch.manual_seed(0)
@@ -180,13 +188,20 @@ def test_a_new_model_knows_nothing(tied, norm):
     assert abs(model(idx[:, :-1], idx[:, 1:])[1].item() - 10.83) < 0.2
 
 
-def test_unet_skips_join_the_halves_the_last_first():
-    model, idx, outs = make(unet_skips=True, n_layer=5), make_idx(), []
-    for block in model.transformer.h:
-        block.register_forward_hook(lambda block, args, out: outs.append((args[0], out)))
-    model(idx)
-    (_, a), (_, b), (into_c, c), (into_d, d), (into_e, _) = outs  # 5 blocks: the middle one is in neither half
-    first, second = model.skip_weights
-    torch.testing.assert_close(into_c, b)
-    torch.testing.assert_close(into_d, c + first * b)
-    torch.testing.assert_close(into_e, d + second * a)
+def test_half_of_the_channel_pairs_stand_still_and_logits_stay_below_the_cap():
+    cos, sin = rope_table(dataclasses.replace(TINY, positions="half_rope"))  # (block_size, 8)
+    assert (cos[:, 4:] == 1).all() and (sin[:, 4:] == 0).all()
+    angles = torch.arange(32)[:, None] * torch.tensor([1.0, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024])
+    torch.testing.assert_close(sin[:, :4], angles.sin())
+    plain, capped, idx = make(tied_head=False), make(tied_head=False, softcap=2.0), make_idx()
+    x, y = plain(idx)[0], capped(idx)[0]
+    torch.testing.assert_close(y, x / (1 + (x / 2) ** 2).sqrt())
+    assert x.abs().max() > 2 > y.abs().max()
+
+
+def test_a_setting_of_an_older_version_may_only_be_off():
+    saved = dataclasses.asdict(TINY)
+    assert GPTConfig.from_dict(saved | {"unet_skips": False, "logit_softcap": 0.0}) == TINY
+    for name in ("unet_skips", "logit_softcap", "softness"):
+        with pytest.raises(ValueError, match=f"unknown setting {name}=True: use the version that saved it"):
+            GPTConfig.from_dict(saved | {name: True})

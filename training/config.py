@@ -61,21 +61,26 @@ class TrainConfig:
     cooldown: float = 0.2
     """Fraction of max-steps over which the trapezoid decays to min-lr."""
     weight_decay: float = 0.1
-    """On matrices only."""
+    """Of matrices."""
+    vector_weight_decay: float = 0.0
+    """Of biases and gains."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the blocks' matrices, Adam for everything else."""
     beta1: float = 0.9
     beta2: float = 0.95
+    adam_eps: float = 1e-8
     muon_lr: float = 0.02
     """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
     muon_weight_decay: float = 0.0
     muon_momentum: float = 0.95
-    muon_momentum_warmup_steps: int = 0
-    """Steps over which Muon's momentum rises from 0.85."""
+    newton_schulz: Literal["fast", "exact"] = "fast"
+    """Muon's iterations: five, or twelve that converge."""
     embed_lr_scale: float = 1.0
     """Multiplies max-lr for the embeddings; untied ones work well at high rates."""
+    vector_lr_scale: float = 1.0
+    """Multiplies max-lr for biases and gains."""
 
     val_every: int = 250
     val_tokens: int = 10_485_760
@@ -142,8 +147,8 @@ class TrainConfig:
             ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
         ]  # fmt: skip
         for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
-                     "grad_clip skip_bad_steps weight_decay muon_lr muon_weight_decay muon_momentum_warmup_steps "
-                     "embed_lr_scale gpu_hour_usd").split():  # fmt: skip
+                     "grad_clip skip_bad_steps weight_decay vector_weight_decay muon_lr muon_weight_decay adam_eps "
+                     "embed_lr_scale vector_lr_scale gpu_hour_usd").split():  # fmt: skip
             rules.append((name, getattr(self, name) >= 0, "must not be negative"))
         for name in ("beta1", "beta2", "muon_momentum"):
             rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))

@@ -36,36 +36,40 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> T
 
 
 class Loss(torch.autograd.Function):
-    """Mean cross-entropy of x (N, C) @ weight.T (C, V) and targets (N,), as `chunk_loss` or its compiled twin has it.
-    The gradients are those of the sum: the backward pass divides. In float16 that keeps the loss scale out of them, and
-    their products in range; the weight's is summed over the chunks in float32."""
+    """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,), by `chunk_loss`
+    or its compiled twin. The gradients are those of the sum: the backward pass divides. In float16 that keeps the loss
+    scale out of them, and their products in range; the parameters' are summed over the chunks in float32."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, cap, backward, chunk_loss):
+    def forward(ctx, x, weight, bias, targets, cap, backward, chunk_loss):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         w, n = weight.to(dtype), chunks(len(x), kind)
         total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
-        dw = torch.zeros_like(weight, dtype=torch.float32) if backward else None
+        dw, db = (
+            torch.zeros_like(p, dtype=torch.float32) if backward and p is not None else None for p in (weight, bias)
+        )
         for rows, labels, d_rows in zip(x.chunk(n), targets.chunk(n), dx.chunk(n), strict=True):
             rows = rows.to(dtype)
-            logits = rows @ w.T  # (R, V)
+            logits = rows @ w.T if bias is None else torch.addmm(bias.to(dtype), rows, w.T)  # (R, V)
             total += chunk_loss(logits, labels, cap, backward)
             if backward:  # the logits are now their gradient
                 d_rows.copy_(logits @ w)
                 dw += logits.T @ rows
+                if bias is not None:
+                    db += logits.sum(0, dtype=torch.float32)
             del logits  # before the next chunk's are made
         count = (targets >= 0).sum()
-        ctx.save_for_backward(dx, dw, count)
+        ctx.save_for_backward(dx, dw, db, count)
         return total / count
 
     @staticmethod
     def backward(ctx, g):
-        dx, dw, count = ctx.saved_tensors
-        return dx.mul_(g / count), dw.mul_(g / count), None, None, None, None
+        *sums, count = ctx.saved_tensors
+        return *(None if s is None else s.mul_(g / count) for s in sums), None, None, None, None
 
 
 def loss(model: GPT, x: Tensor, targets: Tensor, chunk_loss: Callable = chunk_loss) -> Tensor:
     """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""
-    x, weight, cap = model.transformer.ln_f(x).flatten(0, 1), model.lm_head.weight, model.config.logit_softcap
-    return Loss.apply(x, weight, targets.flatten(), cap, torch.is_grad_enabled(), chunk_loss)
+    x, weight, bias = model.transformer.ln_f(x).flatten(0, 1), model.lm_head.weight, model.lm_head.bias
+    return Loss.apply(x, weight, bias, targets.flatten(), model.config.softcap, torch.is_grad_enabled(), chunk_loss)

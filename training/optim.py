@@ -9,15 +9,18 @@ from system.ranks import Runtime
 from training.config import TrainConfig
 
 NEWTON_SCHULZ_DTYPE = torch.bfloat16  # precise enough (Jordan 2024), and the fastest where Muon is worth its time
-NEWTON_SCHULZ = 5 * ((3.4445, -4.7750, 2.0315),)  # of each iteration; these of Jordan 2024 stop near 1, soon
+NEWTON_SCHULZ = {  # the polynomial of each iteration
+    "fast": 5 * [(3.4445, -4.7750, 2.0315)],  # soon near 1, and never quite there (Jordan 2024)
+    "exact": 12 * [(2.0, -1.5, 0.5)],  # converges; modded-nanogpt's simple trainer
+}
 
 
-def orthogonalized(X: torch.Tensor) -> torch.Tensor:
+def orthogonalized(X: torch.Tensor, iterations: list[tuple[float, float, float]]) -> torch.Tensor:
     """Each matrix of X (n, rows, columns) with its singular values brought to about 1, by Newton-Schulz iterations."""
     tall = X.size(-2) > X.size(-1)
     X = (X.mT if tall else X).to(NEWTON_SCHULZ_DTYPE)
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for a, b, c in NEWTON_SCHULZ:
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-10)
+    for a, b, c in iterations:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
@@ -30,8 +33,9 @@ class Muon(torch.optim.Optimizer):
     three times as many rows as columns holds queries, keys and values: each is orthogonalized alone. It keeps what
     torch.optim.Muon keeps, and loads its state; `step` overwrites the gradients."""
 
-    def __init__(self, params: list[dict], lr: float, momentum: float):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+    def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "newton_schulz": newton_schulz}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -53,7 +57,8 @@ class Muon(torch.optim.Optimizer):
                     stacks.setdefault(weight.shape, []).append((weight, update))
             for (rows, columns), pairs in stacks.items():
                 weights, updates = zip(*pairs, strict=True)
-                change = orthogonalized(torch.stack(updates)).to(weights[0].dtype)
+                change = orthogonalized(torch.stack(updates), NEWTON_SCHULZ[group["newton_schulz"]])
+                change = change.to(weights[0].dtype)
                 torch._foreach_add_(weights, change.unbind(), alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
 
 
@@ -98,8 +103,8 @@ class Weights:
 def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict]]:
     """Every parameter in exactly one group, by optimizer: {"adamw": [...], "muon": [...]} (only those in use).
 
-    AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer muon the
-    blocks' matrices go to Muon (Jordan 2024) and the rest stay with Adam. The schedule multiplies `peak_lr`.
+    By default AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer
+    muon the blocks' matrices go to Muon (Jordan 2024) and the rest stay with Adam. The schedule multiplies `peak_lr`.
     """
     muon = [n for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
     embeddings = [n for n in named if n not in muon and n.startswith(("transformer.wte", "transformer.wpe"))]
@@ -114,7 +119,7 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
         "adamw": [
             *group(embeddings, weight_decay=cfg.weight_decay, peak_lr=cfg.max_lr * cfg.embed_lr_scale),
             *group(decay, weight_decay=cfg.weight_decay, peak_lr=cfg.max_lr),
-            *group(rest, weight_decay=0.0, peak_lr=cfg.max_lr),
+            *group(rest, weight_decay=cfg.vector_weight_decay, peak_lr=cfg.max_lr * cfg.vector_lr_scale),
         ],
         "muon": group(muon, weight_decay=cfg.muon_weight_decay, peak_lr=cfg.muon_lr),
     }
@@ -125,8 +130,8 @@ def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.O
     """The run's optimizers. With zero_stage 1 each rank keeps optimizer state only for its share of the parameters
     (ZeRO, Rajbhandari et al. 2020), using torch's ZeroRedundancyOptimizer."""
     kinds = {
-        "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": 1e-8, "fused": True}),
-        "muon": (Muon, {"momentum": cfg.muon_momentum}),
+        "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True}),
+        "muon": (Muon, {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz}),
     }
     optimizers = []
     for name, groups in parameter_groups(weights.named, cfg).items():
@@ -161,14 +166,11 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
-    """Set every group's learning rate (and Muon's momentum) for `step`; return the rate for a peak of max_lr."""
-    factor, warmup = lr_factor(step, max_steps, cfg), cfg.muon_momentum_warmup_steps
-    warm = step / warmup if step < warmup else 1.0
+    """Set every group's learning rate for `step`; return the rate for a peak of max_lr."""
+    factor = lr_factor(step, max_steps, cfg)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-            if warmup and "momentum" in group:
-                group["momentum"] = (1 - warm) * 0.85 + warm * cfg.muon_momentum
     return cfg.max_lr * factor
 
 

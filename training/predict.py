@@ -19,6 +19,7 @@ from system.script import require
 from training.config import TrainConfig
 from training.head import chunks
 from training.microbatch import micro_batch_size
+from training.optim import NEWTON_SCHULZ
 from training.record import duration
 
 # Parts of the data sheet's figures that programs reach.
@@ -28,7 +29,7 @@ BANDWIDTH = 0.85  # set by the same three: one H200, one A100-80GB, build-nanogp
 LINK = 0.80  # NVLink, one direction: 376 of 450 GB/s between two H100 (NVIDIA/nccl, issue 1264), less for a ring
 MEMORY = 0.92  # assumed: what CUDA's context and fragmentation leave to tensors
 LAUNCH = 6e-6  # assumed: seconds from one kernel's start to the next, from Python; small models wait for these
-USUAL_ERROR, WORST_ERROR = 0.09, 0.30  # of the runs that set no constant: median, largest, rounded up
+USUAL_ERROR, WORST_ERROR = 0.10, 0.30  # of the runs that set no constant: median, largest, rounded up
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Work:
         self.attention = 7 * L * C * T  # FLOPs per token, half of it masked: 2 in the forward, 5 in the backward pass
         self.matmul = self.model.flops_per_token(T) - 12 * L * C * T
         # bytes per token and channel of a block: operands of the four matmuls, attention, activation, norms, residuals
-        rope = 8 if m.positions == "rope" else 0
+        rope = 0 if m.positions == "learned" else 8
         forward = 32 + 8 + 16 + rope + 2 * (2 * residual + 4)
         backward = 64 + 24 + 24 + rope + 2 * (3 * residual + 2)
         head = 14 * V  # bf16 logits: written, read by the softmax; their gradient written, read by two matmuls
@@ -163,9 +164,10 @@ def update(cfg: TrainConfig, work: Work, products: float, bandwidth: float) -> f
     named = dict(work.model.named_parameters())
     muon = [p.shape for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
     flops = 0
-    for shape in muon:  # Newton-Schulz: 5 times X @ X.T, its square, and that times X (Jordan 2024)
-        short, long = sorted(shape)
-        flops += 5 * (4 * short**2 * long + 2 * short**3)
+    for rows, columns in muon:  # each iteration of Newton-Schulz: X @ X.T, its square, and that times X (Jordan 2024)
+        matrices = 3 if rows == 3 * columns else 1  # queries, keys, values
+        short, long = sorted((rows // matrices, columns))
+        flops += matrices * len(NEWTON_SCHULZ[cfg.newton_schulz]) * (4 * short**2 * long + 2 * short**3)
     # gradients read for the norm, scaled; AdamW reads weight, gradient, two moments, and writes all but the gradient
     moved = work.parameters * (40 + (16 if work.half_weights else 0))  # and to and from float32
     return flops / products + moved / bandwidth

@@ -60,10 +60,16 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
         sample_every=20_000,
     ),
     _record8,
-    replace(  # changes from later records that helped in our ablation: bench/RESULTS.md, "Recipes"
+    replace(  # modded-nanogpt's simple trainer (its track 3), result 36: docs/ancestors.md
         _record8,
-        preset="speedrun-124m", model=replace(_record8.model, unet_skips=True),
-        max_steps=3000, max_lr=0.004, embed_lr_scale=175.0, beta1=0.8, muon_momentum_warmup_steps=300,
+        preset="speedrun-124m",
+        model=replace(
+            _record8.model, bias=True, head_bias=True, positions="half_rope", norm="rmsnorm_gain",
+            attention_scale=0.12, softcap=15.0,
+        ),
+        max_steps=3250, cooldown=0.7, muon_lr=0.025, muon_weight_decay=0.05, newton_schulz="exact",
+        max_lr=0.004, embed_lr_scale=175.0, vector_lr_scale=3.75, weight_decay=0.001, vector_weight_decay=0.001,
+        beta1=0.8, adam_eps=1e-10 / 524_288,  # it adds up the gradients of a step's tokens, we take their mean
     ),
     TrainConfig(  # rate and batch from nanoGPT's finetune_shakespeare; --init-from sets the network
         preset="finetune",

@@ -76,7 +76,7 @@ class Step:
         return Result(loss, norm.item(), finite, halt > 0, total.item())
 
     def set_rates(self, at: int, max_steps: int) -> float:
-        """Set the learning rates (and Muon's momentum) for step `at`; return the rate for a peak of --max-lr."""
+        """Set the learning rates for step `at`; return the rate for a peak of --max-lr."""
         return optim.set_rates(self.optimizers, at, max_steps, self.cfg)
 
     def update(self) -> None:
