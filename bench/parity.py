@@ -42,7 +42,8 @@ from training import optim
 from training.presets import parse
 from training.step import Step
 
-T, BATCH, MICRO, LAYERS, WIDTH = 64, 4, 2, 3, 256  # of both sides: tokens, sequences a step and a micro-step
+T, BATCH, MICRO = 128, 8, 4  # of both sides: tokens in a sequence, sequences in a step and in a micro-step
+LAYERS, WIDTH, VOCAB = 3, 256, 4096  # the head would take most of the time
 Curve = list[tuple[float, float]]  # of each step: loss in nats per token, norm of all gradients before clipping
 
 
@@ -78,7 +79,7 @@ PEERS = {
             r"total_batch_size = 524288": f"total_batch_size = {BATCH * T}",
             r"B = 64 .*": f"B = {MICRO}",
             r"T = 1024 .*": f"T = {T}",
-            r"GPTConfig\(vocab_size=50304\)": f"GPTConfig({T}, 50304, {LAYERS}, 4, {WIDTH})",
+            r"GPTConfig\(vocab_size=50304\)": f"GPTConfig({T}, {VOCAB}, {LAYERS}, 4, {WIDTH})",
             r"warmup_steps = 715": "warmup_steps = 10",
             r"max_steps = 19073": "max_steps = {steps}",
             r"\(?step % 250 == 0 or last_step\)?": "False",
@@ -104,6 +105,7 @@ PEERS = {
             r"compile = True": "compile = False",
             r"master_process = True": "master_process = False",
             r"block_size = 1024": f"block_size = {T}",
+            r"else 50304": f"else {VOCAB}",
             r"ix = torch\.randint\(.*": "ix = [next(in_order) for _ in range(batch_size)]",  # it draws them at random
             r"dtype = 'bfloat16' if .*": "dtype = 'bfloat16'",
         },
@@ -116,9 +118,9 @@ PEERS = {
         "train_gpt2.py",
         {
             r"tiktoken\.get_encoding\(.*\)": "None",
-            r"n_layer=12, n_head=12, n_embd=768": f"n_layer={LAYERS}, n_head=4, n_embd={WIDTH}",
+            r"50257, n_layer=12, n_head=12, n_embd=768": f"{VOCAB}, n_layer={LAYERS}, n_head=4, n_embd={WIDTH}",
         },
-        "llmc-124m --model.vocab-size 50257 --model.n-head 4 --warmup-steps 10",
+        "llmc-124m --model.n-head 4 --warmup-steps 10",
         MASK,
         {},
         argv=f"--model d12 --input_bin data/fineweb10B/fineweb_train_*.bin --batch_size {MICRO} --sequence_length {T} "
@@ -133,6 +135,7 @@ PEERS = {
             r"device_ids=\[ddp_local_rank\]": "",
             r"model = torch\.compile\(model\)": "",
             r"enable_(\w+)_sdp\((True|False)\)": "None",  # which of CUDA's attention kernels
+            r"num_vocab = 50304": f"num_vocab = {VOCAB}",
             r"n_layer=12, n_head=6, n_embd=768": f"n_layer={LAYERS}, n_head=2, n_embd={WIDTH}",
             r"= 8\*64 ": f"= {BATCH} ",
             r"device_batch_size : int = 64": f"device_batch_size : int = {MICRO}",
@@ -160,7 +163,7 @@ PEERS = {
             r"val_tokens = 20 \* 524288": f"val_tokens = {BATCH * T}",
             r"batch_size = 8 \* 64 \* 1024": f"batch_size = {BATCH * T}",
             r"mbs = 64": f"mbs = {MICRO}",
-            r"num_layers=12, model_dim=768": f"num_layers={LAYERS}, model_dim={WIDTH}",
+            r"50304, num_layers=12, model_dim=768": f"{VOCAB}, num_layers={LAYERS}, model_dim={WIDTH}",
             r"train_steps = 3250": "train_steps = {steps}",
         },
         f"speedrun-124m --model.n-head 2 --adam-eps {1e-10 / (BATCH * T)}",
@@ -243,6 +246,7 @@ def write_shards(data_dir: Path, folder: Path, steps: int) -> None:
     require(len(tokens) == 2 * n, f"{data_dir} has only {len(tokens)} tokens; --steps {steps} takes {2 * n}")
     for name in ("edu_fineweb10B", "data/fineweb10B", "data/openwebtext"):
         (folder / name).mkdir(parents=True)
+    tokens = tokens % VOCAB
     for i, shard in enumerate([tokens[:n], tokens[:n], tokens[n:]]):
         name = f"{'train' if i else 'val'}_{i:06d}"
         shards.write_shard(folder / "edu_fineweb10B" / f"edufineweb_{name}.npy", shard)
@@ -321,6 +325,7 @@ def compare(peer: Peer, args: Args) -> None:
         write_shards(args.data_dir, Path(work), steps)
         flags = (
             f"{peer.flags.replace('{cooldown}', str(20 / steps))} --model.n-layer {LAYERS} --model.n-embd {WIDTH} "
+            f"--model.vocab-size {VOCAB} "
             f"--sequence-length {T} --total-batch-size {BATCH * T} --micro-batch-size {MICRO} --max-steps {steps} "
             f"--no-shuffle --no-compile{exact}"
         )
