@@ -2,7 +2,7 @@
 
     model = GPT(GPTConfig())                        # GPT-2 124M, random weights
     logits, _ = model(idx)                          # idx (B, T) int64 -> (B, T, vocab_size)
-    _, loss = model(idx, targets)                   # mean cross-entropy in nats per token; logits are not kept
+    _, loss = model(idx, targets)                   # mean cross-entropy in nats per token
     out = model.generate(idx, 64, temperature=0.8)  # (B, T + 64), through the key-value cache
 
 Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabulary.
@@ -236,10 +236,6 @@ class GPT(nn.Module):
             model.lm_head.weight = model.transformer.wte.weight
         return model
 
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
     def num_params(self) -> int:
         """Total number of parameters, a tied head counted once (124,439,808 for GPT-2 124M)."""
         return sum(p.numel() for p in self.parameters())
@@ -285,23 +281,21 @@ class GPT(nn.Module):
         """Logits (..., V) of hidden states (..., C)."""
         return softcap(self.lm_head(self.transformer.ln_f(x)), self.config.softcap)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""
-        return F.cross_entropy(self.logits(x).view(-1, self.config.vocab_size).float(), targets.reshape(-1))
-
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets."""
-        x = self.hidden(idx)
-        return (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
+        logits = self.logits(self.hidden(idx))
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache in autocast's precision or, without autocast, the weights'; float32 on a CPU: faster there."""
-        kind = self.device.type
+        weight = self.lm_head.weight
+        kind = weight.device.type
+        dtype = torch.float32 if kind == "cpu" else weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        else:
-            dtype = torch.float32 if kind == "cpu" else self.lm_head.weight.dtype
-        return KVCache(self.config, batch, max_len, self.device, dtype)
+        return KVCache(self.config, batch, max_len, weight.device, dtype)
 
     @torch.no_grad()
     def stream(self, idx: Tensor, max_new_tokens: int, sampler: "Sampler", num_samples: int = 1) -> Iterator[Tensor]:
@@ -353,8 +347,7 @@ class Sampler:
         logits = logits[:, :VOCAB_SIZE].float()
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        top_k = min(self.top_k or logits.size(-1), logits.size(-1))
-        logits, ids = logits.topk(top_k)  # sorted, likeliest first
+        logits, ids = logits.topk(min(self.top_k or logits.size(-1), logits.size(-1)))  # sorted, likeliest first
         probs = F.softmax(logits / self.temperature, dim=-1)
         if self.top_p is not None:  # keep an id while those before it total less than top_p: always at least one
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)

@@ -4,9 +4,9 @@
     python -m bench.head --rows 65536 --width 768  # one micro-batch of GPT-2 124M, on a GPU
 
 Forward and backward of the mean cross-entropy of (rows, width) @ (columns, width).T under autocast. "plain" holds all
-logits, as GPT.loss does, "ours" is training/head.py,
-"torch's" is F.linear_cross_entropy where torch has it (2.13), and "products alone" is the three matrix products, a
-lower bound at this precision. The ways take turns in separate processes; medians over all calls, largest peak memory.
+logits, "ours" is what the trainer does (training/head.py), "torch's" is F.linear_cross_entropy where torch has it
+(2.13), and "products alone" is the three matrix products, a lower bound at this precision. The ways take turns in
+separate processes; medians over all calls, largest peak memory.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The head by chunks: GPT.loss and its gradients to rounding, in a part of its memory."""
+"""The head by chunks: GPT's loss and gradients to rounding, in a part of its memory."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -109,5 +109,5 @@ def test_a_run_has_the_losses_of_one_with_all_logits(tiny_args, tmp_path, monkey
     flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
     monkeypatch.setattr(head, "chunks", lambda rows, kind: 3)
     ours = curve(fit(flags, tmp_path / "ours"))
-    monkeypatch.setattr(head, "loss", lambda model, x, targets, chunk_loss: model.loss(x, targets))
+    monkeypatch.setattr(Forward, "forward", lambda self, idx, targets: self.model(idx, targets))
     assert_close(ours, curve(fit(flags, tmp_path / "plain")))

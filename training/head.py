@@ -1,6 +1,6 @@
 """The head and its loss without all the logits: a chunk of rows at a time, forward and backward at once.
 
-    loss = head.loss(model, x, targets)     # GPT.loss and its gradients, to rounding
+    loss = head.loss(model, x, targets)     # GPT.forward's, and its gradients, to rounding
 
 Logits are the widest tensor of a step. A chunk's are made, their loss and gradient taken, both products of the backward
 pass done, and the next chunk's take their place: nothing is computed twice. Liger Kernel (Hsu et al. 2024) does this in
