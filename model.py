@@ -137,8 +137,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
             q = q.to(k.dtype)
-        causal = T > 1 and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.config.attention_scale or None)
+        causal, scale = T > 1 and mask is None, self.config.attention_scale or None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.c_proj(y if cache is None else y.to(x.dtype))  # the cache's precision may differ
 

@@ -55,7 +55,10 @@ class Loss(torch.autograd.Function):
             total += chunk_loss(logits, labels, cap, backward)
             if backward:  # the logits are now their gradient
                 d_rows.copy_(logits @ w)
-                dw += logits.T @ rows
+                if dtype == dw.dtype:
+                    dw.addmm_(logits.T, rows)
+                else:
+                    dw += logits.T @ rows
                 if bias is not None:
                     db += logits.sum(0, dtype=torch.float32)
             del logits  # before the next chunk's are made
