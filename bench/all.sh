@@ -65,7 +65,7 @@ train() { # train NAME SECONDS PRESET [bench.train's flags]
     done
     train longer:recompute 200 "$PRESET" --steps 4 --only ours ours-recompute -- "$small" --micro-batch-size=$([[ -n $gpu ]] && echo 64 || echo 16)
     train head:profile 150 "$PRESET" --steps 4 --only ours --profile -- "$small"
-    part head:ways 300 $PY -m bench.head --rounds 1 ${gpu:+--rows 65536 --width 768 --chunk 8192}
+    part head:ways 300 $PY -m bench.head --rounds 1 ${gpu:+--rows 65536 --width 768}
     part resume 500 $PY -m bench.resume "$PRESET" --data-dir "$DATA" --ways default deterministic ${gpu:+"dtype=float16 deterministic"} \
         -- "$small" --micro-batch-size=16
     train tuning:speedrun 150 speedrun-124m --steps 4 --only ours -- "$small"

@@ -32,6 +32,8 @@ class Args:
     width: int = 128
     columns: int = 50_304
     dtype: str = "auto"
+    chunk: int = 0
+    """Rows of a chunk; 0: as many as the trainer takes."""
     repeats: int = 5
     rounds: int = 3
     child: str = ""
@@ -52,6 +54,8 @@ def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
         logits = x @ w.T
         return (logits @ w).sum() + (logits.T @ x).sum()
 
+    if args.chunk:
+        head.chunks = lambda rows, kind: max(1, rows // args.chunk)
     if way == "ours compiled":  # as the trainer has it: the loop is not part of the graph
         return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
     base = {"plain": plain, "ours": ours, "products alone": products}

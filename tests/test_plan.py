@@ -46,6 +46,11 @@ def test_micro_batch_auto_halves_until_it_fits_on_every_rank(tiny_args):
         microbatch.micro_batch_size(cfg, dataclasses.replace(CPU, world_size=3), model, model)
 
 
+@pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
+def test_a_cpu_takes_what_its_memory_surely_has(preset, B):
+    assert microbatch.micro_batch_size(config(preset), CPU, None, None) == B
+
+
 def test_only_a_lack_of_memory_is_taken_for_one(tiny_args):
     cfg = config("quickstart", *tiny_args)
     model = GPT(cfg.model)
