@@ -31,8 +31,7 @@ class Evals:
 
     def __init__(self, step: Step, data: Loader, val_data: Loader | None):
         cfg = step.cfg
-        self.step, self.val_data = step, val_data
-        self.shard = data.paths[0].name
+        self.step, self.data, self.val_data = step, data, val_data
         self.examples = hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
         self.sample_every = cfg.sample_every
         if cfg.sample_every and cfg.model.vocab_size < VOCAB_SIZE:
@@ -69,7 +68,7 @@ class Evals:
             loss = validate(self.step.forward, self.val_data, cfg, rt, self.step.B, check)
             found["val_loss"] = loss
             print0(f"{head} | val loss: {loss:.4f}")
-            known = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.shard)
+            known = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.data.paths[0].name)
             if known and (line := known.on_track(run.step, loss)):
                 print0(line)
         if self.examples and run.due(cfg.hellaswag_every):
