@@ -94,7 +94,7 @@ def test_a_plan_says_what_would_be_in_vain(tiny_args, capsys):
     cfg = config("quickstart", *tiny_args)
     data, step = train_gpt2.train_loader(cfg, cfg.data_dir), SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), B=4)
     # of 8 sequences each; an epoch has 267, and a preset may need more than was pulled, as with --limit-shards
-    for steps, epochs, many in ((12, 1, False), (45, 1, False), (55, 1, True), (90, 2, False), (110, 2, True)):
+    for steps, epochs, many in ((12, 1, False), (33, 1, False), (50, 1, True), (50, 2, False), (200, 1, True)):
         step.cfg = dataclasses.replace(cfg, epochs=epochs)
         plan.describe(step, data, Run(steps, ""))
         said = capsys.readouterr().out

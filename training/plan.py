@@ -41,7 +41,7 @@ def describe(step: Step, data: Loader | None, run: Run) -> None:
     if cfg.weights == "bfloat16" and rt.device.type == "cpu" and torch.bfloat16 not in machine.precisions(rt.device):
         print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
     # Muennighoff et al. 2023, on repeated data
-    if data and epochs > 1.5 * cfg.epochs and not cfg.overfit_single_batch:
+    if data and epochs > 1.05 * cfg.epochs and not cfg.overfit_single_batch:
         why = f"{tokens:,} tokens are {epochs:.1f} passes over this data; up to 4 are nearly as good as new data"
         print0(f"warning: {why}; get more (fineweb.py; hub.py pull-data without --limit-shards), or lower --max-steps")
 
