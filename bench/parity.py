@@ -263,7 +263,7 @@ def renamed(names: dict[str, str], state: dict[str, Tensor]) -> dict[str, Tensor
             name = re.sub(pattern, by, name)
         if name:
             found.setdefault(name, []).append(tensor)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts).float() for name, parts in found.items()}
 
 
 def run_ours(flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] | None, plant: str) -> Curve:
