@@ -83,7 +83,7 @@ def to_tensorboard(run_dir: Path) -> Path:
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-                writer.add_scalar(key, value, step)
+                writer.add_scalar(record.tensorboard_tag(key), value, step)
     return out
 
 
@@ -130,10 +130,10 @@ def draw_loss(ax, runs: list[Run], references: list[Reference]) -> None:
     for known in references:
         if steps := [s for s in known.step if 0 < s <= ax.get_xlim()[1]]:
             low, high = zip(*map(known.expected, steps), strict=True)
-            label = f"on track: {known.runs} public runs of {known.preset}'s recipe, with a margin"
+            label = f"on track: {known.runs} public run(s) of {known.preset}'s recipe, with a margin"
             ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
             ax.set_ylim(bottom=min(ax.get_ylim()[0], *low))
-    if any(known.hellaswag for known in references) and ax.get_ylim()[0] < OPENAI_VAL_LOSS:  # on the same data
+    if any(known.preset == "gpt2-124m" for known in references) and ax.get_ylim()[0] < OPENAI_VAL_LOSS:
         label = f"OpenAI GPT-2 124M on FineWeb-Edu: {OPENAI_VAL_LOSS}"
         ax.axhline(OPENAI_VAL_LOSS, color=GREY, ls=":", lw=1.2, label=label)
     ax.legend(loc="upper right", fontsize=9)

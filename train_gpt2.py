@@ -30,7 +30,7 @@ from training.evals import Evals, EvaluationFailed, val_windows, validate
 from training.presets import model_from_init, parse
 from training.record import Record, duration
 from training.resume import Run
-from training.step import Refused, Step
+from training.step import Forward, Refused, Step
 from training.stop import FailedElsewhere, Stop, Stopped
 
 
@@ -172,7 +172,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
         local_data(cfg, rt), "val", min(cfg.sequence_length, model.config.block_size), model.config.vocab_size
     )
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: compiling would cost more time
-    loss = validate(model, data, cfg, rt, B)
+    loss = validate(Forward(model, compiles=False), data, cfg, rt, B)
     tokens = val_windows(data, cfg) * data.T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
     if cfg.hellaswag_every or cfg.hellaswag_data:
@@ -228,7 +228,8 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = Non
 
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
-    session = ranks.session(cfg.device, cfg.dtype, cfg.deterministic)
+    dtype = cfg.dtype if cfg.eval_only else "float32"  # a run's is settled once its ranks are here: training/precision
+    session = ranks.session(cfg.device, dtype, cfg.deterministic)
     if cfg.dry_run or cfg.eval_only:  # nothing to save: Ctrl-C just ends it
         with session as rt:
             return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)

@@ -243,11 +243,11 @@ def write_shards(data_dir: Path, folder: Path, steps: int) -> None:
     """Two train shards, where each peer looks for them, that hold the steps of both sides: with two tokens more than
     their windows none of the peers leaves out the last. And a val shard, which only has to be there."""
     n = steps // 2 * BATCH * T + 2
-    tokens = np.concatenate([shards.read_shard(path) for path in shards.find_shards(data_dir, "train")])[: 2 * n]
+    parts = map(shards.read_shard, shards.find_shards(data_dir, "train"))
+    tokens = np.concatenate(list(parts))[: 2 * n] % VOCAB
     require(len(tokens) == 2 * n, f"{data_dir} has only {len(tokens)} tokens; --steps {steps} takes {2 * n}")
     for name in ("edu_fineweb10B", "data/fineweb10B", "data/openwebtext"):
         (folder / name).mkdir(parents=True)
-    tokens = tokens % VOCAB
     for i, shard in enumerate([tokens[:n], tokens[:n], tokens[n:]]):
         name = f"{'train' if i else 'val'}_{i:06d}"
         shards.write_shard(folder / "edu_fineweb10B" / f"edufineweb_{name}.npy", shard)
@@ -305,7 +305,7 @@ def largest(a: Curve, b: Curve) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Args:
-    peer: tyro.conf.Positional[Literal["build-nanogpt", "nanogpt", "llm.c", "record8", "result36"]]
+    peer: tyro.conf.Positional[Literal[tuple(PEERS)]]
     folder: tyro.conf.Positional[Path]
     """Its checkout."""
     data_dir: Path = Path("data/stdlib")
@@ -326,9 +326,8 @@ def compare(peer: Peer, args: Args) -> None:
         write_shards(args.data_dir, Path(work), steps)
         flags = (
             f"{peer.flags.replace('{cooldown}', str(20 / steps))} --model.n-layer {LAYERS} --model.n-embd {WIDTH} "
-            f"--model.vocab-size {VOCAB} "
-            f"--sequence-length {T} --total-batch-size {BATCH * T} --micro-batch-size {MICRO} --max-steps {steps} "
-            f"--no-shuffle --no-compile{exact}"
+            f"--model.vocab-size {VOCAB} --sequence-length {T} --total-batch-size {BATCH * T} "
+            f"--micro-batch-size {MICRO} --max-steps {steps} --no-shuffle --no-compile{exact}"
         )
         data_dir = Path(work) / "edu_fineweb10B"
         theirs, state = run_peer(peer, args.folder.resolve(), steps, Path(work), not args.as_written)

@@ -180,7 +180,7 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
             n_head=args.get("n_head", wte.size(1) // 64),
             n_embd=wte.size(1),
             bias="transformer.ln_f.bias" in weights,
-            activation="gelu_erf" if "model_args" in saved else "gelu",  # nanoGPT's, since June 2023
+            activation="gelu_erf" if "model_args" in saved else "gelu",  # nanoGPT's, since May 2023
             tied_head=torch.equal(weights.setdefault("lm_head.weight", wte), wte),
         )
         return GPT.from_state_dict(config, weights).eval(), int(saved.get("step", saved.get("iter_num", 0)))

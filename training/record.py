@@ -139,6 +139,11 @@ class Tracker:
     def close(self) -> None: ...
 
 
+def tensorboard_tag(key: str) -> str:
+    """Where TensorBoard shows a curve: of the groups it opens the first two, which are these."""
+    return f"{'loss' if key.endswith('_loss') else 'run'}/{key}"
+
+
 class TensorBoard(Tracker):
     def __init__(self, cfg: TrainConfig, start: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -155,8 +160,8 @@ class TensorBoard(Tracker):
         self.writer.file_writer.add_summary(start_info)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        for key, value in values.items():  # TensorBoard opens the first two groups
-            self.writer.add_scalar(f"{'loss' if key.endswith('_loss') else 'run'}/{key}", value, step)
+        for key, value in values.items():
+            self.writer.add_scalar(tensorboard_tag(key), value, step)
 
     def text(self, step: int, text: str) -> None:
         if step >= self.untold:
