@@ -8,6 +8,7 @@ import torch
 from helpers import CPU, config, curve, fit, same_bits, weights
 
 import hellaswag
+from model import GPT
 from system import machine
 from system.ranks import Runtime
 from system.script import UserError
@@ -128,6 +129,14 @@ def test_an_evaluation_that_fails_loses_no_step_and_does_not_fail_twice(tiny_arg
     assert "step 5: OutOfMemoryError" in (run / "failed_evaluation").read_text()
     assert same_bits(weights(run), weights(whole))
     assert [step for step, (_, val, _) in curve(run).items() if val is not None] == [0, 10, 12]
+
+
+def test_samples_that_fail_do_not_end_the_run(tiny_args, tmp_path, monkeypatch, capsys):
+    """Only one rank samples: if it ended, the others would wait for it."""
+    monkeypatch.setattr(GPT, "stream", out_of_memory)
+    run = fit([*tiny_args, "--model.vocab-size", "50304", "--sample-every", "5"], tmp_path / "run")
+    assert capsys.readouterr().out.count("no samples: OutOfMemoryError: CUDA out of memory") == 3
+    assert checkpoint.latest_step(run) == 12
 
 
 def test_a_saved_step_survives_its_evaluation(tiny_args, tmp_path, monkeypatch):

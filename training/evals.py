@@ -77,10 +77,18 @@ class Evals:
             print0(f"{head} | {hellaswag.summary_line(score)}")
         return found
 
-    @torch.no_grad()
     def samples(self, asked_to_stop: Callable[[], bool]) -> str:
-        """Four continuations of the sample prompt, labeled `sample i:`, cut short when this rank is asked to stop.
-        Their own generator leaves training's random state alone."""
+        """Four continuations of the sample prompt, labeled `sample i:`, cut short when this rank is asked to stop; or
+        why there are none: only this rank samples, and its error would end the run on all."""
+        try:
+            return self._samples(asked_to_stop)
+        except Exception as e:
+            traceback.clear_frames(e.__traceback__)  # the memory that the failed pass held
+            return f"no samples: {type(e).__name__}: {printable(str(e)):.300}"
+
+    @torch.no_grad()
+    def _samples(self, asked_to_stop: Callable[[], bool]) -> str:
+        """Their own generator leaves training's random state alone."""
         cfg, rt, enc = self.step.cfg, self.step.rt, tokenizer.encoding()
         prompt = enc.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
         idx = torch.tensor([prompt] * 4, device=rt.device)
