@@ -140,7 +140,8 @@ def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.O
             assert cls in OPTIMIZER_STATE, f"add to OPTIMIZER_STATE what {cls.__name__} keeps: ZeRO-1 saves no more"
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            optimizers.append(ZeroRedundancyOptimizer(groups, cls, lr=cfg.max_lr, **settings))
+            zero = {"parameters_as_bucket_view": True}  # one broadcast per rank instead of one per parameter
+            optimizers.append(ZeroRedundancyOptimizer(groups, cls, lr=cfg.max_lr, **zero, **settings))
         else:
             optimizers.append(cls(groups, lr=cfg.max_lr, **settings))
     return optimizers
