@@ -30,7 +30,7 @@ ANCESTORS = {  # what each preset must resolve to, and whose numbers these are
     "gpt2-1558m": ("GPT-2 XL, GPT-3 table 2.1", """
         model.n_layer=48 model.n_head=25 model.n_embd=1600 max_lr=2e-4"""),
     "llmc-124m": ("llm.c discussion 481", """
-        total_batch_size=524288 max_lr=6e-4 min_lr=0 warmup_steps=700 weight_decay=0.1 recompute=True zero_stage=1
+        total_batch_size=524288 max_lr=6e-4 min_lr=0 warmup_steps=700 weight_decay=0.1 recompute=False zero_stage=1
         val_every=250 save_every=5000 sample_every=20000 hellaswag_every=250 horizon=19645"""),
     "untied-124m": ("DDP-BASEMODEL-TRAIN", """
         model.tied_head=False total_batch_size=262144 horizon=38146 max_lr=6e-4 min_lr=6e-5 warmup_steps=700

@@ -21,7 +21,7 @@ from training.presets import PRESETS
 PAGE = ROOT / "docs" / "costs.md"
 BUILD = replace(PRESETS["gpt2-124m"], compile=False)  # build-nanogpt's network, uncompiled as its repository has it
 VIDEO = replace(PRESETS["gpt2-124m"], total_batch_size=16_384, micro_batch_size=16)
-LLMC = replace(PRESETS["llmc-124m"], recompute=False, weights="bfloat16")  # llm.c recomputes only GeLU
+LLMC = replace(PRESETS["llmc-124m"], weights="bfloat16")
 LLMC_XL = replace(PRESETS["gpt2-1558m"], total_batch_size=2**20, micro_batch_size=16, weights="bfloat16", zero_stage=1)
 RECORD8, SPEEDRUN = PRESETS["record8-124m"], PRESETS["speedrun-124m"]
 LONGER = replace(RECORD8, model=replace(RECORD8.model, block_size=2048), sequence_length=2048, micro_batch_size=32)

@@ -56,7 +56,7 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
         preset="llmc-124m",
         data_dir="data/fineweb",
         warmup_steps=700, min_lr=0.0,
-        recompute=True, zero_stage=1,
+        zero_stage=1,
         sample_every=20_000,
     ),
     _record8,
