@@ -47,7 +47,7 @@ def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
         return F.cross_entropy(F.linear(x, w).float(), y)
 
     def ours(x, w, y, chunk_loss=head.chunk_loss):
-        return head.Loss.apply(x, w, y, 0.0, torch.is_grad_enabled(), chunk_loss)
+        return head.Loss.apply(x, w, None, y, 0.0, torch.is_grad_enabled(), chunk_loss)
 
     def products(x, w, y):
         x, w = (t.to(dtype) for t in (x, w))
