@@ -1,0 +1,35 @@
+"""The benchmarks still run, and print their table. At their smallest: the figures in it mean nothing."""
+
+import shlex
+
+import pytest
+from helpers import make_rows, make_shards, parquet, story, write_rows
+
+FORMS = "--optimizer=adamw --micro-batch-size=4 --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304"
+SMALL = FORMS + " --model.n-layer=1 --model.n-head=2 --model.n-embd=32 --model.block-size=32"
+BENCHES = {
+    "attention": ("--device cpu --batch 1 --sequence-length 64 --width 64 --rounds 1 --repeats 1", "| math |"),
+    "checkpoint": ("overfit --rounds 1 --dir {tmp}", "the stall"),
+    "generate": ("--device cpu --dtype float32 --rounds 1 --new-tokens 2 --samples 1 --only ours", "| ours |"),
+    "hellaswag": ("--device cpu --dtype float32 --data {tmp}/rows.jsonl --limit 2 --rounds 1", "| one at a time |"),
+    "head": ("--rows 64 --columns 256 --width 32 --rounds 1 --repeats 1", "| ours compiled |"),
+    "loader": ("--shards 1 --shard-tokens 600000 --steps 1", "|"),
+    "recipes": (
+        "--data-dir {tmp}/data --steps 2 --seeds 1 --recipes adamw --out {tmp} --report {tmp}/r",
+        "| adamw |",
+    ),
+    "resume": ("quickstart --data-dir {tmp}/data --steps 4 --ways dtype=float32 -- " + SMALL, "float32"),
+    "tokens": ("{tmp}/a.parquet --rounds 1 --enlarge 2 --only fineweb.py loop", "fineweb.py"),
+    "train": ("quickstart --data-dir {tmp}/data --steps 1 --rounds 1 --only ours -- " + SMALL, "| ours |"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_benchmark_runs(name, call, tmp_path):
+    flags, says = BENCHES[name]
+    make_shards(tmp_path / "data", size=200_000)
+    write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    parquet(tmp_path / "a.parquet", story(1))
+    said = call(f"bench.{name}", *shlex.split(flags.format(tmp=tmp_path)), timeout=600).stdout
+    assert says in said, said
