@@ -39,7 +39,8 @@ class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on.
 
     half_rope: half of the channel pairs stand still. attention_scale 0: one over the square root of the head size.
-    softcap: the logits x become x / sqrt(1 + (x / softcap)^2)."""
+    softcap: the logits x become x / sqrt(1 + (x / softcap)^2). value_tables: that many first layers mix embeddings of
+    the tokens, each its own, into their values, and as many last layers the same ones (modded-nanogpt, record 17)."""
 
     block_size: int = 1024
     vocab_size: int = VOCAB_SIZE
@@ -57,6 +58,7 @@ class GPTConfig:
     zero_init_projections: bool = False
     head_bias: bool = False
     softcap: float = 0.0
+    value_tables: int = 0
 
     @property
     def head_size(self) -> int:
@@ -81,9 +83,11 @@ class GPTConfig:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
-        for name in ("attention_scale", "softcap"):
+        for name in ("attention_scale", "softcap", "value_tables"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} {getattr(self, name)} must not be negative")
+        if 2 * self.value_tables > self.n_layer:
+            raise ValueError(f"value_tables {self.value_tables} is more than half of n_layer {self.n_layer}")
         check_choices(self)
 
 
@@ -125,10 +129,16 @@ class Attention(nn.Module):
         self.layer, self.config = layer, config
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # queries, keys, values together
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        if not config.value_tables <= layer < config.n_layer - config.value_tables:
+            self.value_mix = nn.Parameter(torch.full((2,), 0.5))  # parts of the values and of the table's
 
-    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: Tensor | None, values: Tensor | None, cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).unbind(2)  # (B, T, nh, hs)
+        if values is not None:
+            v = self.value_mix[0] * v + self.value_mix[1] * values.view_as(v).to(v.dtype)
         if self.config.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         if cos_sin is not None:
@@ -171,8 +181,9 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cos_sin, cache, mask)
+    def forward(self, x: Tensor, *context) -> Tensor:
+        """x (B, T, C); the context is that of Attention."""
+        x = x + self.attn(self.ln_1(x), *context)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -196,6 +207,8 @@ class GPT(nn.Module):
         layers = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
         if config.positions == "learned":
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        tables = [nn.Embedding(config.vocab_size, config.n_embd) for _ in range(config.value_tables)]
+        layers["vte"] = nn.ModuleList(tables)
         layers["ln_0"] = nn.Identity() if config.norm == "layernorm" else make_norm(config)
         layers["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         layers["ln_f"] = make_norm(config)
@@ -219,6 +232,8 @@ class GPT(nn.Module):
         # normalized next, so an embedding's scale only sets its effective learning rate; but a head's matters
         if config.norm != "layernorm" and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
+        for table in self.transformer.vte:
+            nn.init.normal_(table.weight)
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
@@ -267,12 +282,14 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]
         else:
             cos_sin = self.cos_sin[:, positions, None]
+        tables = [table(idx) for table in self.transformer.vte]
+        tables += [None] * (config.n_layer - 2 * len(tables)) + tables  # one for each layer
         with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
-            for block in blocks or self.transformer.h:
+            for block, values in zip(blocks or self.transformer.h, tables, strict=True):
                 if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, cos_sin, values, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, cos_sin, cache, mask)
+                    x = block(x, cos_sin, values, cache, mask)
         if cache is not None:
             cache.length += T
         return x

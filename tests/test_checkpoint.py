@@ -22,7 +22,8 @@ def save(folder, step, model=None, keep=0, best=None):
     return model
 
 
-OTHER = dataclasses.replace(SMALL, tied_head=False, positions="half_rope", norm="rmsnorm_gain", head_bias=True)
+OTHER = {"positions": "half_rope", "norm": "rmsnorm_gain", "head_bias": True, "value_tables": 1, "n_layer": 2}
+OTHER = dataclasses.replace(SMALL, tied_head=False, **OTHER)
 
 
 @pytest.mark.parametrize("config", [SMALL, OTHER])

@@ -67,7 +67,13 @@ def test_presets_resolve_to_their_ancestors_numbers():
             print(f"  {key} {value}")
             same = value == pytest.approx(float(want)) if isinstance(value, float) else str(value) == want
             assert same, f"{name}: {key} is {value}, {ancestor} has {want}"
-    assert set(PRESETS) - set(ANCESTORS) == {"quickstart"}  # it is our own
+    assert set(PRESETS) - set(ANCESTORS) == {"quickstart", "sprint-124m"}  # they are our own
+
+
+def test_the_sprint_is_the_speedrun_with_two_more_parts():
+    speedrun, sprint = (PRESETS[name].to_dict() for name in ("speedrun-124m", "sprint-124m"))
+    assert sprint.pop("model") == speedrun.pop("model") | {"value_tables": 3}
+    assert sprint == speedrun | {"preset": "sprint-124m", "optimizer": "normuon", "max_steps": 2900}
 
 
 def test_every_preset_names_itself_and_survives_a_round_trip():

@@ -156,7 +156,7 @@ def test_no_network_is_said_quickly(fails, tmp_path):
 
 def test_what_the_layout_cannot_hold_is_refused(tmp_path):
     options = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "softcap": 15.0}
-    for name, value in {**options, "attention_scale": 0.12, "head_bias": True}.items():
+    for name, value in {**options, "attention_scale": 0.12, "head_bias": True, "value_tables": 1}.items():
         with pytest.raises(UserError, match=f"{name}={value!r}"):
             convert.save_hf(GPT(dataclasses.replace(TINY, **{name: value})), tmp_path / "out")
     assert not (tmp_path / "out").exists()

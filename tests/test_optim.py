@@ -18,7 +18,7 @@ SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
 BASE = dataclasses.replace(PRESETS["gpt2-124m"], model=SMALL, sequence_length=16, val_tokens=16)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_in_exactly_one_group(kind, tied):
     cfg = dataclasses.replace(BASE, optimizer=kind, model=dataclasses.replace(SMALL, tied_head=tied))
@@ -26,7 +26,7 @@ def test_every_parameter_in_exactly_one_group(kind, tied):
     groups = optim.parameter_groups(dict(model.named_parameters()), cfg)
     ids = [id(p) for gs in groups.values() for g in gs for p in g["params"]]
     assert sorted(ids) == sorted(id(p) for p in model.parameters())
-    if kind == "muon":
+    if kind != "adamw":
         assert {tuple(p.shape) for p in groups["muon"][0]["params"]} == {(48, 16), (16, 16), (64, 16), (16, 64)}
 
 
@@ -67,7 +67,7 @@ def test_each_rate_of_the_speedrun_reaches_its_parameters():
     assert optimizers[0].param_groups[0]["betas"] == (0.8, 0.95)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_round_trip_continues_bit_for_bit(kind, dtype):
     cfg = dataclasses.replace(BASE, optimizer=kind, weights=dtype)
@@ -177,6 +177,30 @@ def test_muon_is_torchs_for_each_matrix():
             state["param_groups"][0]["params"] = list(range(len(buffers)))
             mine = optim.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
             optim.load_state([mine], [state])
+
+
+def test_normuon_evens_out_the_rows_and_keeps_the_norm():
+    """Against its definition, one matrix at a time; queries, keys and values apart, columns where they are more."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((48, 16), (64, 16), (64, 16), (16, 64))]
+    plain = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    normuon, muon = (kind(ps, lr=1.0, momentum=0.9) for kind, ps in ((optim.NorMuon, params), (optim.Muon, plain)))
+    squares = {}
+    for _ in range(3):
+        before = [p.detach().clone() for p in params]
+        for p, q in zip(params, plain, strict=True):
+            p.grad = torch.randn(p.shape) * torch.rand(p.size(0), 1)
+            q.grad, q.data = p.grad.clone(), p.detach().clone()
+        normuon.step()
+        muon.step()
+        for i, (p, q, old) in enumerate(zip(params, plain, before, strict=True)):
+            for part in range(n := 3 if p.size(0) == 48 else 1):
+                change, wanted = ((old - t.detach()).chunk(n)[part] for t in (p, q))
+                dim = 1 if change.size(0) >= change.size(1) else 0
+                kept = squares.get((i, part), 0) * 0.95 + wanted.square().mean(dim, keepdim=True) * 0.05
+                squares[i, part] = kept
+                scaled = wanted / kept.sqrt()
+                torch.testing.assert_close(change, scaled * wanted.norm() / scaled.norm(), atol=1e-4, rtol=1e-3)
 
 
 class Sign(torch.optim.Optimizer):

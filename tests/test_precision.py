@@ -98,7 +98,7 @@ def test_ranks_that_report_different_capabilities_train_in_one_precision(tiny_ar
     assert curve(tmp_path / "two")[11][0] == pytest.approx(curve(one)[11][0], rel=2e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
 def test_bfloat16_weights_train_on_a_card_that_has_only_float16(tiny_args, tmp_path, capsys, optimizer):
     """As record8-124m and speedrun-124m on a Turing card: after one line, with what it has; also resumed."""
     flags = [*tiny_args, "--weights", "bfloat16", "--dtype", "float16", "--optimizer", optimizer]

@@ -27,10 +27,13 @@ def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, run_ranks
     assert_close(curve(tmp_path / "two"), one)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, run_ranks, dtype):
+SPRINT = "--weights bfloat16 --optimizer normuon --model.value-tables 1 --model.no-tied-head".split()
+
+
+@pytest.mark.parametrize("recipe", [[], SPRINT], ids=["plain", "sprint"])
+def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, run_ranks, recipe):
     """From 1 rank to 2, 4 and 2 again, ZeRO-1 on, off and on; a time limit ends all but the last after a step."""
-    tiny_args = [*tiny_args, "--weights", dtype]
+    tiny_args = [*tiny_args, *recipe]
     one, moved = fit(tiny_args, tmp_path / "one"), tmp_path / "moved"
     shutil.copytree(one, moved)
     keep_steps(moved, 3)
@@ -38,14 +41,14 @@ def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, ru
     for n, stage, limit, step in ((2, 1, "0.001", 4), (4, 0, "0.001", 5), (2, 1, "1h", 12)):
         said = run_ranks(n, "train_gpt2.py", *flags, "--zero-stage", stage, "--time-limit", limit)
         assert checkpoint.latest_step(moved) == step and ("stopped by the time limit" in said) == (step < 12)
-    rounding = 3e-2 if dtype == "bfloat16" else 2e-4  # gradients are rounded, too
+    rounding = 3e-2 if recipe else 2e-4  # gradients are rounded, too
     assert_close(curve(moved), curve(one), rounding)
 
 
 def share():
     """In each rank: which share of the optimizer state it keeps, and that what is saved is what torch would save."""
     with ranks.session("cpu") as rt:
-        for name in ("adamw", "muon"):
+        for name in ("adamw", "muon", "normuon"):
             size = ["--model.n-layer", "8", "--model.n-embd", "32", "--model.vocab-size", "512"]
             cfg = config("quickstart", *size, "--optimizer", name, "--zero-stage", "1")
             model = GPT(cfg.model)
@@ -54,8 +57,7 @@ def share():
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             for o in optimizers:
                 o.step()
-            moments = {o: 1 if type(o.optim) is optim.Muon else 2 for o in optimizers}
-            sizes = [[n * p.numel() for g in o.param_groups for p in g["params"]] for o, n in moments.items()]
+            sizes = [[optim.state_size(o, p) for g in o.param_groups for p in g["params"]] for o in optimizers]
             held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
             shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
             saved = optim.full_state(optimizers, rt)
@@ -75,8 +77,8 @@ def test_zero_divides_the_optimizer_state(run_ranks, n):
     """Together the ranks keep each element of state once. Whole parameters are dealt out, the largest first: so a rank
     has 1/N, or more where a parameter is itself a large part, as Adam's embedding is of what Muon leaves to Adam."""
     said = run_ranks(n, share)
-    adamw, muon = (json.loads(line) for line in said.splitlines() if line.startswith("{"))
-    for found in (adamw, muon):
+    adamw, *muons = (json.loads(line) for line in said.splitlines() if line.startswith("{"))
+    for found in (adamw, *muons):
         assert len(found["shares"]) == n and sum(found["shares"]) == pytest.approx(1)
         assert max(found["shares"]) <= found["bound"], found
     assert adamw["shares"] == pytest.approx([1 / n] * n, rel=0.05)

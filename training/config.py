@@ -66,13 +66,13 @@ class TrainConfig:
     """Of biases and gains."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the blocks' matrices, Adam for everything else."""
+    optimizer: Literal["adamw", "muon", "normuon"] = "adamw"
+    """muon, normuon: for the blocks' matrices, Adam for everything else."""
     beta1: float = 0.9
     beta2: float = 0.95
     adam_eps: float = 1e-8
     muon_lr: float = 0.02
-    """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
+    """Peak learning rate of the blocks' matrices with --optimizer muon or normuon; max-lr then applies to the rest."""
     muon_weight_decay: float = 0.0
     muon_momentum: float = 0.95
     newton_schulz: Literal["fast", "exact"] = "fast"

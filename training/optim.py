@@ -8,6 +8,7 @@ from torch import nn
 from system.ranks import Runtime
 from training.config import TrainConfig
 
+NORMUON_BETA2 = 0.95  # the paper's
 NEWTON_SCHULZ_DTYPE = torch.bfloat16  # precise enough (Jordan 2024), and the fastest where Muon is worth its time
 NEWTON_SCHULZ = {  # the polynomial of each iteration
     "fast": 5 * [(3.4445, -4.7750, 2.0315)],  # soon near 1, and never quite there (Jordan 2024)
@@ -45,25 +46,53 @@ class Muon(torch.optim.Optimizer):
                 continue
             for p in params:
                 if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    names = OPTIMIZER_STATE[type(self)]
+                    self.state[p].update({name: p.new_zeros(state_shape(name, p)) for name in names})
             updates, momentum = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
             torch._foreach_lerp_(momentum, updates, 1 - group["momentum"])
             torch._foreach_lerp_(updates, momentum, group["momentum"])
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            stacks: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by shape: (weight, update)
-            for pair in zip(params, updates, strict=True):
-                n = 3 if pair[0].size(0) == 3 * pair[0].size(1) else 1
-                for weight, update in zip(*(t.chunk(n) for t in pair), strict=True):
-                    stacks.setdefault(weight.shape, []).append((weight, update))
-            for (rows, columns), pairs in stacks.items():
-                weights, updates = zip(*pairs, strict=True)
+            stacks: dict[torch.Size, list[tuple[torch.Tensor, ...]]] = {}  # (weight, update, squares) by shape
+            for p, update in zip(params, updates, strict=True):
+                n = 3 if p.size(0) == 3 * p.size(1) else 1
+                squares = self.state[p].get("squares", p)  # plain Muon has none, and looks at none
+                for parts in zip(p.chunk(n), update.chunk(n), squares.chunk(n), strict=True):
+                    stacks.setdefault(parts[0].shape, []).append(parts)
+            for (rows, columns), parts in stacks.items():
+                weights, updates, squares = zip(*parts, strict=True)
                 change = orthogonalized(torch.stack(updates), NEWTON_SCHULZ[group["newton_schulz"]])
-                change = change.to(weights[0].dtype)
+                change = self.finished(change.to(weights[0].dtype), squares)
                 torch._foreach_add_(weights, change.unbind(), alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
 
+    def finished(self, change: torch.Tensor, squares: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return change
 
-# tensors per parameter, each of its shape except "step"; ZeRO-1 saves no others: add those of a new optimizer
-OPTIMIZER_STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
+
+class NorMuon(Muon):
+    """NorMuon (Li et al. 2025) as in modded-nanogpt: Muon, with each row of a change (of wide ones, column) divided by
+    the root of its mean square, which `squares` averages over the steps, and with the norm the whole had before."""
+
+    def finished(self, change: torch.Tensor, squares: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        norm, kept = change.norm(dim=(-2, -1), keepdim=True), torch.stack(squares)  # (n, 1, 1), (n, rows, 1)
+        kept.lerp_(change.square().mean(-1 if kept.size(-1) == 1 else -2, keepdim=True), 1 - NORMUON_BETA2)
+        torch._foreach_copy_(squares, kept.unbind())
+        change = change * kept.clamp_min(1e-10).rsqrt()
+        return change * (norm / change.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+
+
+# tensors per parameter; ZeRO-1 saves no others: add those of a new optimizer, and their shapes below
+OPTIMIZER_STATE = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    Muon: ("momentum_buffer",),
+    NorMuon: ("momentum_buffer", "squares"),
+}
+
+
+def state_shape(name: str, p: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what an optimizer keeps of a parameter."""
+    if name == "squares":
+        return (p.size(0), 1) if p.size(0) >= p.size(1) else (1, p.size(1))
+    return () if name == "step" else tuple(p.shape)
 
 
 class Weights:
@@ -104,10 +133,10 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
     """Every parameter in exactly one group, by optimizer: {"adamw": [...], "muon": [...]} (only those in use).
 
     By default AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer
-    muon the blocks' matrices go to Muon (Jordan 2024) and the rest stay with Adam. The schedule multiplies `peak_lr`.
+    muon or normuon the blocks' matrices go to that and the rest stay with Adam. The schedule multiplies `peak_lr`.
     """
-    muon = [n for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
-    embeddings = [n for n in named if n not in muon and n.startswith(("transformer.wte", "transformer.wpe"))]
+    muon = [n for n, p in named.items() if cfg.optimizer != "adamw" and p.dim() == 2 and ".h." in n]
+    embeddings = [n for n in named if n not in muon and n.split(".")[1] in ("wte", "wpe", "vte")]
     decay = [n for n, p in named.items() if n not in muon and n not in embeddings and p.dim() >= 2]
     rest = [n for n, p in named.items() if p.dim() < 2]
     assert sorted(muon + embeddings + decay + rest) == sorted(named), "a parameter is in no group or in two"
@@ -129,9 +158,10 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
 def build(weights: Weights, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The run's optimizers. With zero_stage 1 each rank keeps optimizer state only for its share of the parameters
     (ZeRO, Rajbhandari et al. 2020), using torch's ZeroRedundancyOptimizer."""
+    muon = {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz}
     kinds = {
         "adamw": (torch.optim.AdamW, {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True}),
-        "muon": (Muon, {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz}),
+        "muon": (NorMuon if cfg.optimizer == "normuon" else Muon, muon),
     }
     optimizers = []
     for name, groups in parameter_groups(weights.named, cfg).items():
@@ -175,14 +205,10 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int
     return cfg.max_lr * factor
 
 
-def state_size(optimizers: list[torch.optim.Optimizer]) -> int:
-    """Numbers that the optimizers will keep for their parameters, over all ranks."""
-    size = 0
-    for optimizer in optimizers:
-        names = OPTIMIZER_STATE.get(type(getattr(optimizer, "optim", optimizer)), ())
-        each = sum(name != "step" for name in names)
-        size += each * sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    return size
+def state_size(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
+    """Numbers that an optimizer will keep for one of its parameters, on one rank or another."""
+    names = OPTIMIZER_STATE.get(type(getattr(optimizer, "optim", optimizer)), ())
+    return sum(math.prod(state_shape(name, p)) for name in names if name != "step")
 
 
 def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
@@ -207,7 +233,7 @@ def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
         if owner == rt.rank:
             state = dict(local[p])
         else:
-            state = {name: p.new_empty(() if name == "step" else p.shape) for name in names}
+            state = {name: p.new_empty(state_shape(name, p)) for name in names}
         for name in names:
             rt.broadcast(state[name], owner)
             if owner != rt.rank:
@@ -227,7 +253,7 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
         for i, saved in state["state"].items() if kind in OPTIMIZER_STATE else ():
             if saved.keys() != set(OPTIMIZER_STATE[kind]):
                 raise ValueError(f"it keeps {', '.join(saved)} of parameter {i}, unlike {kind.__name__}")
-            if any(t.numel() != 1 and t.shape != params[i].shape for t in saved.values()):
+            if any(t.numel() != 1 and t.shape != state_shape(name, params[i]) for name, t in saved.items()):
                 raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
         ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)

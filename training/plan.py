@@ -55,7 +55,8 @@ def check_disk(step: Step, run: Run) -> None:
         saves = -(-run.max_steps // cfg.save_every) - run.step // cfg.save_every
     if cfg.keep:
         saves = min(saves, cfg.keep + 2)  # the best, and the one that is being written
-    each = 4 * (step.model.num_params() + optim.state_size(step.optimizers))
+    kept = (optim.state_size(o, p) for o in step.optimizers for group in o.param_groups for p in group["params"])
+    each = 4 * (step.model.num_params() + sum(kept))
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cfg.run_dir).free
     why = (

@@ -162,7 +162,7 @@ def batch(cfg: TrainConfig, ranks: int, work: Work, room: float) -> int:
 def update(cfg: TrainConfig, work: Work, products: float, bandwidth: float) -> float:
     """Seconds to clip the gradients and update all parameters on one card."""
     named = dict(work.model.named_parameters())
-    muon = [p.shape for n, p in named.items() if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in n]
+    muon = [p.shape for n, p in named.items() if cfg.optimizer != "adamw" and p.dim() == 2 and ".h." in n]
     flops = 0
     for rows, columns in muon:  # each iteration of Newton-Schulz: X @ X.T, its square, and that times X (Jordan 2024)
         matrices = 3 if rows == 3 * columns else 1  # queries, keys, values

@@ -41,6 +41,18 @@ _record8 = TrainConfig(
     weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
 )
 
+_speedrun = replace(  # modded-nanogpt's simple trainer (its track 3), result 36: docs/ancestors.md
+    _record8,
+    preset="speedrun-124m",
+    model=replace(
+        _record8.model, bias=True, head_bias=True, positions="half_rope", norm="rmsnorm_gain",
+        attention_scale=0.12, softcap=15.0,
+    ),
+    max_steps=3250, cooldown=0.7, muon_lr=0.025, muon_weight_decay=0.05, newton_schulz="exact",
+    max_lr=0.004, embed_lr_scale=175.0, vector_lr_scale=3.75, weight_decay=0.001, vector_weight_decay=0.001,
+    beta1=0.8, adam_eps=1e-10 / 524_288,  # it adds up the gradients of a step's tokens, we take their mean
+)
+
 PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
     _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
     _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
@@ -60,16 +72,11 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
         sample_every=20_000,
     ),
     _record8,
-    replace(  # modded-nanogpt's simple trainer (its track 3), result 36: docs/ancestors.md
-        _record8,
-        preset="speedrun-124m",
-        model=replace(
-            _record8.model, bias=True, head_bias=True, positions="half_rope", norm="rmsnorm_gain",
-            attention_scale=0.12, softcap=15.0,
-        ),
-        max_steps=3250, cooldown=0.7, muon_lr=0.025, muon_weight_decay=0.05, newton_schulz="exact",
-        max_lr=0.004, embed_lr_scale=175.0, vector_lr_scale=3.75, weight_decay=0.001, vector_weight_decay=0.001,
-        beta1=0.8, adam_eps=1e-10 / 524_288,  # it adds up the gradients of a step's tokens, we take their mean
+    _speedrun,
+    replace(  # past it: what each part brought others at full size, and here, is in docs/ancestors.md
+        _speedrun,
+        preset="sprint-124m",
+        model=replace(_speedrun.model, value_tables=3), optimizer="normuon", max_steps=2900,
     ),
     TrainConfig(  # rate and batch from nanoGPT's finetune_shakespeare; --init-from sets the network
         preset="finetune",

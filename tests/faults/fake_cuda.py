@@ -147,7 +147,7 @@ checkpoint.write, checkpoint.Writer.save = write, save
 
 # ---- cases
 
-PRESETS = ("gpt2-124m", "untied-124m", "llmc-124m", "speedrun-124m", "record8-124m")
+PRESETS = ("gpt2-124m", "untied-124m", "llmc-124m", "speedrun-124m", "sprint-124m", "record8-124m")
 WAYS = {  # --dtype and other flags
     "bfloat16": ("bfloat16",),
     "float16": ("float16", "--weights", "float32"),
