@@ -1,7 +1,7 @@
 """Compare recipes at the same shape, data order and tokens: val loss against tokens and against seconds.
 
     python -m bench.recipes --data-dir data/books                                        # CPU-sized ladder, 3 seeds
-    python -m bench.recipes --data-dir data/books --recipes adamw speedrun no-beta1      # the effect of one ingredient
+    python -m bench.recipes --data-dir data/books --recipes adamw sprint no-normuon      # the effect of one ingredient
     python -m bench.recipes --data-dir data/books --size 124m --steps 120 --seeds 1      # GPU-sized
 
 The first recipe runs --steps, the others --share of them, each with its own full schedule. The table shows each final
@@ -39,14 +39,19 @@ RECIPES = {  # preset, flags
         "adamw": ("gpt2-124m", "--model.n-head 2 --max-lr 3e-3 --min-lr 3e-4 --warmup-steps 30"),
         "record8": ("record8-124m", "--model.n-head 1"),
         "speedrun": ("speedrun-124m", "--model.n-head 1"),
+        "sprint": ("sprint-124m", "--model.n-head 1 --model.value-tables 2 --muon-momentum-warmup 24"),
     },
     "124m": {
         "adamw": ("gpt2-124m", "--max-lr 1e-3 --min-lr 1e-4 --warmup-steps 48"),
         "record8": ("record8-124m", ""),
         "speedrun": ("speedrun-124m", ""),
+        "sprint": ("sprint-124m", "--muon-momentum-warmup 20"),
     },
 }
-WITHOUT = {  # the speedrun with one ingredient as in record 8
+WITHOUT = {  # the sprint with one ingredient as in the speedrun or, the others, in record 8
+    "no-normuon": "--optimizer muon",
+    "no-value-tables": "--model.value-tables 0",
+    "no-momentum-warmup": "--muon-momentum-warmup 0",
     "no-fast-embedding": "--max-lr 0.002 --embed-lr-scale 150",
     "no-beta1": "--beta1 0.9",
     "no-half-rope": "--model.positions rope",
@@ -121,7 +126,7 @@ def when(curve: list[dict], target: float, axis: str) -> float:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     known = dict(RECIPES[args.size])
-    preset, flags = known["speedrun"]
+    preset, flags = known["sprint"]
     known |= {name: (preset, f"{flags} {undo}") for name, undo in WITHOUT.items()}
     for text in args.extra:
         name, _, rest = text.partition("=")

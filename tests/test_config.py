@@ -70,10 +70,11 @@ def test_presets_resolve_to_their_ancestors_numbers():
     assert set(PRESETS) - set(ANCESTORS) == {"quickstart", "sprint-124m"}  # they are our own
 
 
-def test_the_sprint_is_the_speedrun_with_two_more_parts():
+def test_the_sprint_is_the_speedrun_with_three_more_parts():
     speedrun, sprint = (PRESETS[name].to_dict() for name in ("speedrun-124m", "sprint-124m"))
     assert sprint.pop("model") == speedrun.pop("model") | {"value_tables": 3}
-    assert sprint == speedrun | {"preset": "sprint-124m", "optimizer": "normuon", "max_steps": 2900}
+    more = {"preset": "sprint-124m", "optimizer": "normuon", "muon_momentum_warmup": 300, "max_steps": 2900}
+    assert sprint == speedrun | more
 
 
 def test_every_preset_names_itself_and_survives_a_round_trip():

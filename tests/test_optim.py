@@ -67,6 +67,14 @@ def test_each_rate_of_the_speedrun_reaches_its_parameters():
     assert optimizers[0].param_groups[0]["betas"] == (0.8, 0.95)
 
 
+def test_muons_momentum_warms_up():
+    cfg = dataclasses.replace(BASE, optimizer="muon", muon_momentum_warmup=300)
+    optimizers = optim.build(optim.Weights(GPT(SMALL), cfg), cfg, CPU)
+    for step, momentum in ((0, 0.85), (150, 0.9), (300, 0.95), (2000, 0.95)):
+        optim.set_rates(optimizers, step, 3000, cfg)
+        assert optimizers[1].param_groups[0]["momentum"] == pytest.approx(momentum)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_round_trip_continues_bit_for_bit(kind, dtype):

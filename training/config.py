@@ -75,6 +75,8 @@ class TrainConfig:
     """Peak learning rate of the blocks' matrices with --optimizer muon or normuon; max-lr then applies to the rest."""
     muon_weight_decay: float = 0.0
     muon_momentum: float = 0.95
+    muon_momentum_warmup: int = 0
+    """Steps over which it rises from 0.85."""
     newton_schulz: Literal["fast", "exact"] = "fast"
     """Muon's iterations: five, or twelve that converge."""
     embed_lr_scale: float = 1.0
@@ -148,7 +150,7 @@ class TrainConfig:
         ]  # fmt: skip
         for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
                      "grad_clip skip_bad_steps weight_decay vector_weight_decay muon_lr muon_weight_decay adam_eps "
-                     "embed_lr_scale vector_lr_scale gpu_hour_usd").split():  # fmt: skip
+                     "muon_momentum_warmup embed_lr_scale vector_lr_scale gpu_hour_usd").split():  # fmt: skip
             rules.append((name, getattr(self, name) >= 0, "must not be negative"))
         for name in ("beta1", "beta2", "muon_momentum"):
             rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))

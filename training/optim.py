@@ -196,12 +196,20 @@ def lr_factor(step: int, max_steps: int, cfg: TrainConfig) -> float:
     return floor + (1 - floor) * min(1.0, left)
 
 
+def muon_momentum(step: int, cfg: TrainConfig) -> float:
+    """Muon's momentum at `step`; in a warm-up it rises from 0.85 (modded-nanogpt since record 9)."""
+    if step >= cfg.muon_momentum_warmup:
+        return cfg.muon_momentum
+    return 0.85 + (cfg.muon_momentum - 0.85) * step / cfg.muon_momentum_warmup
+
+
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
-    """Set every group's learning rate for `step`; return the rate for a peak of max_lr."""
+    """Set every group's learning rate, and Muon's momentum, for `step`; return the rate for a peak of max_lr."""
     factor = lr_factor(step, max_steps, cfg)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["peak_lr"] * factor
+        if "momentum" in group:
+            group["momentum"] = muon_momentum(step, cfg)
     return cfg.max_lr * factor
 
 

@@ -76,7 +76,7 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
     replace(  # past it: what each part brought others at full size, and here, is in docs/ancestors.md
         _speedrun,
         preset="sprint-124m",
-        model=replace(_speedrun.model, value_tables=3), optimizer="normuon", max_steps=2900,
+        model=replace(_speedrun.model, value_tables=3), optimizer="normuon", muon_momentum_warmup=300, max_steps=2900,
     ),
     TrainConfig(  # rate and batch from nanoGPT's finetune_shakespeare; --init-from sets the network
         preset="finetune",
