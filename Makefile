@@ -1,6 +1,6 @@
 # make quickstart: train a small GPT here, on anything.  make test: the suite.  make help: the rest.
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 3 --dist worksteal
 TRAIN_ARGS ?=
 PY := .venv/bin/python
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -87,7 +87,7 @@ class GPTConfig:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} {getattr(self, name)} must not be negative")
         if 2 * self.value_tables > self.n_layer:
-            raise ValueError(f"value_tables {self.value_tables} is more than half of n_layer {self.n_layer}")
+            raise ValueError(f"value_tables {self.value_tables} must be at most {self.n_layer // 2}, half of n_layer")
         check_choices(self)
 
 

@@ -163,6 +163,10 @@ TINY = f"""--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-si
 --hellaswag-every 2 --hellaswag-data {ROWS} --sample-every 2 --no-compile --device cuda --data-dir {DATA}""".split()
 
 
+def tiny(preset: str) -> list[str]:
+    return [preset, *TINY, *(["--model.value-tables", "1"] if preset == "sprint-124m" else [])]
+
+
 def run(script, *args: object) -> None:
     with mock.patch.object(sys, "argv", [script.__file__, *map(str, args)]), MODE:
         script.main()
@@ -171,7 +175,7 @@ def run(script, *args: object) -> None:
 def lives(preset: str, dtype: str, *flags: str) -> None:
     """Train, go on from the checkpoint, evaluate, score and sample."""
     with tempfile.TemporaryDirectory(dir=TMP) as out:
-        train = (train_gpt2, preset, *TINY, "--dtype", dtype, *flags)
+        train = (train_gpt2, *tiny(preset), "--dtype", dtype, *flags)
         run(*train, "--out-dir", out)
         run(*train, "--out-dir", out, "--max-steps", 3, "--resume", "auto")
         run(*train, "--init-from", out, "--eval-only")
@@ -184,7 +188,7 @@ def lives(preset: str, dtype: str, *flags: str) -> None:
 def plans(preset: str) -> None:
     """--dry-run, which tries what micro-batch fits."""
     with mock.patch.dict(VALUES, {torch.float32: 2.0}):  # the micro-batch that all ranks agree on
-        run(train_gpt2, preset, *TINY, "--micro-batch-size", "auto", "--dry-run")
+        run(train_gpt2, *tiny(preset), "--micro-batch-size", "auto", "--dry-run")
 
 
 def caught(says: str, planted) -> None:

@@ -25,4 +25,4 @@ def test_scripts_run_on_a_card_and_planted_faults_are_noticed(run_script):
 
 @pytest.mark.slow
 def test_every_preset_and_precision(run_script):
-    assert "39 cases, 0 failed" in summary(run_script, timeout=1800)
+    assert "46 cases, 0 failed" in summary(run_script, timeout=1800)
