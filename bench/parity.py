@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -70,6 +70,38 @@ TO_CPU = {  # of the two records of modded-nanogpt, which know only CUDA and tor
     r"'cuda'|\"cuda\"": "'cpu'",
 }
 FLOAT32 = {r"\.bfloat16\(\)": ".float()"}
+RESULT36 = Peer(
+    "records/track_3_optimization/train_gpt_simple.py",
+    {
+        **TO_CPU,
+        r"torch\.cuda\.get_device_name\(device\)": "'cpu'",
+        r"pin_memory=True": "pin_memory=False",
+        r"model\.compile\(.*\)": "",
+        r"seq_len=1024": f"seq_len={T}",
+        r"val_tokens = 20 \* 524288": f"val_tokens = {BATCH * T}",
+        r"batch_size = 8 \* 64 \* 1024": f"batch_size = {BATCH * T}",
+        r"mbs = 64": f"mbs = {MICRO}",
+        r"50304, num_layers=12, model_dim=768": f"{VOCAB}, num_layers={LAYERS}, model_dim={WIDTH}",
+        r"train_steps = \d+": "train_steps = {steps}",
+    },
+    f"speedrun-124m --model.n-head 2 --adam-eps {1e-10 / (BATCH * T)}",
+    {
+        r".*angular_freq": "", r"^embed\.": "transformer.wte.", r"^proj\.": "lm_head.",
+        r"^norm1\.gains": "transformer.ln_0.weight", r"^norm2\.gains": "transformer.ln_f.weight",
+        r"^blocks\.": "transformer.h.", r"norm([12])\.gains": r"ln_\1.weight",
+        r"\.[qkv]\.": ".c_attn.", r"\.proj\.": ".c_proj.", r"\.fc\.": ".c_fc.",
+    },
+    FLOAT32,
+    limit=1e-4,
+    summed=True,
+)  # fmt: skip
+RESULT10 = replace(  # NorMuon; only its logs are public, which begin with the program
+    RESULT36,
+    script="records/track_3_optimization/results/20260503_normuon/e0d0185f-ccb8-426d-8265-a4e762ec69f6.txt",
+    edits=RESULT36.edits | {r"\n={100}\n[\s\S]*": ""},
+    flags=RESULT36.flags + " --optimizer normuon --muon-lr 0.035 --muon-weight-decay 0.025 --max-lr 0.003125 "
+    "--embed-lr-scale 96 --vector-lr-scale 3.2 --weight-decay 0 --vector-weight-decay 0",
+)
 PEERS = {
     "build-nanogpt": Peer(
         "train_gpt2.py",
@@ -152,31 +184,8 @@ PEERS = {
         FLOAT32 | {r"torch\.bfloat16": "torch.float32"},
         limit=1e-4,
     ),
-    "result36": Peer(
-        "records/track_3_optimization/train_gpt_simple.py",
-        {
-            **TO_CPU,
-            r"torch\.cuda\.get_device_name\(device\)": "'cpu'",
-            r"pin_memory=True": "pin_memory=False",
-            r"model\.compile\(.*\)": "",
-            r"seq_len=1024": f"seq_len={T}",
-            r"val_tokens = 20 \* 524288": f"val_tokens = {BATCH * T}",
-            r"batch_size = 8 \* 64 \* 1024": f"batch_size = {BATCH * T}",
-            r"mbs = 64": f"mbs = {MICRO}",
-            r"50304, num_layers=12, model_dim=768": f"{VOCAB}, num_layers={LAYERS}, model_dim={WIDTH}",
-            r"train_steps = 3250": "train_steps = {steps}",
-        },
-        f"speedrun-124m --model.n-head 2 --adam-eps {1e-10 / (BATCH * T)}",
-        {
-            r".*angular_freq": "", r"^embed\.": "transformer.wte.", r"^proj\.": "lm_head.",
-            r"^norm1\.gains": "transformer.ln_0.weight", r"^norm2\.gains": "transformer.ln_f.weight",
-            r"^blocks\.": "transformer.h.", r"norm([12])\.gains": r"ln_\1.weight",
-            r"\.[qkv]\.": ".c_attn.", r"\.proj\.": ".c_proj.", r"\.fc\.": ".c_fc.",
-        },
-        FLOAT32,
-        limit=1e-4,
-        summed=True,
-    ),
+    "result36": RESULT36,
+    "result10": RESULT10,
 }  # fmt: skip
 
 
