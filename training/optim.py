@@ -27,12 +27,18 @@ def orthogonalized(X: torch.Tensor, iterations: list[tuple[float, float, float]]
     return X.mT if tall else X
 
 
+def matrices(p: torch.Tensor) -> int:
+    """How many matrices Muon sees in a parameter: one with three times as many rows as columns holds queries, keys and
+    values."""
+    return 3 if p.size(0) == 3 * p.size(1) else 1
+
+
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan 2024) as in modded-nanogpt: Nesterov momentum, orthogonalized, times sqrt(max(1, rows / columns)).
 
-    Matrices of one shape are orthogonalized together, so that 12 layers launch no more kernels than one. A matrix with
-    three times as many rows as columns holds queries, keys and values: each is orthogonalized alone. It keeps what
-    torch.optim.Muon keeps, and loads its state; `step` overwrites the gradients."""
+    Matrices of one shape are orthogonalized together, so that 12 layers launch no more kernels than one; queries, keys
+    and values each alone. It keeps what torch.optim.Muon keeps, and loads its state; `step` overwrites the gradients.
+    """
 
     def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "newton_schulz": newton_schulz}
@@ -54,7 +60,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             stacks: dict[torch.Size, list[tuple[torch.Tensor, ...]]] = {}  # (weight, update, squares) by shape
             for p, update in zip(params, updates, strict=True):
-                n = 3 if p.size(0) == 3 * p.size(1) else 1
+                n = matrices(p)
                 squares = self.state[p].get("squares", p)  # plain Muon has none, and looks at none
                 for parts in zip(p.chunk(n), update.chunk(n), squares.chunk(n), strict=True):
                     stacks.setdefault(parts[0].shape, []).append(parts)
@@ -206,10 +212,11 @@ def muon_momentum(step: int, cfg: TrainConfig) -> float:
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, max_steps: int, cfg: TrainConfig) -> float:
     """Set every group's learning rate, and Muon's momentum, for `step`; return the rate for a peak of max_lr."""
     factor = lr_factor(step, max_steps, cfg)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = group["peak_lr"] * factor
-        if "momentum" in group:
-            group["momentum"] = muon_momentum(step, cfg)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+            if "momentum" in group:
+                group["momentum"] = muon_momentum(step, cfg)
     return cfg.max_lr * factor
 
 

@@ -19,7 +19,7 @@ from system.script import require
 from training.config import TrainConfig
 from training.head import chunks
 from training.microbatch import micro_batch_size
-from training.optim import NEWTON_SCHULZ
+from training.optim import NEWTON_SCHULZ, matrices, parameter_groups
 from training.record import duration
 
 # Parts of the data sheet's figures that programs reach.
@@ -162,12 +162,12 @@ def batch(cfg: TrainConfig, ranks: int, work: Work, room: float) -> int:
 def update(cfg: TrainConfig, work: Work, products: float, bandwidth: float) -> float:
     """Seconds to clip the gradients and update all parameters on one card."""
     named = dict(work.model.named_parameters())
-    muon = [p.shape for n, p in named.items() if cfg.optimizer != "adamw" and p.dim() == 2 and ".h." in n]
+    muon = [p for group in parameter_groups(named, cfg).get("muon", []) for p in group["params"]]
     flops = 0
-    for rows, columns in muon:  # each iteration of Newton-Schulz: X @ X.T, its square, and that times X (Jordan 2024)
-        matrices = 3 if rows == 3 * columns else 1  # queries, keys, values
-        short, long = sorted((rows // matrices, columns))
-        flops += matrices * len(NEWTON_SCHULZ[cfg.newton_schulz]) * (4 * short**2 * long + 2 * short**3)
+    for p in muon:  # each iteration of Newton-Schulz: X @ X.T, its square, and that times X (Jordan 2024)
+        n = matrices(p)
+        short, long = sorted((p.size(0) // n, p.size(1)))
+        flops += n * len(NEWTON_SCHULZ[cfg.newton_schulz]) * (4 * short**2 * long + 2 * short**3)
     # gradients read for the norm, scaled; AdamW reads weight, gradient, two moments, and writes all but the gradient
     moved = work.parameters * (40 + (16 if work.half_weights else 0))  # and to and from float32
     return flops / products + moved / bandwidth
