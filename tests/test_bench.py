@@ -5,8 +5,10 @@ import shlex
 import pytest
 from helpers import make_rows, make_shards, parquet, story, write_rows
 
-FORMS = "--optimizer=adamw --micro-batch-size=4 --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304"
-SMALL = FORMS + " --model.n-layer=1 --model.n-head=2 --model.n-embd=32 --model.block-size=32"
+SMALL = (
+    "--optimizer=adamw --micro-batch-size=4 --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304 "
+    "--model.n-layer=1 --model.n-head=2 --model.n-embd=32 --model.block-size=32"
+)
 BENCHES = {
     "attention": ("--device cpu --batch 1 --sequence-length 64 --width 64 --rounds 1 --repeats 1", "| math |"),
     "checkpoint": ("overfit --rounds 1 --dir {tmp}", "the stall"),

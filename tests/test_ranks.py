@@ -50,13 +50,16 @@ def share():
     with ranks.session("cpu") as rt:
         for name in ("adamw", "muon", "normuon"):
             size = ["--model.n-layer", "8", "--model.n-embd", "32", "--model.vocab-size", "512"]
-            cfg = config("quickstart", *size, "--optimizer", name, "--zero-stage", "1")
+            cfg = config("quickstart", *size, "--optimizer", name, "--zero-stage", "1", "--muon-momentum-warmup", "2")
             model = GPT(cfg.model)
             optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+            optim.set_rates(optimizers, 1, 10, cfg)
             for o in optimizers:
                 o.step()
+                momentum = o.optim.param_groups[0].get("momentum", 0.9)  # AdamW has none
+                assert momentum == pytest.approx(0.9), "ZeRO-1 kept the momentum from the optimizer inside"
             sizes = [[optim.state_size(o, p) for g in o.param_groups for p in g["params"]] for o in optimizers]
             held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
             shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
