@@ -11,7 +11,7 @@ def fuzz(run_script, count, seed, timeout):
 
 
 def test_mutated_files_end_in_success_or_one_message(run_script):
-    fuzz(run_script, 150, 0, 120)
+    fuzz(run_script, 300, 0, 120)
 
 
 @pytest.mark.slow
