@@ -23,10 +23,11 @@ from typing import Literal
 
 import numpy as np
 
-from system.script import UserError, locked, print0, require, run_cli
+from system.cli import UserError, print0, require, run_cli
+from system.files import lock_folder
 from tokens import shards, sources
-from tokens.ahead import ahead
 from tokens.documents import Chunk, read
+from tokens.prefetch import prefetch
 from tokens.shards import Manifest, Shard
 from tokens.tokenizer import EOT, bulk_encoder
 
@@ -161,7 +162,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     check_room(out, manifest, downloads=not paths)
     source, limit, done = manifest.source, manifest.limit_tokens, sum(s.tokens for s in manifest.shards)
     first = manifest.shards[-1].end["file"] if manifest.shards else 0
-    files = paths[first:] if paths else ahead(sources.download(source, first, out / ".source"), 1)
+    files = paths[first:] if paths else prefetch(sources.download(source, first, out / ".source"), 1)
 
     def used(path: Path) -> None:
         if not paths and not keep_source:
@@ -176,7 +177,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     pace = 0.2 if sys.stderr.isatty() else 20  # seconds between updates; a log file needs few lines
     form = "{desc} {percentage:.0f}%|{bar}| [{elapsed}<{remaining}]"
     with tqdm(total=total, initial=start, desc=name, mininterval=pace, bar_format=form) as bar:
-        chunks = ahead(read(files, first, source["column"], used), 4)
+        chunks = prefetch(read(files, first, source["column"], used), 4)
         manifest = replace(write_shards(chunks, out, name, manifest, report), complete=True)
     require(manifest.shards, f"the source {source['name']} holds no documents; give another --source")
     shards.write_manifest(out, manifest)
@@ -247,7 +248,7 @@ def main() -> None:
     name, paths = sources.choose(args.source)
     out = args.out or Path("data") / name
     try:
-        with locked(out):
+        with lock_folder(out):
             manifest = fill(args, out, name, paths)
     except OSError as e:
         raise UserError(f"cannot write to {out}: {e}; fix that, then run the same command again") from None

@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import tyro
 
-from system.script import UserError, print0, require, run_cli, whole_file
+from system.cli import UserError, print0, require, run_cli
+from system.files import atomic_write
 from tokens import tokenizer
 
 if TYPE_CHECKING:
     import torch
 
     from model import GPT, GPTConfig
-    from system.ranks import Runtime
+    from system.distributed import Runtime
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -179,7 +180,7 @@ def score(
     import torch.nn.functional as F
     from tqdm import tqdm
 
-    from system.ranks import Runtime
+    from system.distributed import Runtime
 
     require_readable(examples, model.config)
     rt = rt or Runtime(device, torch.float32)
@@ -239,7 +240,7 @@ def download(path: Path, url: str) -> None:
     rows = content.count(b"\n")
     require(rows == VAL_ROWS, f"{url} returned {rows} rows, not HellaSwag's {VAL_ROWS}; {again}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as f:
+    with atomic_write(path) as f:
         f.write(content)
 
 
@@ -266,17 +267,17 @@ def main() -> None:
             download(args.data, args.url)
         n = len(load_examples(args.data))
         return print0(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
-    from system import ranks
+    from system import distributed
     from training.checkpoint import open_model
 
     examples = load_examples(args.data, args.limit, args.style)
-    with ranks.session(args.device, args.dtype) as rt:
+    with distributed.session(args.device, args.dtype) as rt:
         model = open_model(args.model).to(rt.device)
         start = time.perf_counter()
         losses = score(model, examples, rt.device, rt, progress=rt.is_main and sys.stderr.isatty())
         seconds = time.perf_counter() - start
     if args.per_example and rt.is_main:
-        with whole_file(args.per_example) as f:
+        with atomic_write(args.per_example) as f:
             for i, (e, row) in enumerate(zip(examples, losses.tolist(), strict=True)):
                 norm = [x / u for x, u in zip(row, e.units, strict=True)]
                 line = {"index": i, "label": e.label, "pred": row.index(min(row)), "pred_norm": norm.index(min(norm))}

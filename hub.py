@@ -12,43 +12,20 @@ An interrupted transfer continues when the same command is run again; it is comp
 
 from __future__ import annotations
 
-import glob
-import hashlib
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from system.hub import open_hub
-from system.script import locked, print0, require, run_cli
-from tokens import shards
+from system.cli import print0, require, run_cli
+from system.hub_client import open_to_write, pull, push
+from tokens.hub_data import pull_data, push_data
 from training import convert
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi, RepoFile
-
     from model import GPT
 
 MODEL_FILE = re.compile(r"(model|optim)_\d+\.pt|[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
 CARD_FACTS = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
-
-
-@contextmanager
-def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, str]]:
-    """As open_hub, for a repository that is there, made if missing, and that the token may write to. Raises UserError,
-    also if it is public and that was not asked for."""
-    with open_hub(repo, write=True) as (api, repo):
-        api.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)  # content with a token that only reads
-        api.auth_check(repo, repo_type=kind, write=True)
-        closed = public or api.repo_info(repo, repo_type=kind).private
-        mend = "add --public (with train.sh: PUSH_PUBLIC=1), or choose another name"
-        require(closed, f"{repo} exists and is public; to push there {mend}")
-        yield api, repo
 
 
 def check(repo: str, public: bool = False) -> None:
@@ -58,114 +35,17 @@ def check(repo: str, public: bool = False) -> None:
         print0(f"{repo} is there, and this token may push to it")
 
 
-def push(repo: str, kind: str, files: list[Path], card: str, public: bool, last: Path | None = None) -> None:
-    """Upload `files` and the text `card`, if any (REPO becomes the name); then, on its own, `last`."""
-    with open_to_write(repo, kind, public) as (api, repo), tempfile.TemporaryDirectory() as folder:
-        for path in files:
-            if path.suffix == ".jsonl":  # a run may still be appending: send a snapshot
-                shutil.copy(path, folder)
-            else:
-                Path(folder, path.name).symlink_to(path.resolve())
-        if card:
-            Path(folder, "README.md").write_text(card.replace("REPO", repo))
-        api.upload_folder(folder_path=folder, repo_id=repo, repo_type=kind, commit_message="Add files")
-        if last:
-            api.upload_file(path_or_fileobj=last, path_in_repo=last.name, repo_id=repo, repo_type=kind)
-    print0(f"{repo} is complete; to pull: python hub.py pull-{kind.removesuffix('set')} {repo} DIR")
-
-
-def is_same(path: Path, remote: RepoFile, sha256: str | None) -> bool:
-    """Whether a file has the size listed by the Hub and the given sha256 or, if none is given, the Hub's hash."""
-    if not path.is_file() or path.stat().st_size != remote.size:
-        return False
-    if sha256 is None and remote.lfs is None:  # small text files are listed with their git hash
-        return hashlib.sha1(b"blob %d\0" % remote.size + path.read_bytes()).hexdigest() == remote.blob_id
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() == (sha256 or remote.lfs.sha256)
-
-
-@contextmanager
-def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tuple[dict[str, RepoFile], Callable]]:
-    """Yield the files that a revision of `repo` has, by path, and fetch({path: sha256 or None}), which downloads some.
-
-    A file gets its place only once its hash is verified: the given one or, if that is None, the Hub's. No file there
-    is ever overwritten. A wrong file, there or from the Hub, raises UserError. Pulls into one folder take turns."""
-    with open_hub(repo) as (api, repo):
-        sha = api.repo_info(repo, repo_type=kind, revision=revision, timeout=10).sha
-        tree = api.list_repo_tree(repo, repo_type=kind, recursive=True, revision=sha)
-        remote = {f.path: f for f in tree if hasattr(f, "blob_id")}
-
-        def fetch(wanted: dict[str, str | None], to: Path = out) -> None:
-            stage = to / ".incoming"  # what is already here, an interrupted pull had fetched
-            missing = sorted(name for name in wanted if not (to / name).exists())
-            for name in wanted.keys() - missing:
-                why = f"{to} has a different {name} than {repo}; pull into an empty folder, or move the file away"
-                require(is_same(to / name, remote[name], wanted[name]), why)
-            if missing:
-                some = [glob.escape(name) for name in missing]
-                api.snapshot_download(repo, repo_type=kind, revision=sha, local_dir=stage, allow_patterns=some)
-            wrong = [name for name in missing if not is_same(stage / name, remote[name], wanted[name])]
-            for name in missing:
-                if name not in wrong:
-                    os.replace(stage / name, to / name)
-            shutil.rmtree(stage, ignore_errors=True)
-            mend = "run the same command again or, if that does not help, push it again"
-            require(not wrong, f"{', '.join(wrong)} came from {repo} with a wrong hash; {mend}")
-
-        with locked(out, wait=True):
-            yield remote, fetch
-
-
-def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
-    """Upload a folder of token shards, checked against its manifest, as a dataset (private unless --public)."""
-    manifest = shards.read_manifest(data_dir)
-    require(manifest, f"{data_dir} has no {shards.MANIFEST}; {shards.adoption(data_dir)}")
-    problems = "; ".join(shards.verify(data_dir))
-    require(not problems, f"{data_dir} was not pushed: {problems}. See: python fineweb.py --verify {data_dir}")
-    text = f"{sum(s.tokens for s in manifest.shards):,} GPT-2 tokens from {manifest.source['name']}, as uint16."
-    card = f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n"
-    files = [data_dir / s.file for s in manifest.shards]
-    push(repo, "dataset", files, card, public, last=data_dir / shards.MANIFEST)  # it completes the set
-
-
-def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
-    """Download token shards, at most `limit_shards` of them for training, and check each one's sha256 (from the
-    manifest, or from the Hub if there is none). Returns the folder; raises UserError."""
-    out = Path(data_dir)
-    with pull(repo, "dataset", out, revision) as (remote, fetch), tempfile.TemporaryDirectory() as temporary:
-        manifest, wanted = None, {name: None for name in remote if shards.SHARD_NAME.fullmatch(name)}
-        if shards.MANIFEST in remote:
-            fetch({shards.MANIFEST: None}, Path(temporary))
-            manifest = shards.read_manifest(temporary)
-            wanted = {s.file: s.sha256 for s in manifest.shards}
-        mine = shards.read_manifest(out)
-        here = {s.file: s.sha256 for s in mine.shards} if mine else {}
-        odd = [name for name in wanted if name not in remote] + [n for n in here if here[n] != wanted.get(n)]
-        why = f"{', '.join(odd[:1])} differs between {repo}, its {shards.MANIFEST} and {out}"
-        require(not odd, f"{why}; pull into an empty folder")
-        train = sorted(name for name in wanted if shards.SHARD_NAME.fullmatch(name)["split"] == "train")
-        require(train, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
-        skipped = {name for name in train[limit_shards:] if not (out / name).exists()} if limit_shards else set()
-        wanted = {name: sha256 for name, sha256 in wanted.items() if name not in skipped}
-        fetch(wanted)
-        if manifest:  # last: it completes the set
-            got = [s for s in manifest.shards if s.file in wanted]
-            shards.write_manifest(out, replace(manifest, shards=got))
-    print0(f"{len(shards.shard_files(out))} shards in {out}, all hashes verified")
-    return out
-
-
 def load(weights: Path) -> tuple[GPT, str]:
     """The model in a .pt file, and a model card with the run's figures at that step."""
-    from training import checkpoint, record
+    from training import checkpoint, metrics
 
     model, facts = checkpoint.load(weights)
     c, step = model.config, facts["step"]
-    for row in record.read_lines(weights.with_name("metrics.jsonl")):
+    for row in metrics.read_lines(weights.with_name("metrics.jsonl")):
         if row["step"] <= step:
             facts |= row
     facts["step"] = step
-    if batch := record.tokens_per_step(weights.parent):
+    if batch := metrics.tokens_per_step(weights.parent):
         facts["tokens"] = step * batch
     figures = [f"| {k} | {facts[k]:,} |" for k in CARD_FACTS if isinstance(facts.get(k), int | float)]
     shape = f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}."
@@ -176,10 +56,10 @@ def load(weights: Path) -> tuple[GPT, str]:
 
 def best_model(run_dir: Path) -> Path | None:
     """The saved step of a run with the lowest val loss; None if none was both saved and evaluated."""
-    from training import checkpoint, record
+    from training import checkpoint, metrics
 
     saved, losses = checkpoint.complete_steps(run_dir, ["model"]), {}
-    for row in record.read_lines(run_dir / "metrics.jsonl"):
+    for row in metrics.read_lines(run_dir / "metrics.jsonl"):
         if row["step"] in saved and isinstance(row.get("val_loss"), float):
             losses[row["step"]] = row["val_loss"]
     if losses:

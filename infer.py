@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from system.script import UserError, printable, require, run_cli
+from system.cli import UserError, printable, require, run_cli
 from tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -125,15 +125,11 @@ def fastest_dtype(device: torch.device, rows: int) -> torch.dtype:
     """The precision that generates this many samples fastest. A token reads every weight from memory, so bfloat16,
     half as many bytes, may win where training takes float32. On a CPU that has both, timed on a matrix too large for
     most caches; float32 has to win clearly, so that the same command takes the same precision again."""
-    import torch
 
-    from system import machine
+    from system.precision import Workload, choose_dtype
 
-    best = machine.precisions(device)[0]
-    if device.type == "cpu" and best == torch.bfloat16:
-        if machine.bfloat16_gain(min(rows, 64), 1024, 8192, packed) * machine.CLEAR_GAIN < 1:
-            return torch.float32
-    return best
+    workload = Workload(min(rows, 64), 1024, 8192, min_speedup=1 / 1.25, make_multiply=packed)
+    return choose_dtype(device, workload)[0]
 
 
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
@@ -162,10 +158,10 @@ def main() -> None:
     import torch
 
     from model import Sampler
-    from system.machine import pick_device
+    from system.machine import choose_device
     from training.checkpoint import open_model
 
-    device, model = pick_device(args.device), open_model(args.model)
+    device, model = choose_device(args.device), open_model(args.model)
     dtype = fastest_dtype(device, args.num_samples) if args.dtype == "auto" else getattr(torch, args.dtype)
     n, V, T = len(tokens), model.config.vocab_size, model.config.block_size
     require(V > tokenizer.EOT, f"{args.model} has a vocabulary of {V} tokens, fewer than GPT-2's; choose a GPT-2")
@@ -192,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, brief_waits=True)
+    run_cli(main, many_short_waits=True)

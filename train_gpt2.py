@@ -13,22 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from system import script
+from system import cli
 
-script.thread_waits()  # before torch is imported
+cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
 import hellaswag
 from model import GPT
-from system import machine, ranks
-from system.ranks import Runtime
-from system.script import UserError, print0, require
+from system import distributed, machine
+from system.cli import UserError, print0, require
+from system.distributed import Runtime
+from system.files import lock_folder
+from system.units import format_duration
+from tokens.hub_data import pull_data
 from tokens.loader import Loader
 from training import checkpoint, plan, precision, predict, resume
 from training.config import TrainConfig
-from training.evals import Evals, EvaluationFailed, val_windows, validate
+from training.evaluator import Evals, EvaluationFailed, val_windows, validate
+from training.metrics import Record
 from training.presets import model_from_init, parse
-from training.record import Record, duration
 from training.resume import Run
 from training.step import Forward, Refused, Step
 from training.stop import FailedElsewhere, Stop, Stopped
@@ -50,7 +53,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: Stop) -> None:
     with checkpoint.Writer(cfg.run_dir, cfg.keep) as writer:
         save = partial(save_run, step, run, record, writer)
         try:
-            halt = rt.any(stop.signal)
+            halt = rt.any_rank(stop.signal)
             while True:
                 if halt:
                     raise Stopped
@@ -102,7 +105,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: Stop) -> None:
 
 def open_step(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> Step:
     """The model and all that trains it: as `saved`, or new from the seed."""
-    rt = precision.settle(cfg, rt, saved)
+    rt = precision.agree_on_dtype(cfg, rt, saved)
     torch.manual_seed(cfg.seed)
     step = Step(cfg, rt, make_model(cfg, rt, saved))
     if saved:
@@ -141,7 +144,9 @@ def save_before_an_error(save: Callable[[], None], writer: checkpoint.Writer, rt
 
 def done(cfg: TrainConfig, run: Run, stop: Stop) -> str:
     """What a finished run prints."""
-    text = f"done: {run.step} steps in {duration(stop.seconds())}; {checkpoint.model_path(cfg.run_dir, run.step)}"
+    text = (
+        f"done: {run.step} steps in {format_duration(stop.seconds())}; {checkpoint.model_path(cfg.run_dir, run.step)}"
+    )
     if run.best and run.best_step < run.step:
         text += f"\nbest val loss {run.best['val_loss']:.4f}: {checkpoint.model_path(cfg.run_dir, run.best_step)}"
     return text
@@ -157,7 +162,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     if Path(cfg.data_dir).is_dir() or not fixed:
         data = train_loader(cfg, cfg.data_dir)
     run = Run(cfg.horizon(data.order.per_epoch if data else 0), data_id="")
-    rt = precision.settle(cfg, rt)
+    rt = precision.agree_on_dtype(cfg, rt)
     step = Step(cfg, rt, make_model(cfg, rt))
     plan.describe(step, data, run)
     plan.estimate(step, run.max_steps)
@@ -196,12 +201,10 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
     """The shard folder; hf://OWNER/NAME is pulled and verified first (by one rank per machine)."""
     if not cfg.data_dir.startswith("hf://"):
         return Path(cfg.data_dir)
-    import hub
-
     repo = cfg.data_dir.removeprefix("hf://")
     folder = Path("data") / repo.replace("/", "--")
     if rt.local_rank == 0:
-        hub.pull_data(repo, folder)
+        pull_data(repo, folder)
     rt.barrier(hours=24)
     return folder
 
@@ -229,15 +232,15 @@ def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = Non
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
     dtype = cfg.dtype if cfg.eval_only else "float32"  # a run's is settled once its ranks are here: training/precision
-    session = ranks.session(cfg.device, dtype, cfg.deterministic)
+    session = distributed.session(cfg.device, dtype, cfg.deterministic)
     if cfg.dry_run or cfg.eval_only:  # nothing to save: Ctrl-C just ends it
         with session as rt:
             return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)
     stop = Stop(cfg.time_limit)
     with stop.signals(), session as rt:
-        with script.locked(cfg.run_dir) if rt.is_main else nullcontext():
+        with lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
             train(cfg, rt, stop)
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

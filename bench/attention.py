@@ -17,7 +17,7 @@ import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import turns
-from system import ranks, script
+from system import cli, distributed
 
 KINDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
@@ -42,7 +42,7 @@ def main() -> None:
         torch.nn.attention.activate_flash_attention_impl("FA3")
     ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in KINDS]}
     ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in KINDS}
-    with ranks.session(args.device, args.dtype) as rt:
+    with distributed.session(args.device, args.dtype) as rt:
         print(f"{turns.where(rt)}, B={args.batch}, T={args.sequence_length}, {args.width} channels")
         print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
         for hs in (64, 128):
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

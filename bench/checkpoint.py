@@ -20,7 +20,7 @@ import tyro
 
 import train_gpt2
 from bench import turns
-from system import ranks, script
+from system import cli, distributed
 from training import checkpoint
 from training.presets import PRESETS
 from training.resume import Run
@@ -43,7 +43,7 @@ def main() -> None:
     def timed(name: str, work: Callable[[], object]) -> None:
         times.setdefault(name, []).append(turns.seconds(work, rt))
 
-    with ranks.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
+    with distributed.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
         B, T = args.micro_batch_size, args.sequence_length
         cfg = replace(
             PRESETS[args.preset], sequence_length=T, micro_batch_size=B, total_batch_size=B * T * rt.world_size,
@@ -75,7 +75,7 @@ def main() -> None:
             for _ in range(args.rounds):
                 timed("gather", step.state)
             each = " ".join(f"{t:.2f}" for t in times["gather"])
-            return script.print0(f"{args.preset} on {rt.world_size} ranks: gathering its state takes {each} s")
+            return cli.print0(f"{args.preset} on {rt.world_size} ranks: gathering its state takes {each} s")
         for i in range(1, args.rounds + 1):
             timed("synchronous save", synchronous)
             timed("load and restore", load)
@@ -93,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

@@ -26,7 +26,7 @@ import tyro
 from bench import turns
 from infer import prepare
 from model import GPT, GPTConfig
-from system import ranks, script
+from system import cli, distributed
 from training import checkpoint
 from training.convert import save_hf
 
@@ -45,7 +45,7 @@ class Args:
     """Set for the process that measures one way."""
 
 
-def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: ranks.Runtime) -> None:
+def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: distributed.Runtime) -> None:
     """Sample as build-nanogpt does: the whole context goes through the model for each token, top-k 50."""
     for _ in range(new_tokens):
         with torch.no_grad():
@@ -56,7 +56,7 @@ def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: ranks.Run
             idx = torch.cat((idx, torch.gather(ids, -1, torch.multinomial(top, 1))), dim=1)
 
 
-def make(args: Args, rt: ranks.Runtime, folder: Path) -> Callable[[int], object]:
+def make(args: Args, rt: distributed.Runtime, folder: Path) -> Callable[[int], object]:
     """What samples so many tokens in one way."""
     torch.manual_seed(0)
     plain = GPT(GPTConfig()).to(rt.device)
@@ -90,7 +90,7 @@ def make(args: Args, rt: ranks.Runtime, folder: Path) -> Callable[[int], object]
 
 
 def child(args: Args) -> None:
-    with ranks.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
+    with distributed.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
         way = make(args, rt, Path(folder))
         way(args.new_tokens if rt.device.type == "cuda" else 4)  # warms up; the static cache is compiled
         took = turns.seconds(lambda: way(args.new_tokens), rt)
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main, brief_waits=True)  # as in infer.py
+    cli.run_cli(main, many_short_waits=True)  # as in infer.py

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import tyro
 
 from bench import turns
-from system import machine, ranks, script
+from system import cli, distributed, machine
 from training import head
 
 WAYS = ("plain", "plain compiled", "ours", "ours compiled", "torch's", "torch's chunked", "products alone")
@@ -66,7 +66,7 @@ def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
 
 
 def child(args: Args) -> None:
-    with ranks.session(dtype=args.dtype) as rt:
+    with distributed.session(dtype=args.dtype) as rt:
         torch.manual_seed(0)
         x = torch.randn(args.rows, args.width, device=rt.device, requires_grad=True)
         w = (0.02 * torch.randn(args.columns, args.width, device=rt.device)).requires_grad_()
@@ -102,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

@@ -20,7 +20,7 @@ import tyro
 import hellaswag
 from bench import turns
 from model import GPT, GPTConfig
-from system import ranks, script
+from system import cli, distributed
 from tokens import tokenizer
 from training.checkpoint import open_model
 
@@ -40,7 +40,7 @@ class Args:
     """Set for the process that measures one way."""
 
 
-def one_at_a_time(model: GPT, examples: list[hellaswag.Example], rt: ranks.Runtime) -> torch.Tensor:
+def one_at_a_time(model: GPT, examples: list[hellaswag.Example], rt: distributed.Runtime) -> torch.Tensor:
     """Losses (n, 4) as in build-nanogpt: one example's four rows, padded, logits everywhere, shifted loss."""
     out = []
     for e in examples:
@@ -60,7 +60,7 @@ def one_at_a_time(model: GPT, examples: list[hellaswag.Example], rt: ranks.Runti
 
 def child(args: Args) -> None:
     examples = hellaswag.load_examples(args.data, args.limit)
-    with ranks.session(args.device, "float32" if args.child.endswith("float32") else args.dtype) as rt:
+    with distributed.session(args.device, "float32" if args.child.endswith("float32") else args.dtype) as rt:
         torch.manual_seed(0)
         model = (open_model(args.model) if args.model else GPT(GPTConfig(vocab_size=50304))).to(rt.device)
 
@@ -93,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

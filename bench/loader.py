@@ -15,8 +15,8 @@ import torch
 import tyro
 
 from bench import turns
-from system import script
-from system.ranks import Runtime
+from system import cli
+from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 
@@ -65,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

@@ -34,8 +34,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import training.step
 from model import GPT
-from system.ranks import Runtime
-from system.script import require, run_cli
+from system.cli import require, run_cli
+from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from training import optim

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import tyro
 
-from system import machine, script
-from training import record
+from system import cli, machine
+from training import metrics
 from training.checkpoint import open_model
 
 WAYS = ("default", "deterministic", "deterministic recompute", "dtype=float16", "dtype=float16 deterministic")
@@ -49,7 +49,7 @@ def run(command: list[str], kill_at: Path | None = None) -> str:
         text = said.read()
     killed = process.returncode < 0
     as_meant = killed if kill_at else process.returncode == 0
-    script.require(as_meant, f"{' '.join(command)} ended with {process.returncode}: {text[-1500:]}")
+    cli.require(as_meant, f"{' '.join(command)} ended with {process.returncode}: {text[-1500:]}")
     return text
 
 
@@ -65,7 +65,7 @@ def difference(a: Path, b: Path) -> str:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    device = machine.device_name(machine.pick_device())
+    device = machine.device_name(machine.choose_device())
     half, last = args.steps // 2, f"model_{args.steps:05d}.pt"
     print(f"{args.preset} {' '.join(args.flags)}, {args.steps} steps, on {device}, torch {torch.__version__}")
     print("| way | done twice | killed and resumed | step ms | loss at the end |\n|---|---|---|---|---|")
@@ -80,8 +80,8 @@ def main() -> None:
             run([*base, str(twice)])
             run([*base, str(killed)], kill_at=killed / f"model_{half:05d}.pt")
             resumed = run([*base, str(killed), "--resume", "auto"])
-            script.require(f"steps {half} to {args.steps}" in resumed, f"it did not resume at {half}: {resumed[-500:]}")
-            lines = record.read_lines(whole / "metrics.jsonl")
+            cli.require(f"steps {half} to {args.steps}" in resumed, f"it did not resume at {half}: {resumed[-500:]}")
+            lines = metrics.read_lines(whole / "metrics.jsonl")
             ms = statistics.median(line["step_ms"] for line in lines[2:] if "step_ms" in line)
             loss = [line["train_loss"] for line in lines if "train_loss" in line][-1]
             print(f"| {way} | {difference(whole / last, twice / last)} | "
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

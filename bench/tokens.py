@@ -29,7 +29,7 @@ import numpy as np
 import tyro
 
 from bench import turns
-from system import script
+from system import cli
 from tokens import shards, tokenizer
 
 WAYS = ("fineweb.py", "fineweb.py, enlarged", "loop", "encode_files", "encode_files, enlarged")
@@ -92,7 +92,7 @@ def fineweb(*flags: str) -> int:
     process = subprocess.Popen([sys.executable, "fineweb.py", *flags], stdout=sys.stderr)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    script.require(process.returncode == 0, f"fineweb.py ended with {process.returncode}")
+    cli.require(process.returncode == 0, f"fineweb.py ended with {process.returncode}")
     return usage.ru_maxrss
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     found = turns.in_turns("bench.tokens", args.only, args.rounds)
     if "loop" in found and "fineweb.py" in found:
         same = {runs[0]["sha256"] for name, runs in found.items() if name in ("loop", "fineweb.py")}
-        script.require(len(same) == 1, "the two produce different tokens")
+        cli.require(len(same) == 1, "the two produce different tokens")
     seconds = {name: median(run["ms"] for run in runs) / 1e3 for name, runs in found.items()}
     tokens = {name: runs[0]["tokens"] for name, runs in found.items()}
     for name in tokens:  # encode_files writes none
@@ -156,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

@@ -28,7 +28,7 @@ import tyro
 
 import train_gpt2
 from bench import turns
-from system import machine, ranks, script
+from system import cards, cli, distributed, machine
 from tokens.loader import to_device
 from training.microbatch import micro_batch_size
 from training.presets import parse
@@ -119,7 +119,7 @@ def child(args: Args) -> None:
     """Run one contender for one round and print a JSON line."""
     flags = [args.preset, *args.flags, "--data-dir", args.data_dir, *OWN_FLAGS.get(args.child, [])]
     cfg = parse(flags, None)
-    with ranks.session(cfg.device, cfg.dtype) as rt:
+    with distributed.session(cfg.device, cfg.dtype) as rt:
         torch.manual_seed(0)
         data, _ = train_gpt2.open_data(cfg, rt)
         if args.child in OWN_FLAGS:
@@ -150,7 +150,7 @@ def child(args: Args) -> None:
         found = {
             "times": times[3:], "ms": statistics.median(map(sum, times[3:])), "loss": loss, "first_s": first_s,
             "B": contender.B, "peak_gb": machine.peak_memory(rt.device) / 1e9, "where": turns.where(rt),
-            "tokens": cfg.total_batch_size, "peak_flops": machine.peak_flops(rt.device),
+            "tokens": cfg.total_batch_size, "peak_flops": cards.peak_flops(rt.device),
             "flops_per_token": contender.model.flops_per_token(cfg.sequence_length) if args.child in OWN_FLAGS else 0,
         }  # fmt: skip
         if args.profile:
@@ -202,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_cli(main)
+    cli.run_cli(main)

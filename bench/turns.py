@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from system import machine
-from system.ranks import Runtime
-from system.script import require
+from system.cli import require
+from system.distributed import Runtime
 
 
 def in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict]]:

@@ -11,7 +11,7 @@ import torch
 
 import train_gpt2
 from model import GPT, GPTConfig
-from system.ranks import Runtime
+from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint
 from training.presets import parse

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from helpers import ROOT
 
-from system.script import run_cli
+from system.cli import run_cli
 
 PRELOAD = "__main__ helpers train_gpt2 torch._dynamo tyro fineweb hub hellaswag infer plots matplotlib.pyplot".split()
 

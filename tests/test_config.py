@@ -8,8 +8,9 @@ import pytest
 from helpers import ROOT
 
 from model import GPTConfig
-from system.script import UserError
-from training.config import MAY_CHANGE, TrainConfig, drift, parse_duration
+from system.cli import UserError
+from system.units import parse_duration
+from training.config import MAY_CHANGE, TrainConfig, drift
 from training.presets import PRESETS, RENAMED, model_from_init, parse
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, same_bits
 
 from model import GPT, GPTConfig
-from system.script import UserError
+from system.cli import UserError
 from tokens import tokenizer
 from training import checkpoint, convert
 

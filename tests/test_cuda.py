@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, make_rows, write_model, write_rows
 
-from training import record
+from training import metrics
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 there = shutil.which("nvidia-smi") and b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
@@ -89,7 +89,7 @@ def test_training_is_that_of_the_cpu(call, preset, tiny_data, tmp_path):
         more = ["--micro-batch-size", "auto", "--device", device, "--out-dir", tmp_path / out]
         said = call("train_gpt2.py", preset, *flags, *more)
         assert "1 x 1 x 8 x 32" in said
-        lines = record.read_lines(tmp_path / out / "metrics.jsonl")
+        lines = metrics.read_lines(tmp_path / out / "metrics.jsonl")
         curves.append([line["train_loss"] for line in lines if "train_loss" in line])
     assert len(curves[0]) == 12
     assert curves[0] == pytest.approx(curves[1], rel=5e-3)

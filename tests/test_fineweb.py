@@ -23,10 +23,11 @@ from faults import hub_server
 from helpers import ROOT, parquet, story
 
 import fineweb
-from system.script import UserError, locked
+from system.cli import UserError
+from system.files import lock_folder
 from tokens import documents as reading
 from tokens import shards, tokenizer
-from tokens.ahead import ahead
+from tokens.prefetch import prefetch
 
 
 def make(*args):
@@ -306,7 +307,7 @@ def test_sigkill_and_sigint_then_again_is_byte_identical(tmp_path):
 
 def test_two_runs_on_one_folder(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
-    with locked(tmp_path / "out"), pytest.raises(UserError, match="in use by another process"):
+    with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="in use by another process"):
         make("--source", tmp_path / "a.txt", "--out", tmp_path / "out")
     assert contents(tmp_path / "out") == {}
 
@@ -419,12 +420,12 @@ def test_ahead_is_ahead_by_its_steps_and_no_more():
 
     for steps in (1, 3):
         made.clear()
-        got = ahead(items(), steps)
+        got = prefetch(items(), steps)
         assert next(got) == 0 and settled(1 + steps)
         assert next(got) == 1 and settled(2 + steps)
         with pytest.raises(OSError, match="the end"):
             list(got)
-    assert list(ahead([], 2)) == []
+    assert list(prefetch([], 2)) == []
 
 
 # ------------------------------------------------------------------------- bad input

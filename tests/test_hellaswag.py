@@ -14,8 +14,8 @@ from helpers import make_rows, write_rows
 
 import hellaswag
 from model import GPT, GPTConfig
-from system.ranks import Runtime
-from system.script import UserError
+from system.cli import UserError
+from system.distributed import Runtime
 from tokens import tokenizer
 from training import checkpoint
 

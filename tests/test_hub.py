@@ -17,9 +17,9 @@ from helpers import make_shards, same_bits
 import fineweb
 import hub as hub_script
 from model import GPT, GPTConfig
-from system.script import UserError
+from system.cli import UserError
 from tokens import shards, tokenizer
-from training import checkpoint, record
+from training import checkpoint, metrics
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_errors_are_one_clear_message(run, hub, tmp_path):
 
 
 def test_an_error_that_quotes_the_token_is_cleaned(monkeypatch):
-    from system.hub import open_hub
+    from system.hub_client import open_hub
 
     monkeypatch.setenv("HF_TOKEN", "hf_planted")
     for error in (RuntimeError("no: hf_planted"), KeyError("hf_planted")):
@@ -381,7 +381,7 @@ def test_a_run_is_pushed_as_it_grows_and_pulled_where_it_is(run, tiny, make_run,
     run("pull-model", "tester/grows", tmp_path / "new")
     assert {p.name for p in (tmp_path / "new").glob("*.pt")} == {"model_00030.pt", "optim_00030.pt"}
     assert checkpoint.latest_step(tmp_path / "new") == 30
-    assert {row["step"] for row in record.read_lines(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
+    assert {row["step"] for row in metrics.read_lines(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
     run("pull-model", "tester/grows", tmp_path / "all", "--every-step")
     assert checkpoint.complete_steps(tmp_path / "all") == [10, 30]
 

@@ -12,8 +12,8 @@ from helpers import write_model
 
 import infer
 from model import GPT, GPTConfig
-from system import machine, script
-from system.script import UserError
+from system import cli, precision
+from system.cli import UserError
 from tokens import tokenizer
 from training import checkpoint
 from training.presets import PRESETS
@@ -122,13 +122,13 @@ def test_bfloat16_runs(call, run_dir):
 def test_a_cpu_samples_in_bfloat16_unless_float32_clearly_wins(call, run_dir, monkeypatch, gain, chosen):
     """Measured for as many rows as there are samples, packed as they are for sampling."""
     asked, seen, prepare = [], [], infer.prepare
-    monkeypatch.setattr(machine, "precisions", lambda device: [torch.bfloat16, torch.float32])
-    monkeypatch.setattr(machine, "bfloat16_gain", lambda *how: asked.append((how[0], how[-1])) or gain)
+    monkeypatch.setattr(precision, "supported_dtypes", lambda device: [torch.bfloat16, torch.float32])
+    monkeypatch.setattr(precision, "bfloat16_speedup", lambda *how: asked.append((how[0], how[-1])) or gain)
     monkeypatch.setattr(infer, "prepare", lambda m, device, dtype: seen.append(dtype) or prepare(m, device, dtype))
     call(run_dir, "Hi", "--num-samples", 3, "--max-new-tokens", 2)
     call(run_dir, "Hi", "--max-new-tokens", 2, "--dtype", "float32")
     assert seen == [getattr(torch, chosen), torch.float32] and asked == [(3, infer.packed)]
-    monkeypatch.setattr(machine, "precisions", lambda device: [torch.float16, torch.float32])
+    monkeypatch.setattr(precision, "supported_dtypes", lambda device: [torch.float16, torch.float32])
     assert infer.fastest_dtype(torch.device("cuda"), 1) == torch.float16 and len(asked) == 1  # a GPU is not timed
 
 
@@ -158,13 +158,13 @@ def test_bad_input(call, run_dir, tmp_path):
 def test_threads_spin_only_on_an_idle_machine(running, spins, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {})
     (tmp_path / "loadavg").write_text(f"0.50 0.60 0.70 {running}/345 6789\n")
-    script.thread_waits(load=str(tmp_path / "loadavg"))
+    cli.set_omp_wait_policy(load=str(tmp_path / "loadavg"))
     assert os.environ == {"OMP_WAIT_POLICY": "PASSIVE"}  # training sleeps
     os.environ.clear()
-    script.thread_waits(brief=True, load=str(tmp_path / "loadavg"))
+    cli.set_omp_wait_policy(brief=True, load=str(tmp_path / "loadavg"))
     assert ("GOMP_SPINCOUNT" in os.environ) == spins
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
-    script.thread_waits(brief=True)
+    cli.set_omp_wait_policy(brief=True)
     assert os.environ == {"OMP_WAIT_POLICY": "ACTIVE"}  # what a user has set stays
 
 

@@ -13,11 +13,11 @@ from helpers import CPU, config, curve, fit, make_rows, metrics, weights, write_
 
 import train_gpt2
 from model import GPT, GPTConfig
-from system.ranks import Runtime
-from system.script import UserError
+from system.cli import UserError
+from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
-from training import checkpoint, convert, evals
+from training import checkpoint, convert, evaluator
 from training.presets import PRESETS
 from training.resume import Run
 from training.step import Step
@@ -134,19 +134,19 @@ def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, 
         worlds = [dataclasses.replace(CPU, rank=r, world_size=n) for r in range(n)]
         with pytest.MonkeyPatch.context() as m:
             m.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
-            parts = [evals.validate(model, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in worlds]
+            parts = [evaluator.validate(model, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in worlds]
         assert sum(parts) == pytest.approx(wanted, rel=1e-5)
         assert len({checks.count(r) for r in range(n)}) == 1 <= checks.count(0)  # as often on every rank
         checks.clear()
 
 
 def test_a_run_like_the_public_ones_says_whether_it_is_on_track(tiny_args, monkeypatch, capsys):
-    monkeypatch.setattr(evals, "validate", lambda *args: 9.0)
+    monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     cfg = config("quickstart", *tiny_args, "--total-batch-size", 524_288)
     edu = "fineweb-edu_train_000001.npy"
     for preset, name in (("gpt2-124m", "tiny_train_000001.npy"), ("quickstart", edu), ("gpt2-124m", edu)):
         step = SimpleNamespace(cfg=dataclasses.replace(cfg, preset=preset), rt=CPU, model=None, forward=None, B=4)
-        e = evals.Evals(step, SimpleNamespace(paths=[Path(name)]), None)
+        e = evaluator.Evals(step, SimpleNamespace(paths=[Path(name)]), None)
         assert e.measure(Run(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
         assert ("off track" in capsys.readouterr().out) == ((preset, name) == ("gpt2-124m", edu))
 

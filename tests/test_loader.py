@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from system.ranks import Runtime
-from system.script import UserError
+from system.cli import UserError
+from system.distributed import Runtime
 from tokens import loader, shards
 from tokens.loader import Loader, Order, permutation, to_device
 

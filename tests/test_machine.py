@@ -7,8 +7,8 @@ import torch
 from helpers import fit
 from torch.torch_version import TorchVersion
 
-from system import machine
-from system.script import UserError
+from system import cards, machine
+from system.cli import UserError
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_paid_for_in_vain(tmp_path, monkeypatch):
@@ -19,19 +19,19 @@ def test_a_gpu_that_torch_cannot_use_is_not_paid_for_in_vain(tmp_path, monkeypat
 
     (tmp_path / "nvidia0").touch()
     there = str(tmp_path / "nvidia[0-9]*")
-    unusable = machine.unusable_gpu
+    unusable = machine.unusable_gpu_reason
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(machine, "unusable_gpu", lambda: unusable(there))
-    assert machine.pick_device("auto").type == "cpu"  # the tests hide GPUs, as a user may
+    monkeypatch.setattr(machine, "unusable_gpu_reason", lambda: unusable(there))
+    assert machine.choose_device("auto").type == "cpu"  # the tests hide GPUs, as a user may
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for name in ("auto", "cuda"):
         with pytest.raises(UserError, match=r"too old \(found version 12040\)\.\).*export CUDA_VISIBLE_DEVICES="):
-            machine.pick_device(name)
-    assert machine.pick_device("cpu").type == "cpu"
+            machine.choose_device(name)
+    assert machine.choose_device("cpu").type == "cpu"
     (tmp_path / "nvidia0").unlink()
-    assert machine.pick_device("auto").type == "cpu"
+    assert machine.choose_device("auto").type == "cpu"
 
 
 def test_a_machine_that_cannot_compile_is_told_what_is_missing(monkeypatch, tmp_path):
@@ -50,10 +50,10 @@ def test_a_mac_gpu_needs_a_torch_that_computes_its_gradients_rightly(monkeypatch
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     for version, device in {"2.13.1": "cpu", "2.14.0": "mps", "2.15.0+cpu": "mps"}.items():
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-        assert machine.pick_device("auto").type == device
+        assert machine.choose_device("auto").type == device
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     with pytest.raises(UserError, match="'mps' is not available here"):
-        machine.pick_device("mps")
+        machine.choose_device("mps")
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -75,5 +75,5 @@ def test_peak_of_a_card_is_the_data_sheets_or_unknown(monkeypatch):
         name, peak = card.strip().rsplit(" ", 1)
         name = name if name.startswith(("Tesla", "AMD")) else f"NVIDIA {name}"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert machine.peak_flops(torch.device("cuda", 0)) == (None if peak == "-" else float(peak) * 1e12), name
-    assert machine.peak_flops(torch.device("cpu")) is None
+        assert cards.peak_flops(torch.device("cuda", 0)) == (None if peak == "-" else float(peak) * 1e12), name
+    assert cards.peak_flops(torch.device("cpu")) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from system.ranks import Runtime
+from system.distributed import Runtime
 from training import optim
 from training.presets import PRESETS
 

@@ -4,7 +4,7 @@ import pytest
 from helpers import make_shards
 
 from bench import parity
-from system.script import UserError
+from system.cli import UserError
 
 STAND_IN = """
 import glob

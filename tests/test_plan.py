@@ -10,8 +10,8 @@ from helpers import CPU, config, fit
 
 import train_gpt2
 from model import GPT
-from system.ranks import Runtime
-from system.script import UserError
+from system.cli import UserError
+from system.distributed import Runtime
 from tokens import shards
 from training import microbatch, optim, plan
 from training.resume import Run

@@ -12,8 +12,8 @@ import pytest
 from helpers import ROOT
 
 import plots
-from system.script import UserError
-from training import record
+from system.cli import UserError
+from training import metrics
 from training.reference import find_reference, read_references
 
 REF = read_references()[0]
@@ -113,7 +113,7 @@ def test_a_finished_run_becomes_tensorboard_curves(tmp_path, monkeypatch, capsys
     assert f"tensorboard --logdir {run}" in capsys.readouterr().out and not (run / "curves.png").exists()
     events = EventAccumulator(str(run / "tensorboard"), {"scalars": 0}).Reload()
     for key, (steps, values) in plots.read_metrics(run).items():
-        points = events.Scalars(record.tensorboard_tag(key))  # as --tracker tensorboard has them
+        points = events.Scalars(metrics.tensorboard_tag(key))  # as --tracker tensorboard has them
         assert [p.step for p in points] == steps.tolist()
         assert [p.value for p in points] == pytest.approx(values.tolist())
     with pytest.raises(UserError, match="is there already"):

@@ -9,10 +9,11 @@ from helpers import CPU, config, curve, fit, same_bits, weights
 
 import hellaswag
 from model import GPT
-from system import machine
-from system.ranks import Runtime
-from system.script import UserError
-from training import checkpoint, evals, precision
+from system import precision as device_precision
+from system.cli import UserError
+from system.distributed import Runtime
+from system.units import dtype_name
+from training import checkpoint, evaluator, precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CARD = Runtime(torch.device("cuda", 0), FP32)
@@ -20,9 +21,9 @@ BOTH = [BF16, FP32]
 
 
 def has(monkeypatch, *per_rank):
-    """What machine.precisions says: of this rank and, by a collective that is made up, of the others."""
-    monkeypatch.setattr(machine, "precisions", lambda device: per_rank[0])
-    rows = [torch.tensor([float(dtype in found) for dtype in precision.ALL]) for found in per_rank]
+    """What precision.supported_dtypes says: of this rank and, by a collective that is made up, of the others."""
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: per_rank[0])
+    rows = [torch.tensor([float(dtype in found) for dtype in device_precision.PREFERRED_DTYPES]) for found in per_rank]
     stack = torch.stack
     monkeypatch.setattr(torch, "tensor", lambda values, device=None, real=torch.tensor: real(values))
     monkeypatch.setattr(precision.torch, "stack", lambda _: stack(rows))
@@ -31,41 +32,41 @@ def has(monkeypatch, *per_rank):
 @pytest.mark.parametrize("gain, chosen", [(0.5, FP32), (1.1, FP32), (1.3, BF16), (4.0, BF16)])
 def test_a_cpu_takes_bfloat16_only_where_it_clearly_wins(monkeypatch, tiny_args, capsys, gain, chosen):
     """0.5 is a Xeon with AVX512-BF16 and without AMX, 4 a Zen 5: their flags are the same."""
-    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: gain)
-    monkeypatch.setattr(machine, "precisions", lambda device: BOTH)
+    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: gain)
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: BOTH)
     cfg = config("quickstart", *tiny_args, "--dtype", "auto")
-    assert precision.settle(cfg, CPU).dtype == chosen
+    assert precision.agree_on_dtype(cfg, CPU).dtype == chosen
     said = capsys.readouterr().out
-    assert f"precision: {precision.name(chosen)}" in said and f"{gain:.1f} times as fast as float32 here" in said
-    monkeypatch.setattr(machine, "precisions", lambda device: [FP32])
-    assert precision.settle(cfg, CPU).dtype == FP32  # emulated bfloat16 is not even tried
+    assert f"precision: {dtype_name(chosen)}" in said and f"{gain:.1f} times as fast as float32 here" in said
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: [FP32])
+    assert precision.agree_on_dtype(cfg, CPU).dtype == FP32  # emulated bfloat16 is not even tried
 
 
 def test_the_measurement_is_of_this_machine_and_short():
-    gain = machine.bfloat16_gain(512, 64, 256)
-    assert 0.01 < gain < 100 and gain == machine.bfloat16_gain(512, 64, 256)
+    gain = device_precision.bfloat16_speedup(512, 64, 256)
+    assert 0.01 < gain < 100 and gain == device_precision.bfloat16_speedup(512, 64, 256)
 
 
 def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, tmp_path, capsys):
     """Whatever the stopwatch says now; a flag changes it, and the run says so."""
-    monkeypatch.setattr(machine, "precisions", lambda device: BOTH)
-    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: 4.0)
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: BOTH)
+    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: 4.0)
     run = fit([*tiny_args, "--dtype", "auto"], tmp_path / "run", "--max-steps", "4")
     assert checkpoint.read_train_state(run)["dtype"] == "bfloat16"
-    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: 0.5)
+    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: 0.5)
     capsys.readouterr()
     fit([*tiny_args, "--dtype", "auto"], run, "--max-steps", "6", "--resume", "auto")
     assert "precision: bfloat16, as the run began" in capsys.readouterr().out
     fit(tiny_args, run, "--max-steps", "8", "--resume", "auto", "--dtype", "float32")
-    assert "the run began in bfloat16 and goes on in float32" in capsys.readouterr().out
+    assert "the run began in bfloat16 and continues in float32" in capsys.readouterr().out
     assert checkpoint.read_train_state(run)["dtype"] == "float32"
 
 
 def test_a_run_of_a_version_that_did_not_save_its_precision_keeps_what_that_version_chose(monkeypatch, tiny_args):
-    monkeypatch.setattr(machine, "precisions", lambda device: BOTH)
-    monkeypatch.setattr(machine, "bfloat16_gain", lambda *shape: 0.5)
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: BOTH)
+    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: 0.5)
     cfg = config("quickstart", *tiny_args, "--dtype", "auto")
-    assert precision.settle(cfg, CPU, {"step": 3}).dtype == BF16
+    assert precision.agree_on_dtype(cfg, CPU, {"step": 3}).dtype == BF16
 
 
 def test_cards_of_different_kinds_agree_on_what_all_have(monkeypatch, tiny_args, capsys):
@@ -75,18 +76,18 @@ def test_cards_of_different_kinds_agree_on_what_all_have(monkeypatch, tiny_args,
     for mine, other in ((ampere, turing), (turing, ampere)):
         with monkeypatch.context() as m:
             has(m, mine, other)
-            assert precision.settle(auto, CARD).dtype == FP16
+            assert precision.agree_on_dtype(auto, CARD).dtype == FP16
             with pytest.raises(UserError, match="not every GPU of this run has it; use --dtype float16"):
-                precision.settle(dataclasses.replace(auto, dtype="bfloat16"), CARD)
+                precision.agree_on_dtype(dataclasses.replace(auto, dtype="bfloat16"), CARD)
     with monkeypatch.context() as m:
         has(m, ampere, ampere)
-        assert precision.settle(auto, CARD).dtype == BF16
+        assert precision.agree_on_dtype(auto, CARD).dtype == BF16
     assert "which every GPU of this run has" in capsys.readouterr().out
 
 
 def only_rank_1_lacks_bfloat16():
-    machine.precisions = lambda device: [FP32] if os.environ["RANK"] == "1" else BOTH
-    machine.bfloat16_gain = lambda *shape: 4.0
+    device_precision.supported_dtypes = lambda device: [FP32] if os.environ["RANK"] == "1" else BOTH
+    device_precision.bfloat16_speedup = lambda *shape: 4.0
 
 
 def test_ranks_that_report_different_capabilities_train_in_one_precision(tiny_args, tmp_path, run_ranks):
@@ -117,11 +118,11 @@ def test_an_evaluation_that_fails_loses_no_step_and_does_not_fail_twice(tiny_arg
     whole, run = fit(tiny_args, tmp_path / "whole"), tmp_path / "run"
     flags, calls = [*tiny_args, "--save-every", "100", "--val-every", "5"], []
 
-    def later(*args, real=evals.validate):
+    def later(*args, real=evaluator.validate):
         calls.append(1)
         return out_of_memory() if len(calls) == 2 else real(*args)
 
-    monkeypatch.setattr(evals, "validate", later)
+    monkeypatch.setattr(evaluator, "validate", later)
     with pytest.raises(torch.OutOfMemoryError):
         fit(flags, run)
     assert checkpoint.complete_steps(run) == [5]

@@ -12,8 +12,8 @@ from helpers import ROOT, config
 
 import train_gpt2
 from model import GPT, NoInit
-from system.machine import CARDS
-from system.script import UserError
+from system.cards import CARDS
+from system.cli import UserError
 from training import predict
 from training.predict import Work
 from training.presets import PRESETS

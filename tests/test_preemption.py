@@ -20,8 +20,8 @@ from processes import agent, ranks_of, wait_for
 from model import GPT
 from tokens import shards, tokenizer
 from training import checkpoint
-from training.evals import Evals
-from training.record import read_lines
+from training.evaluator import Evals
+from training.metrics import read_lines
 from training.step import Step
 from training.stop import Stop
 

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 import fineweb
 from model import GPTConfig
-from system import machine, script
-from system.script import UserError
+from system import cli, machine
+from system.cli import UserError
+from system.units import parse_duration
 from tokens import shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import Loader, Order
-from training import config, optim, presets
+from training import optim, presets
 from training.config import TrainConfig
 from training.presets import PRESETS
 
@@ -106,7 +107,7 @@ NAME = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda n: len(n.e
 
 @given(NAME | st.from_regex(shards.INSIDE, fullmatch=True))
 def test_no_name_that_a_manifest_may_hold_leads_out_or_drives_a_terminal(name):
-    assert Path("/x", name).resolve().is_relative_to("/x") and script.printable(name) == name
+    assert Path("/x", name).resolve().is_relative_to("/x") and cli.printable(name) == name
 
 
 # ------------------------------------------------------------------------- config and schedule
@@ -201,6 +202,6 @@ def test_schedules_are_bounded_smooth_and_end_at_min_lr(max_lr, low, warmup, ste
 @given(st.text(max_size=12) | st.from_regex(r"(\d{1,12}[dhms.]?){0,4}", fullmatch=True))
 def test_a_duration_is_seconds_or_a_message(text):
     try:
-        assert config.parse_duration(text) >= 0
+        assert parse_duration(text) >= 0
     except UserError as e:
         assert "3h50m" in str(e)

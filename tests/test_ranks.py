@@ -13,10 +13,10 @@ from helpers import assert_close, config, curve, fit, keep_steps, make_rows, met
 from processes import hasty
 
 from model import GPT
-from system import ranks, script
-from system.script import UserError
+from system import cli, distributed
+from system.cli import UserError
 from tokens import shards
-from training import checkpoint, evals, optim, resume
+from training import checkpoint, evaluator, optim, resume
 from training.resume import Run
 
 
@@ -47,7 +47,7 @@ def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, ru
 
 def share():
     """In each rank: which share of the optimizer state it keeps, and that what is saved is what torch would save."""
-    with ranks.session("cpu") as rt:
+    with distributed.session("cpu") as rt:
         for name in ("adamw", "muon", "normuon"):
             size = ["--model.n-layer", "8", "--model.n-embd", "32", "--model.vocab-size", "512"]
             cfg = config("quickstart", *size, "--optimizer", name, "--zero-stage", "1", "--muon-momentum-warmup", "2")
@@ -62,7 +62,7 @@ def share():
                 assert momentum == pytest.approx(0.9), "ZeRO-1 kept the momentum from the optimizer inside"
             sizes = [[optim.state_size(o, p) for g in o.param_groups for p in g["params"]] for o in optimizers]
             held = [t for o in optimizers for s in o.optim.state.values() for t in s.values()]
-            shares = rt.gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
+            shares = rt.all_gather(torch.tensor([sum(t.numel() for t in held if t.dim()) / sum(map(sum, sizes))]))
             saved = optim.full_state(optimizers, rt)
             for i, o in enumerate(optimizers):
                 o.consolidate_state_dict()  # torch's own way
@@ -72,7 +72,7 @@ def share():
                     assert saved[i]["state"].keys() == wanted["state"].keys()
                     assert all(same_bits(state, saved[i]["state"][k]) for k, state in wanted["state"].items())
             bound = 1 / rt.world_size + sum(map(max, sizes)) / sum(map(sum, sizes))
-            script.print0(json.dumps({"shares": [s.item() for s in shares], "bound": bound}))
+            cli.print0(json.dumps({"shares": [s.item() for s in shares], "bound": bound}))
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -147,7 +147,7 @@ def test_an_error_on_one_rank_ends_the_other_and_is_said(tiny_args, tiny_data, t
 def out_of_memory_in_the_second_validation():
     """On rank 1, in its third batch of four; and short waits."""
     hasty()
-    real, calls = evals.to_device, []
+    real, calls = evaluator.to_device, []
 
     def later(*args):
         calls.append(1)
@@ -155,7 +155,7 @@ def out_of_memory_in_the_second_validation():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*args)
 
-    evals.to_device = later
+    evaluator.to_device = later
 
 
 def test_an_evaluation_that_fails_on_one_rank_loses_no_step(tiny_args, tmp_path, run_ranks):
@@ -177,11 +177,11 @@ def test_an_evaluation_that_fails_on_one_rank_loses_no_step(tiny_args, tmp_path,
 
 
 def impatient():
-    ranks.timedelta = lambda **_: datetime.timedelta(seconds=2)
+    distributed.timedelta = lambda **_: datetime.timedelta(seconds=2)
 
 
 def join():
-    with ranks.session("cpu"):
+    with distributed.session("cpu"):
         pass
 
 
@@ -197,7 +197,7 @@ def test_a_missing_rank_is_named(start):
 def test_ranks_without_torchrun_are_told_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"WORLD_SIZE=2 but RANK, .* not set; start with torchrun"):
-        with ranks.session("cpu"):
+        with distributed.session("cpu"):
             pass
 
 
@@ -207,7 +207,7 @@ def test_machines_that_would_not_survive_a_restart_are_told_so_at_the_start(monk
     for name, value in known.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        with ranks.session("cpu"):
+        with distributed.session("cpu"):
             pass
 
 

@@ -15,7 +15,8 @@ from helpers import CPU, ROOT, config, fit, keep_steps, make_rows, metrics, writ
 
 from model import GPT, GPTConfig
 from system import machine
-from training.record import Pace, Record, duration, read_lines
+from system.units import format_duration
+from training.metrics import Pace, Record, read_lines
 from training.resume import Run
 from training.step import Result
 
@@ -57,7 +58,7 @@ def test_other_ranks_write_nothing(tmp_path):
     log = record(tmp_path / "run", rt=replace(CPU, rank=1, world_size=2))
     log.write({"step": 0})
     log.close()
-    assert not (tmp_path / "run").exists() and duration(93784) == "1d02h"
+    assert not (tmp_path / "run").exists() and format_duration(93784) == "1d02h"
 
 
 @pytest.mark.parametrize("known", [True, False])

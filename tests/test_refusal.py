@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import train_gpt2
 from model import GPT
-from system.script import UserError
+from system.cli import UserError
 from tokens.loader import Loader
 from training import checkpoint
 from training.step import Forward, Result, Step
@@ -145,7 +145,7 @@ def test_float16_tells_overflow_from_nan(tiny_args, tmp_path, monkeypatch, capsy
 def test_bad_input_is_one_message(tiny_args, tmp_path, flags, says):
     with pytest.raises(UserError) as e:
         cfg = config("quickstart", *tiny_args, "--out-dir", tmp_path / "x", *flags)
-        rt = dataclasses.replace(CPU, device=train_gpt2.machine.pick_device(cfg.device))
+        rt = dataclasses.replace(CPU, device=train_gpt2.machine.choose_device(cfg.device))
         train_gpt2.train(cfg, rt, Stop())
     for s in says:
         assert s in str(e.value)

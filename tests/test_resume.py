@@ -3,10 +3,10 @@
 import pytest
 from helpers import curve, fit, keep_steps, same_bits, weights
 
-from system.script import UserError
+from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
-from training import checkpoint, evals
+from training import checkpoint, evaluator
 from training.step import Step
 from training.stop import Stop
 
@@ -62,14 +62,14 @@ def test_what_was_saved_is_evaluated_once_whether_before_or_after(tiny_args, tmp
     """A save comes before the evaluations of its step, which may fail: then the resumed run makes them."""
     whole, out, calls = fit(tiny_args, tmp_path / "whole", "--save-every", "4"), tmp_path / "out", []
 
-    def fails_at_8(*args, real=evals.validate):
+    def fails_at_8(*args, real=evaluator.validate):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return real(*args)
 
     with monkeypatch.context() as m:
-        m.setattr(evals, "validate", fails_at_8)
+        m.setattr(evaluator, "validate", fails_at_8)
         with pytest.raises(KeyboardInterrupt):
             fit(tiny_args, out, "--save-every", "4")
     assert checkpoint.latest_step(out) == 8 and list(curve(out)) == list(range(8))
@@ -155,10 +155,12 @@ def test_an_older_run_over_small_shards_is_told_that_their_order_is_another(tiny
 def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch, capsys):
     """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has."""
     said = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])
-    monkeypatch.setattr(evals, "validate", lambda *args: next(said))
+    monkeypatch.setattr(evaluator, "validate", lambda *args: next(said))
     run = fit(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "4", "--keep", "1")
     assert checkpoint.complete_steps(run) == [4, 12]
-    monkeypatch.setattr(evals, "validate", lambda *args: 9.0)  # never better than step 4, which the fork does not have
+    monkeypatch.setattr(
+        evaluator, "validate", lambda *args: 9.0
+    )  # never better than step 4, which the fork does not have
     fork = fit(tiny_args, tmp_path / "fork", "--resume", run / "model_00012.pt", "--max-steps", "14")
     assert "fork/model_00004" not in capsys.readouterr().out and checkpoint.complete_steps(fork) == [14]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from system.script import UserError
+from system.cli import UserError
 from tokens import shards
 from tokens.shards import Manifest, Shard
 from tokens.tokenizer import EOT

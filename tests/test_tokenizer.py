@@ -12,7 +12,7 @@ import pytest
 import tiktoken_ext.openai_public as public
 from helpers import ROOT, TRICKY
 
-from system.script import UserError
+from system.cli import UserError
 from tokens import tokenizer
 
 

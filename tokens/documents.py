@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from system.script import UserError, require
+from system.cli import UserError, require
 
 CHUNK = 8 << 20  # bytes of text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE = 1 << 16  # characters of a text file tokenized as a unit; the pieces of a chunk go to different cores

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from system.ranks import Runtime
-from system.script import require
+from system.cli import require
+from system.distributed import Runtime
 from tokens import shards
-from tokens.ahead import ahead
+from tokens.prefetch import prefetch
 
 POOL = 100_000_000  # tokens that are shuffled together: one full shard, as much as is in memory anyway
 
@@ -144,7 +144,7 @@ class Loader:
                 batch = torch.from_numpy(self.read(windows.reshape(-1, 2))).view(-1, B, self.T + 1)
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        return ahead(in_turn(), 16, join=True)  # steps: two seconds on 8 GPUs, time for a slow disk to read a shard
+        return prefetch(in_turn(), 16, join=True)  # steps: two seconds on 8 GPUs, time for a slow disk to read a shard
 
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from system.script import UserError, print0, require, whole_file
+from system.cli import UserError, print0, require
+from system.files import atomic_write
 from tokens.tokenizer import EOT
 
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
@@ -128,7 +129,7 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
         head = head.getvalue()
     else:
         head = np.array([BIN_MAGIC, BIN_VERSION, len(tokens)] + [0] * (BIN_HEADER - 3), dtype="<i4").tobytes()
-    with whole_file(path) as f:
+    with atomic_write(path) as f:
         f.write(head)
         f.write(tokens.data)
     digest = hashlib.sha256(head)
@@ -177,7 +178,7 @@ class Manifest:
 
 
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
-    with whole_file(Path(data_dir) / MANIFEST) as f:
+    with atomic_write(Path(data_dir) / MANIFEST) as f:
         f.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
 
 

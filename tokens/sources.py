@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
-from system.hub import open_hub
-from system.script import require
+from system.cli import require
+from system.hub_client import open_hub
 from tokens import shards
 from tokens.documents import READERS, suffixes
 

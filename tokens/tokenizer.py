@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from system.script import require
+from system.cli import require
 
 if TYPE_CHECKING:
     import gigatoken

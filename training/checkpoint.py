@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from model import GPT, GPTConfig
-from system.script import UserError, print0, require, whole_file
+from system.cli import UserError, print0, require
+from system.files import atomic_write
 from training import convert
 
 NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -177,7 +178,7 @@ def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
 def write(path: Path, content: dict[str, Any]) -> None:
     """torch.save, whole or not at all. Raises OSError if the disk is full."""
     try:
-        with whole_file(path) as f:
+        with atomic_write(path) as f:
             torch.save(content, f)
     except RuntimeError as e:  # torch's zip writer hides the file's error behind one about an unexpected position
         if isinstance(e.__context__, OSError):

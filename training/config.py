@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from model import GPTConfig, check_choices
-from system.script import UserError, require
+from system.cli import UserError, require
+from system.units import parse_duration
 
 # Settings that may change on resume: training continues as before, or reports how its schedule changes. All others
 # shape the result and need --allow-drift.
@@ -204,15 +203,3 @@ def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
             kind = harmless if f.name in MAY_CHANGE else refused
             kind.append(f"{f.name}: {a} -> {b}")
     return harmless, refused
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
-    if not text:
-        return math.inf
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
-        return float(text)
-    match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
-    if not match:
-        raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
-    return sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

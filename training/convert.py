@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from system.hub import open_hub
-from system.script import UserError, require
+from system.cli import UserError, require
+from system.hub_client import open_hub
 from tokens import tokenizer
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import re
 import torch
 
 from model import GPT
-from system.ranks import Runtime
-from system.script import UserError, require
+from system.cli import UserError, require
+from system.distributed import Runtime
 from training.config import TrainConfig
 
 

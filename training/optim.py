@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from system.ranks import Runtime
+from system.distributed import Runtime
 from training.config import TrainConfig
 
 NORMUON_BETA2 = 0.95  # of results 8 to 10 of modded-nanogpt's track 3
@@ -240,7 +240,7 @@ def gathered(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     names = OPTIMIZER_STATE[type(optimizer.optim)]
     here = torch.tensor([bool(local.get(p)) for p in params], device=rt.device, dtype=torch.int32)
-    held = torch.stack(rt.gather(here), dim=1).tolist()  # for each parameter, 1 at the rank that has its state
+    held = torch.stack(rt.all_gather(here), dim=1).tolist()  # for each parameter, 1 at the rank that has its state
     for i, p in enumerate(params):
         if not any(held[i]):  # no step taken yet
             continue

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from system import machine
-from system.script import print0, require, whole_file
+from system import machine, precision
+from system.cli import print0, require
+from system.files import atomic_write
+from system.units import format_duration
 from tokens import shards
 from tokens.loader import Loader
 from training import optim
-from training.record import Pace, duration
+from training.metrics import Pace
 from training.resume import Run
 from training.step import Step
 
@@ -38,7 +40,11 @@ def describe(step: Step, data: Loader | None, run: Run) -> None:
         print0(f"warning: {cfg.data_dir} is unfinished: finish it first (fineweb.py); no run resumes on other data")
     if cfg.warmup_steps >= run.max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {run.max_steps} steps: the rate never reaches its peak")
-    if cfg.weights == "bfloat16" and rt.device.type == "cpu" and torch.bfloat16 not in machine.precisions(rt.device):
+    if (
+        cfg.weights == "bfloat16"
+        and rt.device.type == "cpu"
+        and torch.bfloat16 not in precision.supported_dtypes(rt.device)
+    ):
         print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
     # Muennighoff et al. 2023, on repeated data
     if data and epochs > 1.05 * cfg.epochs and not cfg.overfit_single_batch:
@@ -73,7 +79,7 @@ def write_config(step: Step, run: Run) -> None:
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         more = {"out_dir": str(cfg.run_dir), "resolved_max_steps": run.max_steps, "world_size": step.rt.world_size}
         text = json.dumps({**cfg.to_dict(), **more, "versions": machine.versions()}, indent=2) + "\n"
-        with whole_file(cfg.run_dir / "config.json") as f:
+        with atomic_write(cfg.run_dir / "config.json") as f:
             f.write(text.encode())
         changes = cfg.run_dir / f"code_{run.start:05d}.diff"
         changes.unlink(missing_ok=True)  # of an earlier start from this step
@@ -113,4 +119,4 @@ def estimate(step: Step, max_steps: int) -> None:
         f"to update): {speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}; "
         "excluding evaluation"
     )
-    print0(f"{max_steps} steps take {duration(hours * 3600)}; {usd}")
+    print0(f"{max_steps} steps take {format_duration(hours * 3600)}; {usd}")

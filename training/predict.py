@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import GPT, NoInit
-from system.machine import BEFORE_AMPERE, CARDS, Card
-from system.ranks import Runtime
-from system.script import require
+from system.cards import BEFORE_AMPERE, CARDS, Card
+from system.cli import require
+from system.distributed import Runtime
+from system.units import format_duration
 from training.config import TrainConfig
 from training.head import chunks
 from training.microbatch import micro_batch_size
 from training.optim import NEWTON_SCHULZ, matrices, parameter_groups
-from training.record import duration
 
 # Parts of the data sheet's figures that programs reach.
 MATMUL, MATMUL_HOPPER = 0.87, 0.80  # A100 and H100, of the peak: stas00/ml-engineering, compute/accelerator, table MAMF
@@ -186,7 +186,7 @@ def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
         f"fits, {p.B} (ranks x micro-steps x sequences x T: {split})",
         f"predicted step {p.step_s * 1e3:,.0f} ms ({', '.join(f'{k} {v * 1e3:,.0f}' for k, v in parts.items())}): "
         f"{p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.0%}; excluding evaluation",
-        f"predicted for {max_steps} steps: {duration(hours * 3600)}, {hours * p.ranks:,.1f} GPU-hours; {usd}",
+        f"predicted for {max_steps} steps: {format_duration(hours * 3600)}, {hours * p.ranks:,.1f} GPU-hours; {usd}",
         f"published runs: half are within {USUAL_ERROR:.0%} of what is predicted, all within {WORST_ERROR:.0%} "
         "(docs/costs.md); --dry-run on the card itself measures",
     ]

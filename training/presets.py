@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from model import GPTConfig
-from system.script import UserError, require
+from system.cli import UserError, require
 from training.config import TrainConfig
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from system.ranks import Runtime
-from system.script import UserError, print0, require
+from system.cli import UserError, print0, require
+from system.distributed import Runtime
 from tokens.loader import Loader
 from training import checkpoint, optim
 from training.config import TrainConfig, drift
+from training.metrics import read_lines
 from training.presets import model_from_init
-from training.record import read_lines
 
 EVALUATIONS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
@@ -156,7 +156,7 @@ def check_ranks(rt: Runtime, saved: dict[str, Any] | None, run: Run) -> None:
     may not: DDP would train them side by side, from different weights, without a word."""
     step = saved["step"] if saved else -1
     found = torch.tensor([step, run.max_steps, int(run.data_id[:15], 16)], device=rt.device)
-    first, *others = torch.stack(rt.gather(found)).tolist()
+    first, *others = torch.stack(rt.all_gather(found)).tolist()
     names = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
     for rank, other in enumerate(others, 1):
         for what, theirs, ours in zip(names, other, first, strict=True):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from model import GPT
 from system import machine
-from system.ranks import Runtime
-from system.script import UserError, print0
+from system.cli import UserError, print0
+from system.distributed import Runtime
 from tokens.loader import Loader, to_device
 from training import head, optim
 from training.config import TrainConfig
@@ -110,7 +110,7 @@ class Step:
         """Names the rank, shard and window of a loss or gradient that is not finite."""
         rt = self.rt
         mine = torch.tensor([result.local_loss, result.norm], device=rt.device)
-        found = torch.stack(rt.gather(mine)).tolist()
+        found = torch.stack(rt.all_gather(mine)).tolist()
         bad_losses = [rank for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
         bad_norms = [rank for rank, (_, norm) in enumerate(found) if not math.isfinite(norm)]
         rank = [*bad_losses, *bad_norms, 0][0]  # a bad loss first: it makes the norm bad on every rank
@@ -129,7 +129,7 @@ class Step:
         rng = torch.cuda.get_rng_state(self.rt.device) if on_cuda else torch.get_rng_state()
         return {
             "optimizers": optim.full_state(self.optimizers, self.rt),
-            "rng": self.rt.gather(rng.to(self.rt.device)),
+            "rng": self.rt.all_gather(rng.to(self.rt.device)),
             "scaler": self.scaler.state_dict(),
             "dtype": str(self.rt.dtype).removeprefix("torch."),
         }
@@ -175,7 +175,7 @@ class Forward(nn.Module):
 def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     """The forward pass of training and validation; HellaSwag, sampling and checkpoints use the model itself."""
     if rt.device.type == "cpu":
-        machine.keep_memory()
+        machine.keep_freed_memory()
     if not cfg.compile or rt.device.type == "mps":
         return Forward(model, compiles=False)
     if missing := machine.missing_compiler(rt.device):

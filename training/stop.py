@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from system.ranks import Runtime
-from system.script import env_rank
-from training.config import parse_duration
+from system.cli import env_rank
+from system.distributed import Runtime
+from system.units import parse_duration
 
 FAILED = 2  # what a rank whose evaluation failed answers where the others check whether to stop, 0 or 1
 
@@ -24,7 +24,7 @@ class FailedElsewhere(Exception):
 
 def failed(rt: Runtime) -> None:
     """Tell the ranks that wait in Stop.check, or will."""
-    rt.highest(FAILED)
+    rt.all_reduce_max(FAILED)
 
 
 class Stopped(Exception):
@@ -49,7 +49,7 @@ class Stop:
     def check(self, rt: Runtime, timed: bool = True) -> None:
         """Raise Stopped on all ranks if any was asked to stop, FailedElsewhere if one said `failed` in place of this.
         timed=False ignores --time-limit, as in the first evaluation, so at least one step runs."""
-        found = rt.highest(bool(self.asked() if timed else self.signal))
+        found = rt.all_reduce_max(int(bool(self.asked() if timed else self.signal)))
         if found == FAILED:
             raise FailedElsewhere
         if found:

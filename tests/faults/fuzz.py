@@ -40,9 +40,9 @@ from helpers import CPU, make_shards, parquet
 import hellaswag
 import plots
 from model import GPT, GPTConfig
-from system.script import UserError
+from system.cli import UserError
 from tokens import documents, shards
-from training import checkpoint, convert, record, resume
+from training import checkpoint, convert, metrics, resume
 from training.config import TrainConfig
 from training.presets import PRESETS
 from training.step import Step
@@ -119,8 +119,8 @@ def use(model: GPT) -> None:
 
 def read_record(folder: Path) -> None:
     """metrics.jsonl and config.json as the plots and the log of a resumed run read them."""
-    record.tokens_per_step(folder)
-    [json.dumps(row) for row in record.read_lines(folder / "metrics.jsonl")]
+    metrics.tokens_per_step(folder)
+    [json.dumps(row) for row in metrics.read_lines(folder / "metrics.jsonl")]
     plots.read_metrics(folder)
 
 

@@ -21,11 +21,11 @@ import plots
 import train_gpt2
 from faults import fuzz, hub_server
 from model import GPT, GPTConfig
-from system import script
-from system.script import UserError
+from system import cli
+from system.cli import UserError
 from tokens import shards, tokenizer
 from training import checkpoint, convert
-from training.evals import Evals
+from training.evaluator import Evals
 from training.presets import PRESETS
 from training.step import Step
 
@@ -179,7 +179,7 @@ def test_a_run_folder_pulled_from_the_hub(bomb, run_script, tmp_path):
         assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".lock", *names]
         server.faults.append(fault)
         done = run_script("hub.py", "pull-data", "evil/tokens", tmp_path / "more", env=server.env(), check=False)
-        assert done.returncode == 1 and script.printable(done.stdout + done.stderr) == done.stdout + done.stderr
+        assert done.returncode == 1 and cli.printable(done.stdout + done.stderr) == done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------- the terminal
@@ -201,11 +201,11 @@ def test_nothing_drives_the_terminal(call, run_script, tmp_path, capsys):
     text.write_text("some words " * 50)
     call(fineweb, "--source", text, "--out", tmp_path / f"data{CODES}", "--shard-size", 20)
     said = "".join(capsys.readouterr()).replace("\r", "")  # the progress bar's
-    assert "is ready" in said and script.printable(said) == said
-    assert script.printable(Path(tmp_path / f"data{CODES}/manifest.json").read_text()).count("\ufffd") == 0
+    assert "is ready" in said and cli.printable(said) == said
+    assert cli.printable(Path(tmp_path / f"data{CODES}/manifest.json").read_text()).count("\ufffd") == 0
     for args in (["infer.py", f"{CODES}.pt", "Hi"], ["train_gpt2.py", f"preset{CODES}"]):
         done = run_script(*args, check=False)
-        assert done.returncode == 1 and script.printable(done.stderr) == done.stderr
+        assert done.returncode == 1 and cli.printable(done.stderr) == done.stderr
 
 
 def test_samples_of_a_run_drive_no_terminal():
@@ -220,4 +220,4 @@ def test_samples_of_a_run_drive_no_terminal():
         model.lm_head.weight[ids] = 9.0
     cfg = replace(PRESETS["quickstart"], compile=False, hellaswag_every=0, sequence_length=16)
     said = Evals(Step(cfg, CPU, model), None, None).samples(lambda: False)
-    assert "\ufffd" in said and script.printable(said) == said
+    assert "\ufffd" in said and cli.printable(said) == said

@@ -51,11 +51,11 @@ from torch.utils._pytree import tree_flatten
 
 from faults import hub_server
 from faults.hub_server import Fault
-from system import ranks
-from system.script import UserError
+from system import distributed
+from system.cli import UserError
 from tokens import shards
 from training import checkpoint
-from training.record import read_lines
+from training.metrics import read_lines
 from training.step import Step
 
 
@@ -323,7 +323,7 @@ def rank_kill(t: Torture) -> None:
 
 
 def impatient(minutes: float) -> None:
-    ranks.session = partial(ranks.session, timeout_minutes=minutes)
+    distributed.session = partial(distributed.session, timeout_minutes=minutes)
 
 
 def hung_rank(t: Torture) -> None:

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from system import machine
-from system.script import UserError, print0, whole_file
+from system import cards
+from system.cli import UserError, print0
+from system.files import atomic_write
+from system.units import format_duration
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
@@ -36,7 +38,7 @@ class Record:
         if self.is_main:
             path = self.cfg.run_dir / "metrics.jsonl"
             before = read_lines(path)
-            with whole_file(path) as f:
+            with atomic_write(path) as f:
                 kept = [json.dumps(line) + "\n" for line in before if line["step"] < run.start]
                 f.write("".join(kept).encode())
             self.file = open(path, "ab", buffering=0)  # one write per line, and nothing buffered that could fail later
@@ -62,7 +64,7 @@ class Record:
         if m["mfu"]:
             parts.append(f"mfu: {m['mfu']:.1%}")
         if math.isfinite(eta):
-            parts.append(f"eta: {duration(eta)}")
+            parts.append(f"eta: {format_duration(eta)}")
         if self.usd_per_hour:
             parts.append(f"cost: ${(time.monotonic() - self.began) / 3600 * self.usd_per_hour:.2f}")
         return " | ".join(parts)
@@ -107,7 +109,7 @@ class Pace:
 
     def __init__(self, step: Step):
         self.tokens, self.flops = step.cfg.total_batch_size, step.model.flops_per_token(step.cfg.sequence_length)
-        self.peak = (machine.peak_flops(step.rt.device) or 0) * step.rt.world_size
+        self.peak = (cards.peak_flops(step.rt.device) or 0) * step.rt.world_size
         self.steps, self.smooth_s = 0, 0.0
 
     def step(self, seconds: float) -> dict[str, Any]:
@@ -238,13 +240,3 @@ def tokens_per_step(run_dir: Path) -> int | None:
     """Tokens per step of a run, from its config.json; None if not recorded there."""
     found = read_config(run_dir).get("total_batch_size")
     return found if type(found) is int else None
-
-
-def duration(seconds: float) -> str:
-    """4d07h, 1h02m, 3m20s or 12s."""
-    s = int(seconds)
-    if s >= 86400:
-        return f"{s // 86400}d{s % 86400 // 3600:02d}h"
-    if s >= 3600:
-        return f"{s // 3600}h{s % 3600 // 60:02d}m"
-    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"

@@ -10,8 +10,8 @@ from torch import nn
 
 import hellaswag
 from model import VOCAB_SIZE, Sampler
-from system.ranks import Runtime, lost_a_rank
-from system.script import UserError, print0, printable
+from system.cli import UserError, print0, printable
+from system.distributed import Runtime, is_lost_rank_error
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training.config import TrainConfig
@@ -43,7 +43,7 @@ class Evals:
         EvaluationFailed, but not twice at the same step: a run that resumes there goes on without."""
         note = self.step.cfg.run_dir / "failed_evaluation"
         failed_here = note.exists() and note.read_text().split(":")[0] == f"step {run.step}"
-        if self.step.rt.any(failed_here):
+        if self.step.rt.any_rank(failed_here):
             print0(f"{note} says that the evaluation of this step failed: going on without it")
             return {}
         try:
@@ -51,7 +51,7 @@ class Evals:
         except (Stopped, OSError):  # the latter: nothing can be printed
             raise
         except Exception as e:
-            if lost_a_rank(e):
+            if is_lost_rank_error(e):
                 raise
             if not isinstance(e, FailedElsewhere):
                 traceback.clear_frames(e.__traceback__)  # the memory that the failed pass held

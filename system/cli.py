@@ -1,0 +1,146 @@
+"""What every script of the project shares: user errors, exit codes, printing on rank 0.
+
+A script ends with
+
+    if __name__ == "__main__":
+        cli.run_cli(main)
+
+so that an error the user can fix is one message instead of a traceback. Importing this module is cheap: nothing here
+needs torch.
+"""
+
+import atexit
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raise UserError(message) unless `condition` is true. Every setting, row and file of a user is checked with it."""
+    if not condition:
+        raise UserError(message)
+
+
+# ------------------------------------------------------------------------- start and end of a process
+
+
+def set_omp_wait_policy(many_short_waits: bool = False, load: str = "/proc/loadavg") -> None:
+    """Choose how torch's CPU threads wait for each other, unless the user has set OMP_WAIT_POLICY. OpenMP reads its
+    environment once, so this must run before torch is imported.
+
+    The threads sleep. Training alone is no slower that way, and three times as fast (measured on 2 cores) when another
+    process wants a core, such as a browser or a second rank. Generating single tokens waits very often and briefly:
+    for that, `many_short_waits` lets the threads spin for a moment first, which is 1.4 times as fast on an idle machine
+    and 4 times as slow on a busy one.
+    """
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+    # /proc/loadavg reads like "0.20 0.18 0.12 2/80 11206": the fourth field is running threads / all threads.
+    try:
+        with open(load) as f:
+            running_threads = int(f.read().split()[3].split("/")[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return
+    other_threads = running_threads - 1
+    machine_is_idle = other_threads <= (os.cpu_count() or 1) / 4
+    if many_short_waits and machine_is_idle:
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+
+
+def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
+    """Run a script's `main` and exit. A UserError becomes one message and exit code 1, never a traceback.
+
+    The outcome is also written to the file that TRAIN_STATUS_FILE names (see write_status), where train.sh and
+    cloud/slurm.sbatch read it.
+    """
+    set_omp_wait_policy(many_short_waits)
+    try:
+        main()
+        exit_process(0)
+    except UserError as e:
+        # Most errors hit every rank. Rank 0 reports them; torchrun then ends the others.
+        if env_rank() > 0:
+            time.sleep(3)
+        write_status("user_error", str(e))
+        fail(f"error: {e}")
+    except KeyboardInterrupt:
+        exit_process(130)  # 128 + SIGINT, as a shell reports it
+    except OSError as e:
+        # Python would fail again at exit, when it flushes output that can no longer be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `infer.py ... | head`: the reader has exited, which is not a failure of this script.
+        if isinstance(e, BrokenPipeError):
+            exit_process(141)  # 128 + SIGPIPE
+        # A full disk or a network volume that failed briefly may pass, so train.sh restarts after this one.
+        write_status("system_error", str(e))
+        fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
+
+
+def write_status(status: str, reason: str = "") -> None:
+    """Record how a run ended in the JSON file named by the environment variable TRAIN_STATUS_FILE, if it is set.
+
+    `status` is finished, stopped (saved, to be resumed), user_error (the same command would fail again) or system_error
+    (it may pass). Programs that start a run read this file: torchrun exits with 1 for every failure of its ranks.
+    """
+    path = os.environ.get("TRAIN_STATUS_FILE")
+    if not path:
+        return
+    part = Path(f"{path}.{env_rank()}.part")
+    # A disk that is full or gone is often the error being reported: then the caller finds no status and restarts.
+    with suppress(OSError):
+        part.write_text(json.dumps({"status": status, "reason": reason}) + "\n")
+        os.replace(part, path)
+
+
+def fail(message: str) -> None:
+    """Print a message to stderr and exit with code 1. Under torchrun the message also goes into its error report, which
+    torchrun prints last."""
+    message = printable(message)
+    print(message, file=sys.stderr, flush=True)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:  # the format of torch.distributed.elastic's ErrorHandler
+        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(report, "w") as f:
+            json.dump({"message": details}, f)
+    exit_process(1)
+
+
+def exit_process(code: int) -> None:
+    """Exit. A rank skips the interpreter's shutdown, where gloo has been seen to abort, or to wait forever for a dead
+    rank."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+# ------------------------------------------------------------------------- printing
+
+
+def printable(text: str) -> str:
+    """External text with its terminal control codes (all but newline and tab) replaced, so that no file name, prompt or
+    server can drive the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def env_rank() -> int:
+    """This process's rank as set by torchrun; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
+def print0(*args: object) -> None:
+    """Print on rank 0 only, without control codes, flushed at once."""
+    if env_rank() == 0:
+        print(printable(" ".join(map(str, args))), flush=True)

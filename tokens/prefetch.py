@@ -1,0 +1,46 @@
+"""Prefetching: a thread produces items before they are needed."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+
+
+def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
+    """Yield the same items, produced by a thread that runs at most `depth` items ahead of the caller. An error in the
+    thread is raised here. join: closing the iterator waits for the thread (one that still reads when the process exits
+    may abort it)."""
+    free_slots = threading.Semaphore(depth - 1)
+    produced: queue.SimpleQueue = queue.SimpleQueue()  # of (item, error)
+    closed = threading.Event()
+    end = object()
+
+    # The thread: produce an item, then wait until the caller has taken enough of the earlier ones.
+    def work() -> None:
+        try:
+            for item in items:
+                produced.put((item, None))
+                free_slots.acquire()
+                if closed.is_set():
+                    return
+            produced.put((end, None))
+        except BaseException as e:
+            produced.put((end, e))
+
+    thread = threading.Thread(target=work, daemon=True)  # daemon: a download must not outlive Ctrl-C
+    thread.start()
+
+    # The caller: take items in order until the end or an error; then let a thread that waits for a slot see `closed`.
+    try:
+        while True:
+            item, error = produced.get()
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            free_slots.release()
+            yield item
+    finally:
+        closed.set()
+        free_slots.release()
+        if join:
+            thread.join()
