@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from system.cli import print0, require, run_cli
 from system.hub_client import open_to_write, pull, push
 from tokens.hub_data import pull_data, push_data
-from training import convert
+from training import convert, metrics_file
 
 if TYPE_CHECKING:
     from model import GPT
@@ -37,15 +37,15 @@ def check(repo: str, public: bool = False) -> None:
 
 def load(weights: Path) -> tuple[GPT, str]:
     """The model in a .pt file, and a model card with the run's figures at that step."""
-    from training import checkpoint, metrics
+    from training import checkpoint
 
     model, facts = checkpoint.load(weights)
     c, step = model.config, facts["step"]
-    for row in metrics.read_lines(weights.with_name("metrics.jsonl")):
+    for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
         if row["step"] <= step:
             facts |= row
     facts["step"] = step
-    if batch := metrics.tokens_per_step(weights.parent):
+    if batch := metrics_file.tokens_per_step(weights.parent):
         facts["tokens"] = step * batch
     figures = [f"| {k} | {facts[k]:,} |" for k in CARD_FACTS if isinstance(facts.get(k), int | float)]
     shape = f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}."
@@ -56,10 +56,10 @@ def load(weights: Path) -> tuple[GPT, str]:
 
 def best_model(run_dir: Path) -> Path | None:
     """The saved step of a run with the lowest val loss; None if none was both saved and evaluated."""
-    from training import checkpoint, metrics
+    from training import checkpoint
 
     saved, losses = checkpoint.complete_steps(run_dir, ["model"]), {}
-    for row in metrics.read_lines(run_dir / "metrics.jsonl"):
+    for row in metrics_file.read_metrics(run_dir / "metrics.jsonl"):
         if row["step"] in saved and isinstance(row.get("val_loss"), float):
             losses[row["step"]] = row["val_loss"]
     if losses:

@@ -22,7 +22,7 @@ import tyro
 
 from system.cli import UserError, print0, printable, require, run_cli
 from system.files import atomic_write
-from training import metrics
+from training import metrics_file, trackers
 from training.reference import Reference, find_reference, read_references
 
 OPENAI_HELLASWAG = {"OpenAI GPT-2 124M": 0.2955, "OpenAI GPT-2 1558M": 0.4893}  # acc_norm, completion style
@@ -58,7 +58,7 @@ def read_metrics(run_dir: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]
     require(found, f"no {Path(run_dir) / LOGS[0]}; {mend}")
     path = found[0]
     curves: dict[str, dict[int, float]] = {}
-    for row in metrics.read_lines(path) if path.name == LOGS[0] else read_log(path):
+    for row in metrics_file.read_metrics(path) if path.name == LOGS[0] else read_log(path):
         for key, value in row.items():
             if key != "step" and isinstance(value, int | float):
                 curves.setdefault(key, {})[row["step"]] = float(value)
@@ -84,7 +84,7 @@ def to_tensorboard(run_dir: Path) -> Path:
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-                writer.add_scalar(metrics.tensorboard_tag(key), value, step)
+                writer.add_scalar(trackers.tensorboard_tag(key), value, step)
     return out
 
 
@@ -172,7 +172,7 @@ def draw_curve(ax, runs: list[Run], key: str) -> None:
 
 def compared(folder: Path, run: Run) -> Reference:
     """The public runs that go behind a run: those of gpt2-124m where none has its preset, steps and tokens a step."""
-    c = metrics.read_config(folder)
+    c = metrics_file.read_config(folder)
     known = find_reference(c.get("preset"), c.get("resolved_max_steps"), c.get("total_batch_size"))
     if c and not known:
         print0(f"warning: no public run has the preset, steps and tokens per step of {run.name}: gpt2-124m's are shown")
@@ -190,7 +190,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     runs = [
         Run(printable("/".join(d.parts[-2:])), COLORS[i % len(COLORS)], read_metrics(d)) for i, d in enumerate(dirs)
     ]
-    sizes = [metrics.tokens_per_step(d) for d in dirs]
+    sizes = [metrics_file.tokens_per_step(d) for d in dirs]
     references = list(dict.fromkeys(map(compared, dirs, runs))) if reference else []
     x_label = f"step ({sizes[0]:,} tokens each)" if sizes[0] and len(set(sizes)) == 1 else "step"
     shown = {title: [r for r in runs if any(key in r.metrics for key in keys)] for title, (keys, _) in PANELS.items()}

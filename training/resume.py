@@ -12,7 +12,7 @@ from system.distributed import Runtime
 from tokens.loader import Loader
 from training import checkpoint, optim
 from training.config import TrainConfig, drift
-from training.metrics import read_lines
+from training.metrics_file import read_metrics
 from training.presets import model_from_init
 
 EVALUATIONS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
@@ -89,7 +89,7 @@ def find(cfg: TrainConfig, rt: Runtime, data: Loader) -> Run:
     here = saved["model_file"].parent.resolve() == cfg.run_dir.resolve()
     evaluated = saved["evaluated"]
     if here and not evaluated:  # it was saved before it was evaluated; metrics.jsonl knows what came of that
-        for line in read_lines(cfg.run_dir / "metrics.jsonl"):
+        for line in read_metrics(cfg.run_dir / "metrics.jsonl"):
             if line["step"] == step:
                 evaluated = True
                 measured = measured | {key: line[key] for key in EVALUATIONS if key in line}

@@ -1,0 +1,124 @@
+"""Trackers: where the curves and samples of a run also go besides metrics.jsonl (TensorBoard, Weights & Biases).
+
+    tracker = make_tracker(cfg, start_step, last_logged_step)
+    tracker.log_scalars(step, {"train_loss": 3.2})
+
+Called by training/metrics.py on rank 0. To add one: a class here, its name in TrainConfig.tracker, a case in make_tracker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from training.config import TrainConfig
+
+
+class Tracker:
+    """The interface of all trackers. This one, --tracker none, does nothing.
+
+    A tracker cannot take back what it was sent. A resumed run repeats the steps after its checkpoint, so what the
+    tracker has of them is kept: samples (and all of wandb's points) are sent only from `first_unlogged_step` on.
+    """
+
+    def __init__(self, first_unlogged_step: int = 0):
+        self.first_unlogged_step = first_unlogged_step
+
+    def log_scalars(self, step: int, values: dict[str, float]) -> None: ...
+    def log_text(self, step: int, text: str) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def tensorboard_tag(key: str) -> str:
+    """Where TensorBoard shows a curve. TensorBoard opens the first two groups of tags, and these are the only two."""
+    return f"{'loss' if key.endswith('_loss') else 'run'}/{key}"
+
+
+class TensorBoardTracker(Tracker):
+    """Writes RUN_DIR/tensorboard."""
+
+    def __init__(self, cfg: TrainConfig, start_step: int, first_unlogged_step: int):
+        super().__init__(first_unlogged_step)
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        # purge_step hides the points of the steps that a resumed run repeats.
+        self.writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start_step)
+        atexit.register(self.writer.close)  # the points before an error matter most
+
+        # The settings, as TensorBoard's hyperparameters. Its own add_hparams would start another run, and would first
+        # write a list of columns, after which TensorBoard no longer looks for the settings in which runs differ.
+        settings = cfg.to_dict()
+        settings |= {f"model.{name}": value for name, value in settings.pop("model").items()}
+        values = {name: value if type(value) in (int, float) else str(value) for name, value in settings.items()}
+        _, session_start_info, _ = hparams(values, {})
+        self.writer.file_writer.add_summary(session_start_info)
+
+    def log_scalars(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(tensorboard_tag(key), value, step)
+
+    def log_text(self, step: int, text: str) -> None:
+        if step >= self.first_unlogged_step:
+            self.writer.add_text("samples", f"```\n{text}\n```", step)
+            self.writer.flush()
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbTracker(Tracker):
+    """Sends to Weights & Biases: project WANDB_PROJECT (default gpt2), name WANDB_NAME (default the run folder's)."""
+
+    def __init__(self, cfg: TrainConfig, start_step: int, first_unlogged_step: int):
+        super().__init__(first_unlogged_step)
+        import wandb
+
+        # The project and id are kept with the run, so that a restart without the variable continues the same run.
+        id_file = cfg.run_dir / "wandb_id"
+        if start_step == 0 or not id_file.exists():
+            id_file.write_text(f"{os.environ.get('WANDB_PROJECT', 'gpt2')}/{secrets.token_hex(4)}")
+        project, _, run_id = id_file.read_text().rpartition("/")
+        self.run = wandb.init(
+            project=project or "gpt2",  # WANDB_PROJECT may be set but empty
+            id=run_id,
+            name=os.environ.get("WANDB_NAME", cfg.run_dir.name),
+            resume="allow",
+            dir=str(cfg.run_dir),
+            config=cfg.to_dict(),
+        )
+
+    def log_scalars(self, step: int, values: dict[str, float]) -> None:
+        if step >= self.first_unlogged_step:
+            self.run.log(values, step=step)
+
+    def log_text(self, step: int, text: str) -> None:
+        if step >= self.first_unlogged_step:
+            self.run.log({"samples": text}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tracker:
+    """The tracker of a run that starts or resumes at `start_step`. `last_logged_step`: the newest in metrics.jsonl, -1
+    if there is none; a tracker that has followed the run so far has been sent everything up to it."""
+    match cfg.tracker:
+        case "none":
+            return Tracker()
+        case "tensorboard":
+            tracker_class, trace = TensorBoardTracker, "tensorboard"
+        case "wandb":
+            tracker_class, trace = WandbTracker, "wandb_id"
+        case _:
+            raise ValueError(f"no tracker {cfg.tracker!r}: add a case here")
+    was_followed = start_step > 0 and (cfg.run_dir / trace).exists()
+    first_unlogged_step = max(start_step, last_logged_step + 1) if was_followed else start_step
+    return tracker_class(cfg, start_step, first_unlogged_step)
