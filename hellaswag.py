@@ -268,7 +268,7 @@ def main() -> None:
         n = len(load_examples(args.data))
         return print0(f"{n} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
     from system import distributed
-    from training.checkpoint import open_model
+    from training.open_model import open_model
 
     examples = load_examples(args.data, args.limit, args.style)
     with distributed.session(args.device, args.dtype) as rt:

@@ -157,9 +157,8 @@ def main() -> None:
     tokens = encode(prompt, args.allow_special)
     import torch
 
-    from model import Sampler
     from system.machine import choose_device
-    from training.checkpoint import open_model
+    from training.open_model import open_model
 
     device, model = choose_device(args.device), open_model(args.model)
     dtype = fastest_dtype(device, args.num_samples) if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -168,7 +167,8 @@ def main() -> None:
     require(n <= T, f"the prompt has {n} tokens, but the context of {args.model} is {T}; shorten it")
     model = prepare(model, device, dtype)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, torch.Generator(device).manual_seed(args.seed))
-    steps = model.stream(torch.tensor([tokens], device=device), args.max_new_tokens, sampler, args.num_samples)
+    prompt_ids = torch.tensor([tokens], device=device)  # (1, n)
+    steps = stream(model, prompt_ids, args.max_new_tokens, sampler, args.num_samples)
     ids = until_eot(steps, args.stop_at_eot)
     sys.stdout.reconfigure(errors="replace")  # a non-UTF-8 terminal shows ? instead of failing
     prompt = prompt.encode(errors="replace").decode()

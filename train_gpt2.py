@@ -31,6 +31,7 @@ from training import checkpoint, plan, precision, predict, resume
 from training.config import TrainConfig
 from training.evaluator import Evals, EvaluationFailed, val_windows, validate
 from training.metrics import Record
+from training.open_model import open_model
 from training.presets import model_from_init, parse
 from training.resume import Run
 from training.step import Forward, Refused, Step
@@ -50,7 +51,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: Stop) -> None:
     plan.write_config(step, run)
     evals, record = Evals(step, data, val_data), Record(step, run)
     batches = data.batches(run.step, cfg.sequences_per_step, step.B, rt, fixed=cfg.overfit_single_batch)
-    with checkpoint.Writer(cfg.run_dir, cfg.keep) as writer:
+    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
         save = partial(save_run, step, run, record, writer)
         try:
             halt = rt.any_rank(stop.signal)
@@ -113,7 +114,7 @@ def open_step(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> St
     return step
 
 
-def save_run(step: Step, run: Run, record: Record, writer: checkpoint.Writer) -> None:
+def save_run(step: Step, run: Run, record: Record, writer: checkpoint.CheckpointWriter) -> None:
     """Save the run as it is, unless it was. Every rank must call it: parts of the state are gathered."""
     if run.stored == run.step:
         return
@@ -129,7 +130,7 @@ def save_run(step: Step, run: Run, record: Record, writer: checkpoint.Writer) ->
     run.note_best()
 
 
-def save_before_an_error(save: Callable[[], None], writer: checkpoint.Writer, rt: Runtime) -> str:
+def save_before_an_error(save: Callable[[], None], writer: checkpoint.CheckpointWriter, rt: Runtime) -> str:
     """Save the run as it is and wait for it on every rank: one that exits would end the one that is still writing.
     Returns what became of it; every rank must call it."""
     save()
@@ -172,7 +173,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     """--eval-only: val loss and HellaSwag of the weights named by --init-from, as a run reports them."""
     mend = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {mend}")
-    model = checkpoint.open_model(cfg.init_from).to(rt.device)
+    model = open_model(cfg.init_from).to(rt.device)
     data = Loader(
         local_data(cfg, rt), "val", min(cfg.sequence_length, model.config.block_size), model.config.vocab_size
     )
@@ -212,12 +213,12 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
 def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None) -> GPT:
     """The model on its device: from the checkpoint, from --init-from, or random from the seed."""
     if saved:
-        model = checkpoint.open_model(saved["model_file"])
+        model = open_model(saved["model_file"])
         print0(f"resumed from {saved['model_file']}")
     elif cfg.init_from == "scratch":
         model = GPT(cfg.model)
     else:
-        model = checkpoint.open_model(cfg.init_from)
+        model = open_model(cfg.init_from)
         print0(f"weights of {cfg.init_from}")
     found, asked = vars(model.config), vars(cfg.model)
     other = [f"{k} is {found[k]}, not {asked[k]}" for k in found if found[k] != asked[k] and k != "vocab_size"]

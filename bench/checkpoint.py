@@ -22,6 +22,7 @@ import train_gpt2
 from bench import turns
 from system import cli, distributed
 from training import checkpoint
+from training.open_model import open_model
 from training.presets import PRESETS
 from training.resume import Run
 from training.step import Step
@@ -51,7 +52,7 @@ def main() -> None:
         )  # fmt: skip
         step = Step(cfg, rt, train_gpt2.make_model(cfg, rt))
         batch = torch.randint(cfg.model.vocab_size, (1, B, T + 1)).to(torch.uint16)
-        writer, path = checkpoint.Writer(out, keep=1), checkpoint.model_path(out, 0)
+        writer, path = checkpoint.CheckpointWriter(out, keep=1), checkpoint.model_path(out, 0)
 
         def one_step() -> None:
             step.gradients(batch)
@@ -67,7 +68,7 @@ def main() -> None:
             checkpoint.write(checkpoint.optim_path(out, 0), state)
 
         def load() -> None:
-            checkpoint.open_model(path).to(rt.device)
+            open_model(path).to(rt.device)
             step.restore(checkpoint.read_train_state(path))
 
         one_step()  # creates the moments

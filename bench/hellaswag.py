@@ -22,7 +22,7 @@ from bench import turns
 from model import GPT, GPTConfig
 from system import cli, distributed
 from tokens import tokenizer
-from training.checkpoint import open_model
+from training.open_model import open_model
 
 WAYS = ("hellaswag.py", "one at a time", "hellaswag.py in float32")
 

@@ -20,8 +20,8 @@ import torch
 import tyro
 
 from system import cli, machine
-from training import metrics
-from training.checkpoint import open_model
+from training import metrics_file
+from training.open_model import open_model
 
 WAYS = ("default", "deterministic", "deterministic recompute", "dtype=float16", "dtype=float16 deterministic")
 
@@ -81,7 +81,7 @@ def main() -> None:
             run([*base, str(killed)], kill_at=killed / f"model_{half:05d}.pt")
             resumed = run([*base, str(killed), "--resume", "auto"])
             cli.require(f"steps {half} to {args.steps}" in resumed, f"it did not resume at {half}: {resumed[-500:]}")
-            lines = metrics.read_lines(whole / "metrics.jsonl")
+            lines = metrics_file.read_metrics(whole / "metrics.jsonl")
             ms = statistics.median(line["step_ms"] for line in lines[2:] if "step_ms" in line)
             loss = [line["train_loss"] for line in lines if "train_loss" in line][-1]
             print(f"| {way} | {difference(whole / last, twice / last)} | "

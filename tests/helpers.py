@@ -14,6 +14,7 @@ from model import GPT, GPTConfig
 from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint
+from training.open_model import open_model
 from training.presets import parse
 from training.stop import Stop
 
@@ -50,7 +51,7 @@ def curve(run):
 
 def weights(run, step=12):
     """The weights that a run saved at a step."""
-    return checkpoint.open_model(checkpoint.model_path(run, step)).state_dict()
+    return open_model(checkpoint.model_path(run, step)).state_dict()
 
 
 def same_bits(a, b):

@@ -9,6 +9,7 @@ import torch
 from model import GPT, GPTConfig
 from system.cli import UserError
 from training import checkpoint
+from training.open_model import open_model
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
@@ -16,7 +17,7 @@ SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 def save(folder, step, model=None, keep=0, best=None):
     model = model or GPT(SMALL)
     state = {"max_steps": 9, "config": {}, "data": "", "record": {}, "rng": [], "optimizers": []}
-    with checkpoint.Writer(folder, keep) as writer:
+    with checkpoint.CheckpointWriter(folder, keep) as writer:
         writer.save(step, checkpoint.model_file(model, step), {"step": step, "x": torch.ones(3), **state}, best)
         writer.wait()
     return model
@@ -30,7 +31,7 @@ OTHER = dataclasses.replace(SMALL, tied_head=False, **OTHER)
 def test_round_trip(tmp_path, config):
     model = save(tmp_path, 7, GPT(config))
     for path in (tmp_path, tmp_path / "model_00007.pt"):
-        again = checkpoint.open_model(path)
+        again = open_model(path)
         assert again.config == config and not again.training
         assert again.state_dict().keys() == model.state_dict().keys()
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -57,8 +58,8 @@ def test_only_a_complete_step_counts(tmp_path):
         (tmp_path / "model_00002.pt").write_bytes(whole[: len(whole) * tenth // 10])
         assert checkpoint.latest_step(tmp_path) == 1
         with pytest.raises(UserError, match="damaged or truncated"):
-            checkpoint.open_model(tmp_path / "model_00002.pt")
-    assert checkpoint.open_model(tmp_path).config == SMALL
+            open_model(tmp_path / "model_00002.pt")
+    assert open_model(tmp_path).config == SMALL
 
 
 def test_the_newest_of_models_alone_is_found_by_number(tmp_path):
@@ -86,7 +87,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monk
     with pytest.raises(UserError, match=r"No space left.*Newest complete step there: 1"):
         save(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model_00001.pt", "optim_00001.pt"]
-    writer = checkpoint.Writer(tmp_path)
+    writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(3, checkpoint.model_file(GPT(SMALL), 3), {"step": 3})
     with pytest.raises(UserError, match="No space left"):
         writer.wait()
@@ -99,18 +100,18 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monk
 def test_training_may_change_what_is_being_written(tmp_path):
     model = GPT(SMALL)
     before = model.lm_head.weight.detach().clone()
-    writer = checkpoint.Writer(tmp_path)
+    writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(1, checkpoint.model_file(model, 1), {"step": 1})
     with torch.no_grad():
         model.lm_head.weight.zero_()
     writer.wait()
-    assert torch.equal(checkpoint.open_model(tmp_path).lm_head.weight, before)
+    assert torch.equal(open_model(tmp_path).lm_head.weight, before)
 
 
 def test_foreign_and_missing_files_are_named(tmp_path):
     def refused(says, path=tmp_path / "model_00001.pt"):
         with pytest.raises(UserError, match=says):
-            checkpoint.open_model(path)
+            open_model(path)
 
     def changed(**config):
         saved = checkpoint.model_file(GPT(SMALL), 1)

@@ -15,6 +15,7 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import tokenizer
 from training import checkpoint, convert
+from training.open_model import open_model
 
 TINY = GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32)
 
@@ -143,10 +144,10 @@ def test_one_door_for_every_kind_of_model(hf, tmp_path):
     (tmp_path / "mine" / "run").mkdir(parents=True)
     path = tmp_path / "mine" / "run" / "model_00001.pt"
     checkpoint.write(path, checkpoint.model_file(GPT(dataclasses.replace(TINY, vocab_size=256)), 1))
-    assert checkpoint.open_model(path).config == checkpoint.open_model(path.parent).config
-    assert checkpoint.open_model(hf()[1]).config == TINY
+    assert open_model(path).config == open_model(path.parent).config
+    assert open_model(hf()[1]).config == TINY
     with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
-        checkpoint.open_model(tmp_path / "mine" / "rum")
+        open_model(tmp_path / "mine" / "rum")
 
 
 def test_no_network_is_said_quickly(fails, tmp_path):

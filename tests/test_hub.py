@@ -19,7 +19,8 @@ import hub as hub_script
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards, tokenizer
-from training import checkpoint, metrics
+from training import checkpoint, metrics_file
+from training.open_model import open_model
 
 
 @pytest.fixture
@@ -320,11 +321,11 @@ def test_pushed_model_comes_back_and_loads(run, hub, tiny, make_run, tmp_path):
     assert f"{tiny.num_params():,} parameters" in card
     run("pull-model", "tester/model", tmp_path / "copy")
     assert (tmp_path / "copy/optim_00010.pt").read_bytes() == (out / "optim_00010.pt").read_bytes()
-    assert torch.equal(logits_of(checkpoint.open_model(tmp_path / "copy")), logits_of(tiny))
+    assert torch.equal(logits_of(open_model(tmp_path / "copy")), logits_of(tiny))
     run("push-model", out / "model_00010.pt", "tester/bare")
     run("pull-model", "tester/bare", tmp_path / "bare")
     assert not list((tmp_path / "bare").glob("optim_*"))
-    assert checkpoint.open_model(tmp_path / "bare").config == tiny.config  # weights alone are a run folder too
+    assert open_model(tmp_path / "bare").config == tiny.config  # weights alone are a run folder too
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ def test_a_run_is_pushed_as_it_grows_and_pulled_where_it_is(run, tiny, make_run,
     run("pull-model", "tester/grows", tmp_path / "new")
     assert {p.name for p in (tmp_path / "new").glob("*.pt")} == {"model_00030.pt", "optim_00030.pt"}
     assert checkpoint.latest_step(tmp_path / "new") == 30
-    assert {row["step"] for row in metrics.read_lines(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
+    assert {row["step"] for row in metrics_file.read_metrics(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
     run("pull-model", "tester/grows", tmp_path / "all", "--every-step")
     assert checkpoint.complete_steps(tmp_path / "all") == [10, 30]
 
@@ -409,7 +410,7 @@ def test_an_import_never_joins_another_run(run, tiny, tmp_path):
     torch.save({"model": tiny.state_dict(), "config": {"n_head": 4}, "step": 19072}, tmp_path / "old.pt")
     assert "python infer.py" in run("import", "old.pt", tmp_path / "out")
     path = tmp_path / "out/model_19072.pt"
-    assert same_bits(checkpoint.open_model(path).state_dict(), tiny.state_dict())
+    assert same_bits(open_model(path).state_dict(), tiny.state_dict())
     first = hashlib.sha256(path.read_bytes()).digest()
     run("import", "old.pt", tmp_path / "out", says="already has a model")
     assert hashlib.sha256(path.read_bytes()).digest() == first

@@ -18,6 +18,7 @@ from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from training import checkpoint, convert, evaluator
+from training.open_model import open_model
 from training.presets import PRESETS
 from training.resume import Run
 from training.step import Step
@@ -100,7 +101,7 @@ def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_pa
     assert "sample 3:" in capsys.readouterr().out
     found = curve(tmp_path / "run")
     assert list(found) == list(range(6)) and found[5][1] < 11
-    assert checkpoint.open_model(tmp_path / "run").generate(torch.tensor([[1]]), 4).shape == (1, 5)
+    assert open_model(tmp_path / "run").generate(torch.tensor([[1]]), 4).shape == (1, 5)
 
 
 def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch):
@@ -175,7 +176,7 @@ def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tm
     convert.save_hf(GPT(GPTConfig(block_size=32, vocab_size=50257, n_layer=2, n_head=2, n_embd=32)), tmp_path / "hf")
     flags = ["--init-from", str(tmp_path / "hf"), "--model.vocab-size", "50304"]  # as the presets have it
     run = fit(tiny_args, tmp_path / "run", *flags, "--max-steps", "3")
-    assert checkpoint.open_model(run).config.vocab_size == 50257
+    assert open_model(run).config.vocab_size == 50257
     fit(tiny_args, run, *flags, "--max-steps", "5", "--resume", "auto")
     assert list(curve(run)) == list(range(6))
     with pytest.raises(UserError, match="n_layer is 2, not 3; drop the --model flags"):
@@ -194,7 +195,7 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
         train_gpt2.train(config(*words, *more), CPU, Stop())
 
     tune(*begin, *short, "--max-steps", 2)
-    assert checkpoint.open_model(tmp_path / "run").config == model
+    assert open_model(tmp_path / "run").config == model
     tune(*begin, *short, "--max-steps", 4, "--resume", "auto")
     tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt")
     assert list(curve(tmp_path / "run")) == list(range(6))

@@ -19,8 +19,9 @@ from faults import hub_server
 from helpers import ROOT, make_rows, make_shards, parquet, story, write_rows
 
 from model import GPT
-from training import checkpoint, optim
+from training import optim
 from training.config import TrainConfig
+from training.open_model import open_model
 from training.presets import PRESETS, parse
 
 README = (ROOT / "README.md").read_text()
@@ -97,7 +98,7 @@ def world(tmp_path_factory):
         for preset, steps in (("gpt2-124m", "--steps-per-epoch"), ("speedrun-124m", "--max-steps")):
             python(here, f"train_gpt2.py {preset} {shlex.join(TINY)} {steps} 2")
         shutil.copytree(project / "log" / "gpt2-124m", project / "log" / "quickstart")
-        model = checkpoint.open_model(project / "log" / "gpt2-124m")
+        model = open_model(project / "log" / "gpt2-124m")
         old = {"model": model.state_dict(), "model_args": {"n_head": 2}, "iter_num": 19072}  # as nanoGPT writes it
         torch.save(old, project / "old" / "model_19072.pt")
         shutil.copytree(shards, server.root / "datasets" / "tester" / "NAME")

@@ -22,7 +22,6 @@ import torch
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.files import atomic_write
-from training import convert
 
 NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1
@@ -39,7 +38,7 @@ def optim_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / f"optim_{step:05d}.pt"
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether a .pt file ends in a zip directory, which torch.save writes last and is only valid with the rest."""
     try:
         with zipfile.ZipFile(path) as z:
@@ -52,7 +51,7 @@ def complete_steps(run_dir: str | Path, needed: Iterable[str] = ("model", "optim
     """Steps of the run folder whose `needed` files are whole, sorted."""
     found: dict[int, set[str]] = {}
     for path in Path(run_dir).glob("*.pt"):
-        if (m := NAME.fullmatch(path.name)) and is_whole(path):
+        if (m := NAME.fullmatch(path.name)) and is_complete(path):
             found.setdefault(int(m[2]), set()).add(m[1])
     return sorted(step for step, kinds in found.items() if kinds.issuperset(needed))
 
@@ -63,18 +62,6 @@ def latest_step(run_dir: str | Path) -> int | None:
 
 
 # ------------------------------------------------------------------------- reading
-
-
-def open_model(name: str | Path) -> GPT:
-    """The one door to a model: a GPT (CPU, eval mode) from a .pt file, a run folder (its newest complete step), a
-    Hugging Face folder, or by its name on the Hub. Raises UserError."""
-    path = Path(name)
-    if path.suffix == ".pt" or (path.is_dir() and not convert.is_hf_folder(path)):
-        return load(path)[0]
-    if not path.exists() and len(path.parts) > 1 and path.parent.is_dir():  # a mistyped path, not OWNER/NAME
-        there = ", ".join(sorted(p.name for p in path.parent.iterdir() if p.is_dir())[:20]) or "no folder"
-        raise UserError(f"no model at {path}; {path.parent} has {there}. Train one: python train_gpt2.py --help")
-    return convert.load_hf(name)
 
 
 def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
@@ -200,7 +187,7 @@ def to_host(tree: Any, memo: dict) -> Any:
     return tree
 
 
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints in a thread while training goes on; keeps the newest `keep` (0: all) and the best.
 
     A failed write is reported at once, and training continues: the next save tries again. If the last one failed,
@@ -213,7 +200,7 @@ class Writer:
         self.step: int | None = None  # of the newest save
         self.error: Exception | None = None  # set by the thread
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

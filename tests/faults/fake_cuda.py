@@ -137,12 +137,12 @@ def write(path: Path, content: dict, real=checkpoint.write) -> None:
     real(path, tree_map_with_path(zeros, content))
 
 
-def save(self: checkpoint.Writer, *args, real=checkpoint.Writer.save) -> None:
+def save(self: checkpoint.CheckpointWriter, *args, real=checkpoint.CheckpointWriter.save) -> None:
     real(self, *args)
     self.thread.join()  # a fake mode is not for two threads at once
 
 
-checkpoint.write, checkpoint.Writer.save = write, save
+checkpoint.write, checkpoint.CheckpointWriter.save = write, save
 
 
 # ---- cases

@@ -42,8 +42,9 @@ import plots
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import documents, shards
-from training import checkpoint, convert, metrics, resume
+from training import checkpoint, convert, metrics_file, resume
 from training.config import TrainConfig
+from training.open_model import open_model
 from training.presets import PRESETS
 from training.step import Step
 
@@ -119,8 +120,8 @@ def use(model: GPT) -> None:
 
 def read_record(folder: Path) -> None:
     """metrics.jsonl and config.json as the plots and the log of a resumed run read them."""
-    metrics.tokens_per_step(folder)
-    [json.dumps(row) for row in metrics.read_lines(folder / "metrics.jsonl")]
+    metrics_file.tokens_per_step(folder)
+    [json.dumps(row) for row in metrics_file.read_metrics(folder / "metrics.jsonl")]
     plots.read_metrics(folder)
 
 
@@ -173,7 +174,7 @@ READERS = {
     "documents.parquet": Reader("a.parquet", lambda d: parquet(d / "a.parquet", TEXTS, row_group_size=16), read_texts),
     "documents.jsonl": Reader("a.jsonl", lambda d: lines(d / "a.jsonl", [{"text": t} for t in TEXTS]), read_texts),
     "documents.txt": Reader("a.txt", lambda d: (d / "a.txt").write_text("".join(TEXTS)), read_texts),
-    "model.pt": Reader("model_00007.pt", make_run, lambda d: use(checkpoint.open_model(d / "model_00007.pt"))),
+    "model.pt": Reader("model_00007.pt", make_run, lambda d: use(open_model(d / "model_00007.pt"))),
     "optim.pt": Reader(
         "optim_00007.pt", make_run, lambda d: stepped(checkpoint.read_train_state(d / "model_00007.pt"))
     ),

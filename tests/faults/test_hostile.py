@@ -26,6 +26,7 @@ from system.cli import UserError
 from tokens import shards, tokenizer
 from training import checkpoint, convert
 from training.evaluator import Evals
+from training.open_model import open_model
 from training.presets import PRESETS
 from training.step import Step
 
@@ -167,7 +168,7 @@ def test_a_run_folder_pulled_from_the_hub(bomb, run_script, tmp_path):
         run_script("hub.py", "pull-model", "evil/model", tmp_path / "out", env=server.env())
         assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lock", "model_00001.pt"]
         with pytest.raises(UserError, match="never run"):
-            checkpoint.open_model(tmp_path / "out")
+            open_model(tmp_path / "out")
         remote = tmp_path / "hub/datasets/evil/tokens"  # names that are patterns to whoever does not look
         remote.mkdir(parents=True)
         names = ["[ab]_train_000001.npy", "a_val_000000.npy"]

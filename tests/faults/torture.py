@@ -55,7 +55,8 @@ from system import distributed
 from system.cli import UserError
 from tokens import shards
 from training import checkpoint
-from training.metrics import read_lines
+from training.metrics_file import read_metrics
+from training.open_model import open_model
 from training.step import Step
 
 
@@ -545,7 +546,7 @@ def checkpoint_damage(t: Torture) -> None:
     newest one cut, --resume auto goes on from the one before and ends with the same bits."""
     run = Training(t, "--max-steps", "12")
     names = [checkpoint.model_path(run.whole, run.steps), checkpoint.optim_path(run.whole, run.steps)]
-    read = dict(zip(names, (lambda p: checkpoint.open_model(p).state_dict(), checkpoint.read_train_state), strict=True))
+    read = dict(zip(names, (lambda p: open_model(p).state_dict(), checkpoint.read_train_state), strict=True))
     for path in names:
         data, good = path.read_bytes(), read[path](path)
         cuts = [("cut", data[: len(data) * tenth // 10]) for tenth in range(10)] + [("cut", data[:-1])]
@@ -673,7 +674,7 @@ def not_finite(t: Torture) -> None:
         elif t.refused(fault, ended[0], "not finite" if where == "weight" else f"step {step}", last=False):
             run.recovers(fault, out)
     for value in t.some([float("nan"), float("inf")]):  # in the weights that a new run begins with
-        model, folder, out = checkpoint.open_model(one.whole), t.path("bad"), one.out()
+        model, folder, out = open_model(one.whole), t.path("bad"), one.out()
         name, weight = t.rng.choice(sorted(model.named_parameters()))
         with torch.no_grad():
             weight.view(-1)[0] = value
@@ -720,7 +721,7 @@ def long_run(t: Torture) -> None:
             seen.append((step, size, len(list((proc / "fd").iterdir())), cpu_ms))
         time.sleep(0.1)
     assert script.wait().code == 0, script.said
-    took = {line["step"]: line["step_ms"] for line in read_lines(metrics) if "step_ms" in line}
+    took = {line["step"]: line["step_ms"] for line in read_metrics(metrics) if "step_ms" in line}
 
     def third(n: int) -> tuple[float, int, float, float]:
         span = range(n * steps // 3, (n + 1) * steps // 3)

@@ -1,0 +1,45 @@
+"""Open a model from anything: the one function that infer.py, hellaswag.py, training and the benches call.
+
+    model = open_model("log/gpt2-124m/model_19073.pt")   # a checkpoint file
+    model = open_model("log/gpt2-124m")                  # a run folder: its newest complete step
+    model = open_model("exports/gpt2-mine")              # a Hugging Face folder, e.g. from: python hub.py export
+    model = open_model("gpt2")                           # a name on the Hub: gpt2, gpt2-medium, OWNER/NAME
+
+It stands apart from training/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model import GPT
+from system.cli import UserError
+from training import checkpoint, convert
+
+MAX_FOLDERS_LISTED = 20
+
+
+def open_model(name: str | Path) -> GPT:
+    """Open the model that `name` stands for and return it as a GPT (float32, on the CPU, in eval mode).
+
+    `name` is a .pt file, a run folder, a Hugging Face folder or a name on the Hub (see the module's example). Raises
+    UserError if there is no such model, or if its file is damaged or of another kind.
+    """
+    path = Path(name)
+
+    # A checkpoint of this project: a file, or a folder that holds no weights in Hugging Face's layout.
+    is_run_folder = path.is_dir() and not convert.is_hf_folder(path)
+    if path.suffix == ".pt" or is_run_folder:
+        model, _ = checkpoint.load(path)
+        return model
+
+    # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is a mistyped
+    # path: an error that lists the neighbours helps more than the Hub's answer that there is no such repository.
+    looks_like_local_path = len(path.parts) > 1 and path.parent.is_dir()
+    if not path.exists() and looks_like_local_path:
+        folders = sorted(p.name for p in path.parent.iterdir() if p.is_dir())
+        listing = ", ".join(folders[:MAX_FOLDERS_LISTED]) or "no folder"
+        raise UserError(f"no model at {path}; {path.parent} has {listing}. Train one: python train_gpt2.py --help")
+
+    # A folder or a name on the Hub, in Hugging Face's layout.
+    return convert.load_hf(name)
