@@ -159,6 +159,7 @@ def main() -> None:
 
     from system.machine import choose_device
     from training.open_model import open_model
+    from training.sampling import Sampler, stream
 
     device, model = choose_device(args.device), open_model(args.model)
     dtype = fastest_dtype(device, args.num_samples) if args.dtype == "auto" else getattr(torch, args.dtype)

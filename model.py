@@ -9,7 +9,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabula
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -314,58 +314,12 @@ class GPT(nn.Module):
             dtype = torch.get_autocast_dtype(kind)
         return KVCache(self.config, batch, max_len, weight.device, dtype)
 
-    @torch.no_grad()
-    def stream(self, idx: Tensor, max_new_tokens: int, sampler: "Sampler", num_samples: int = 1) -> Iterator[Tensor]:
-        """Yield the next ids (B * num_samples,) after idx (B, T), 1 <= T <= block_size, max_new_tokens times.
-
-        idx is read once for all samples. When the context is full, its newer half is reread from position 0, so text
-        may outgrow block_size.
-        """
-        limit = self.config.block_size
-        length = -(-(idx.size(1) + max_new_tokens) // 16) * 16  # otherwise a kernel pads the mask again in every layer
-        cache = self.new_cache(idx.size(0), min(length, limit))
-        unread = idx  # what the cache does not hold yet
-        for i in range(max_new_tokens):
-            if cache.length == limit:
-                cache.length = 0
-                unread = idx[:, -(limit // 2 or 1) :]
-            logits = self.logits(self.hidden(unread, cache)[:, -1])
-            if i == 0 and num_samples > 1:  # from here on each sample has its own row
-                logits = logits.repeat_interleave(num_samples, dim=0)
-                idx = idx.repeat_interleave(num_samples, dim=0)
-                cache.k = cache.k.repeat_interleave(num_samples, dim=1)
-                cache.v = cache.v.repeat_interleave(num_samples, dim=1)
-            new = sampler.draw(logits)
-            unread = new[:, None]
-            idx = torch.cat((idx, unread), dim=1)
-            yield new
-
     def generate(
         self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
         top_p: float | None = None, generator: torch.Generator | None = None,
     ) -> Tensor:  # fmt: skip
-        """idx (B, T) continued to (B, T + max_new_tokens). The other arguments are those of Sampler."""
-        new = self.stream(idx, max_new_tokens, Sampler(temperature, top_k, top_p, generator))
-        return torch.cat((idx, *(ids[:, None] for ids in new)), dim=1)
+        """idx (B, T) continued to (B, T + max_new_tokens). For the other arguments see Sampler in
+        training/sampling.py."""
+        from training import sampling  # imported late: importing model.py loads nothing else of the project
 
-
-@dataclass(frozen=True)
-class Sampler:
-    """How the next token is drawn: greedily at temperature 0, else from the top_k likeliest (None or 0: all), cut to
-    the fewest whose total probability reaches top_p (nucleus sampling, Holtzman et al. 2019)."""
-
-    temperature: float = 1.0
-    top_k: int | None = 50
-    top_p: float | None = None
-    generator: torch.Generator | None = None
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """Ids (B,) from logits (B, V). Ids that pad the vocabulary are never drawn."""
-        logits = logits[:, :VOCAB_SIZE].float()
-        if self.temperature == 0:
-            return logits.argmax(dim=-1)
-        logits, ids = logits.topk(min(self.top_k or logits.size(-1), logits.size(-1)))  # sorted, likeliest first
-        probs = F.softmax(logits / self.temperature, dim=-1)
-        if self.top_p is not None:  # keep an id while those before it total less than top_p: always at least one
-            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)
-        return ids.gather(-1, torch.multinomial(probs, 1, generator=self.generator)).squeeze(-1)
+        return sampling.generate(self, idx, max_new_tokens, temperature, top_k, top_p, generator)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from model import GPT, VOCAB_SIZE, GPTConfig, NoInit, Sampler, rope_table
+from model import GPT, VOCAB_SIZE, GPTConfig, NoInit, rope_table
+from training.sampling import Sampler, stream
 
 TINY = GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
 OPTIONS = {
@@ -131,7 +132,7 @@ def test_samples_share_one_reading_of_the_prompt():
     model, idx = make(), make_idx(B=2, T=6)
     apart = model.generate(idx.repeat_interleave(3, 0), 10, generator=torch.Generator().manual_seed(3))
     sampler = Sampler(generator=torch.Generator().manual_seed(3))
-    together = torch.stack(list(model.stream(idx, 10, sampler, num_samples=3)), dim=1)
+    together = torch.stack(list(stream(model, idx, 10, sampler, num_samples=3)), dim=1)
     assert torch.equal(together, apart[:, 6:])
     assert torch.equal(model.generate(idx, 0), idx)
 

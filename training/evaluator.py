@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hellaswag
-from model import VOCAB_SIZE, Sampler
+from model import VOCAB_SIZE
 from system.cli import UserError, print0, printable
 from system.distributed import Runtime, is_lost_rank_error
 from tokens import tokenizer
@@ -17,6 +17,7 @@ from tokens.loader import Loader, to_device
 from training.config import TrainConfig
 from training.reference import find_reference
 from training.resume import Run
+from training.sampling import Sampler, stream
 from training.step import Step
 from training.stop import FailedElsewhere, Stopped, failed
 
@@ -95,7 +96,7 @@ class Evals:
         sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         columns = list(idx.T)
         with rt.autocast():
-            for new in self.step.model.stream(idx, 48, sampler):
+            for new in stream(self.step.model, idx, 48, sampler):
                 if asked_to_stop():
                     break
                 columns.append(new)
