@@ -1,9 +1,33 @@
-"""Checkpoints: complete or absent, written behind the training, loaded without unpickling anything but tensors.
+"""Checkpoints: complete or absent, written while training continues, loaded without running any pickled code.
 
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
-    OUT/optim_{step:05d}.pt   optimizers, step, random states, the run's config: what else resuming needs
+    OUT/optim_{step:05d}.pt   optimizers, step, data position, the run's config: what else resuming needs
 
-A step is complete when both files are whole. Each is written under a temporary name, synced to disk, then renamed.
+Training writes through CheckpointWriter; infer.py, hellaswag.py and hub.py read through training/open_model.py:
+
+    with CheckpointWriter("log/gpt2-124m", keep=2) as writer:
+        writer.save(500, model_file(model, 500), train_state)   # returns once both are copied to host memory
+    model, facts = load("log/gpt2-124m")                         # the newest complete step
+    state = read_train_state("log/gpt2-124m")                    # what --resume auto reads
+
+A step is complete when both of its files are complete. The life of a checkpoint, and what a kill leaves:
+
+    training thread           writer thread                            killed here, --resume auto uses
+    ------------------------  ---------------------------------------  ----------------------------------
+    step 499 is done
+    save(500): wait for the
+    write of the step before,
+    copy all tensors to host
+    step 500 runs ...         write .optim_00500.pt.part, fsync        the step before (the next save
+      |                         |                                      deletes the .part file)
+      |                       rename it to optim_00500.pt              the step before (no model_00500.pt)
+      |                       write .model_00500.pt.part, fsync        the step before
+      |                       rename it to model_00500.pt              step 500: both files are complete
+      |                       delete model, then optim, of the steps   step 500 (an optim file left alone
+      v                       beyond --keep, except the best           is not a complete step)
+    step 501 runs ...
+
+The optimizer comes first because a model file is what every reader looks for: where there is one, the step is complete.
 """
 
 from __future__ import annotations
@@ -23,230 +47,299 @@ from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.files import atomic_write
 
-NAME = re.compile(r"(model|optim)_([0-9]{5}|[1-9][0-9]{5,17})\.pt")
+# The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
+FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
 FORMAT = 1
 
+# What every optim_*.pt has, and of which type. Files of earlier versions also have `rng`, which nothing reads any more.
+TRAIN_STATE_TYPES = {
+    "step": int,
+    "max_steps": int,
+    "config": dict,
+    "data": str,
+    "record": dict,
+    "optimizers": list,
+}
 
-# ------------------------------------------------------------------------- which there are
+
+# ------------------------------------------------------------------------- which checkpoints a run folder has
 
 
 def model_path(run_dir: str | Path, step: int) -> Path:
+    """Where the weights of a step are, or will be."""
     return Path(run_dir) / f"model_{step:05d}.pt"
 
 
 def optim_path(run_dir: str | Path, step: int) -> Path:
+    """Where the train state of a step is, or will be."""
     return Path(run_dir) / f"optim_{step:05d}.pt"
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a .pt file ends in a zip directory, which torch.save writes last and is only valid with the rest."""
+    """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
+    last. The content is not read; read_file checks it."""
     try:
-        with zipfile.ZipFile(path) as z:
-            return bool(z.infolist())
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a future zip version
+        with zipfile.ZipFile(path) as archive:
+            return bool(archive.infolist())
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a zip version of the future
         return False
 
 
 def complete_steps(run_dir: str | Path, needed: Iterable[str] = ("model", "optim")) -> list[int]:
-    """Steps of the run folder whose `needed` files are whole, sorted."""
-    found: dict[int, set[str]] = {}
+    """The steps of a run folder whose `needed` files are all complete, in ascending order."""
+    # Which kinds of file each step has.
+    kinds_by_step: dict[int, set[str]] = {}
     for path in Path(run_dir).glob("*.pt"):
-        if (m := NAME.fullmatch(path.name)) and is_complete(path):
-            found.setdefault(int(m[2]), set()).add(m[1])
-    return sorted(step for step, kinds in found.items() if kinds.issuperset(needed))
+        match = FILE_NAME.fullmatch(path.name)
+        if match and is_complete(path):
+            kinds_by_step.setdefault(int(match["step"]), set()).add(match["kind"])
+
+    return sorted(step for step, kinds in kinds_by_step.items() if kinds.issuperset(needed))
 
 
 def latest_step(run_dir: str | Path) -> int | None:
-    """Newest complete step of a run folder, or None."""
+    """The newest complete step of a run folder, which --resume auto uses; None if there is none."""
     return max(complete_steps(run_dir), default=None)
+
+
+def newest_model(run_dir: Path) -> Path:
+    """The model_*.pt of the newest complete step of a folder. Raises UserError if the folder has none."""
+    # A folder pulled from the Hub may have no optimizer files: a model alone is enough for inference.
+    steps = complete_steps(run_dir) or complete_steps(run_dir, ["model"])
+    if steps:
+        return model_path(run_dir, steps[-1])
+
+    # A frequent mistake is to name the folder above the runs: list the runs in it.
+    runs = ", ".join(sorted({str(path.parent) for path in run_dir.glob("*/model_*.pt")}))
+    fix = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
+    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {fix}")
 
 
 # ------------------------------------------------------------------------- reading
 
 
 def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
-    """The GPT (CPU, eval mode) in a .pt file or in the newest complete step of a run folder, and the file's other
-    entries: config, step, val_loss, preset. Raises UserError."""
+    """Read the model in a .pt file, or in the newest complete step of a run folder.
+
+    Returns the GPT (float32, on the CPU, in eval mode) and the other entries of the file: config, step, val_loss,
+    preset. Raises UserError if there is no such file, or if it does not hold a model that this version can build.
+    """
     path = Path(path)
     if path.is_dir():
         path = newest_model(path)
-    found = read(path)
-    require("model" in found, f"{path} contains no model; use the model_*.pt file")
+    content = read_file(path)
+    require("model" in content, f"{path} contains no model; use the model_*.pt file")
+
+    # Build the network that the config describes, around the weights of the file.
+    weights = content.pop("model")
     try:
-        return GPT.from_state_dict(GPTConfig.from_dict(found["config"]), found.pop("model")).eval(), found
+        config = GPTConfig.from_dict(content["config"])
+        return GPT.from_state_dict(config, weights).eval(), content
     except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as e:
-        why = " ".join(str(e).split())[:300]
-        mend = "use an earlier one, or the model.py it was made with"
-        raise UserError(f"{path}: its weights do not fit its config here ({why}); {mend}") from None
-
-
-def newest_model(run_dir: Path) -> Path:
-    """The model_*.pt of a folder's newest complete step. Raises UserError if it has none."""
-    # a folder pulled from a Hub may have no optimizer: a model alone will do for inference
-    steps = complete_steps(run_dir) or complete_steps(run_dir, ["model"])
-    if steps:
-        return model_path(run_dir, steps[-1])
-    runs = ", ".join(sorted({str(p.parent) for p in run_dir.glob("*/model_*.pt")}))
-    mend = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
-    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {mend}")
+        reason = " ".join(str(e).split())[:300]
+        fix = "use an earlier checkpoint, or the model.py it was made with"
+        raise UserError(f"{path}: the weights do not fit the config stored with them ({reason}); {fix}") from None
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:
-    """The contents of optim_*.pt and its `model_file`, given either file or a run folder (its newest complete step)."""
+    """Read what resuming needs besides the weights.
+
+    `path` is either file of a checkpoint, or a run folder, whose newest complete step is used. Returns the contents of
+    optim_*.pt, and as `model_file` the path of the weights. Raises UserError if the run cannot resume from there.
+    """
+    # A run folder stands for its newest complete step.
     path = Path(path)
     if path.is_dir():
         step = latest_step(path)
-        why = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
-        mend = (
-            "weights alone start a new run: --init-from FILE, for build-nanogpt's after python hub.py import FILE DIR"
-        )
-        require(step is not None, f"{why}; {mend}")
+        problem = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
+        fix = "weights alone start a new run: --init-from FILE, for build-nanogpt's after python hub.py import FILE DIR"
+        require(step is not None, f"{problem}; {fix}")
         path = model_path(path, step)
-    require(path.is_file(), missing(path))
-    named, mend = NAME.fullmatch(path.name), f"to start a new run from its weights, use --init-from {path}"
-    require(named, f"cannot resume from {path}: checkpoints are named like model_00500.pt; {mend}")
-    optim = path.with_name(f"optim_{named[2]}.pt")
-    require(optim.is_file(), f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {mend}")
-    found = read(optim)
-    kinds = {
-        "step": int,
-        "max_steps": int,
-        "config": dict,
-        "data": str,
-        "record": dict,
-        "rng": list,
-        "optimizers": list,
-    }
-    whole = all(isinstance(found.get(key), kind) for key, kind in kinds.items())
-    require(whole, f"{optim} is not the train state of a run; {mend}")
-    return found | {"model_file": path.with_name(f"model_{named[2]}.pt")}
+
+    # Find the train state: the file itself, or the one beside a model file.
+    require(path.is_file(), describe_missing(path))
+    match = FILE_NAME.fullmatch(path.name)
+    fix = f"to start a new run from its weights, use --init-from {path}"
+    require(match, f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
+    optim = path.with_name(f"optim_{match['step']}.pt")
+    require(optim.is_file(), f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {fix}")
+
+    # Check that the file is what a run has saved, before anything uses it.
+    state = read_file(optim)
+    is_train_state = all(isinstance(state.get(key), kind) for key, kind in TRAIN_STATE_TYPES.items())
+    require(is_train_state, f"{optim} is not the train state of a run; {fix}")
+    return state | {"model_file": path.with_name(f"model_{match['step']}.pt")}
 
 
-def missing(path: Path) -> str:
-    """What to say of a missing checkpoint; it lists those that exist."""
-    here = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
-    return f"no checkpoint {path}; checkpoints in {path.parent}: {here} (train: python train_gpt2.py)"
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a file that torch.save wrote: tensors (on the CPU, memory-mapped) and plain containers.
 
+    Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
+    """
+    require(path.is_file(), describe_missing(path))
 
-def read(path: Path) -> dict[str, Any]:
-    """What torch.save wrote: tensors (on the CPU, memory-mapped) and plain containers. No pickled code runs. Raises
-    UserError for a file that is missing, damaged or not ours."""
-    require(path.is_file(), missing(path))
+    # Damage: say which part it hit, and how to resume from the step before.
+    damage = find_damage(path)
+    if damage:
+        match = FILE_NAME.fullmatch(path.name)
+        fix = f"; move *_{match['step']}.pt away, and --resume auto uses the previous one" if match else ""
+        raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {damage}{fix}")
+
+    # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers.
+    import_command = f"convert build-nanogpt and nanoGPT files with: python hub.py import {path} OUT_DIR"
     try:
-        with zipfile.ZipFile(path) as z:
-            bad = z.testzip()  # the CRC-32 of every record, which torch.load does not check
-    except Exception as e:  # zipfile raises many exception types, too
-        bad = f"its directory ({type(e).__name__})"
-    if bad:
-        named = NAME.fullmatch(path.name)
-        earlier = f"; move *_{named[2]}.pt away, and --resume auto uses the previous one" if named else ""
-        raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {bad}{earlier}")
-    mend = f"convert build-nanogpt and nanoGPT files with: python hub.py import {path} OUT_DIR"
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
-        raise UserError(f"{path} holds pickled objects, which are never run; {mend}") from None
+        raise UserError(f"{path} holds pickled objects, which are never run; {import_command}") from None
     except Exception as e:  # torch raises many exception types for a file that is not what it seems
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
-    require(
-        isinstance(found, dict) and found.get("format") == FORMAT, f"{path} is not a checkpoint of this project; {mend}"
-    )
-    return found
+
+    is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+    require(is_ours, f"{path} is not a checkpoint of this project; {import_command}")
+    return content
+
+
+def find_damage(path: Path) -> str | None:
+    """The part of a .pt file that is damaged, or None. It reads the whole file and compares the CRC-32 of every record,
+    which torch.load does not do: without this, a flipped bit on a disk becomes a wrong weight."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except Exception as e:  # zipfile raises many exception types for damaged archives
+        return f"its directory ({type(e).__name__})"
+
+
+def describe_missing(path: Path) -> str:
+    """The message for a checkpoint file that does not exist. It lists those that do."""
+    existing = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
+    return f"no checkpoint {path}; checkpoints in {path.parent}: {existing} (train: python train_gpt2.py)"
 
 
 # ------------------------------------------------------------------------- writing
 
 
 def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
-    """The contents of model_*.pt: the weights under their own names, the model's config, the step."""
+    """The contents of model_*.pt: the weights under their own names, the model's config, the step, and `more` facts."""
     return {"format": FORMAT, "model": dict(model.state_dict()), "config": asdict(model.config), "step": step, **more}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """torch.save, whole or not at all. Raises OSError if the disk is full."""
+    """Write `content` with torch.save, completely or not at all. Raises OSError if, for example, the disk is full."""
     try:
         with atomic_write(path) as f:
             torch.save(content, f)
-    except RuntimeError as e:  # torch's zip writer hides the file's error behind one about an unexpected position
+    except RuntimeError as e:
+        # torch's zip writer reports an unexpected position in the file; the file's own error is the cause.
         if isinstance(e.__context__, OSError):
             raise e.__context__ from None
         raise
 
 
-def to_host(tree: Any, memo: dict) -> Any:
-    """A copy of nested containers with every tensor in host memory; tensors that share storage are copied once."""
+def copy_to_host(tree: Any, copies: dict) -> Any:
+    """Copy nested containers, with every tensor in host memory. `copies` remembers the tensors that are copied already:
+    two entries that share storage, such as a tied head, share it in the copy and in the file, too."""
     if isinstance(tree, torch.Tensor):
         key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
-        if key not in memo:
-            memo[key] = tree.detach().to("cpu", copy=True)
-        return memo[key]
+        if key not in copies:
+            copies[key] = tree.detach().to("cpu", copy=True)
+        return copies[key]
     if isinstance(tree, dict):
-        return {k: to_host(v, memo) for k, v in tree.items()}
+        return {key: copy_to_host(value, copies) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [to_host(v, memo) for v in tree]
+        return [copy_to_host(value, copies) for value in tree]
     return tree
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on; keeps the newest `keep` (0: all) and the best.
+    """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
-    A failed write is reported at once, and training continues: the next save tries again. If the last one failed,
-    `wait` raises UserError. Earlier checkpoints stay. As a context it waits for the thread on every way out.
+    Use it as a context: leaving the block, by an error too, waits for the write in progress. A failed write prints a
+    warning, and training continues: the next save tries again, and earlier checkpoints stay. `wait` raises UserError if
+    the last write failed. One write is in progress at a time; the module's docstring draws it.
     """
 
     def __init__(self, run_dir: str | Path, keep: int = 0):
-        self.run_dir, self.keep = Path(run_dir), keep
+        self.run_dir = Path(run_dir)
+        self.keep = keep
         self.thread: threading.Thread | None = None
-        self.step: int | None = None  # of the newest save
-        self.error: Exception | None = None  # set by the thread
+        self.newest_save: int | None = None  # the step
+        self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.thread is not None:
-            self.thread.join()
+        self._join()
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
-        """Copy both to host memory, then write the copies in a thread. Both may change once this has returned."""
-        if self.thread is not None:
-            self.thread.join()
-        model, train = to_host([model, {"format": FORMAT, **train}], {})
-        self.step = step
-        self.thread = threading.Thread(target=self._write, args=(step, model, train, best_step))
+        """Copy the contents of both files to host memory, then write the copies in a thread.
+
+        `model` is what model_file returns, `train` the train state; both may change once this has returned. `best_step`
+        is the step with the lowest validation loss so far, which is never deleted.
+        """
+        # At most one snapshot is in host memory: finish the write before.
+        self._join()
+
+        # The copy is what training waits for; bench/checkpoint.py measures it.
+        copies: dict = {}
+        model_copy = copy_to_host(model, copies)
+        train_copy = copy_to_host({"format": FORMAT, **train}, copies)
+
+        self.newest_save = step
+        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step))
         self.thread.start()
 
     def wait(self, best_step: int | None = None) -> None:
-        """Wait for the write in progress, if any; raise UserError if it failed. `best_step`: if it is known only now
-        which step is the best, that no other stays for it."""
+        """Wait for the write in progress, if any. Raises UserError if the last write failed.
+
+        `best_step` is the final one: the last evaluation may come after the last save, and then the earlier best goes.
+        """
+        self._join()
+
+        if self.error is not None:
+            # A disk is the user's to fix. Any other error, such as weights that are not finite, names its own fix.
+            fix = "; free space or choose another --out-dir" if isinstance(self.error, OSError) else ""
+            newest = f"Newest complete step there: {latest_step(self.run_dir)}"
+            raise UserError(f"could not write the checkpoint in {self.run_dir}: {self.error}{fix}. {newest}")
+
+        if self.newest_save is not None and best_step is not None:
+            self._delete_old(self.newest_save, best_step)
+
+    def _join(self) -> None:
+        """Wait until no write is in progress."""
         if self.thread is not None:
             self.thread.join()
-        mend = "free space or choose another --out-dir. Newest complete step there"
-        require(
-            self.error is None,
-            f"could not write the checkpoint in {self.run_dir}: {self.error}; {mend}: {latest_step(self.run_dir)}",
-        )
-        if self.step is not None and best_step is not None:
-            self._retain(self.step, best_step)
 
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
+        """The body of the thread: check, write both files, delete old checkpoints."""
         try:
-            bad = [name for name, weight in model["model"].items() if not weight.isfinite().all()]
-            require(not bad, f"the weights are not finite ({', '.join(bad[:1])}); lower --max-lr")
-            for left in self.run_dir.glob(".*.pt.part"):  # left by a run killed while writing
-                left.unlink()
+            # Weights that are not finite would replace good checkpoints by useless ones.
+            bad_names = [name for name, weight in model["model"].items() if not weight.isfinite().all()]
+            require(not bad_names, f"the weights are not finite ({', '.join(bad_names[:1])}); lower --max-lr")
+
+            # Files left by a run that was killed while it wrote.
+            for leftover in self.run_dir.glob(".*.pt.part"):
+                leftover.unlink()
+
+            # The model last: once it is there, the step is complete.
             write(optim_path(self.run_dir, step), train)
-            write(model_path(self.run_dir, step), model)  # last: infer.py and --resume auto look for it
-            self._retain(step, best_step)
+            write(model_path(self.run_dir, step), model)
+            self._delete_old(step, best_step)
             self.error = None
         except Exception as e:
             self.error = e
             print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
-    def _retain(self, step: int, best_step: int | None) -> None:
-        """Delete this run's older checkpoints beyond `keep`, but never the best or an incomplete one."""
-        if self.keep:
-            steps = [s for s in complete_steps(self.run_dir) if s <= step]
-            for old in set(steps[: -self.keep]) - {best_step}:
-                model_path(self.run_dir, old).unlink()
-                optim_path(self.run_dir, old).unlink()
+    def _delete_old(self, step: int, best_step: int | None) -> None:
+        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
+
+        Steps after `step` stay: the run was resumed from an earlier checkpoint than they are. Steps with one file stay,
+        too: whoever removed the other one may want it.
+        """
+        if not self.keep:
+            return
+        steps = [s for s in complete_steps(self.run_dir) if s <= step]
+        too_old = set(steps[: -self.keep])
+        for old_step in too_old - {best_step}:
+            model_path(self.run_dir, old_step).unlink()
+            optim_path(self.run_dir, old_step).unlink()

@@ -122,7 +122,7 @@ for name, answer in ANSWERS.items():
 torch.cuda.set_rng_state = set_rng_state
 torch.Generator, torch.multinomial, torch.utils.swap_tensors = Generator, multinomial, swap_tensors
 torch.Tensor.pin_memory = lambda self: self
-fake_tensor.FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata  # checkpoint.to_host knows tensors by it
+fake_tensor.FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata  # checkpoint.copy_to_host uses it
 
 
 def write(path: Path, content: dict, real=checkpoint.write) -> None:
