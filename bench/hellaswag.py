@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-import hellaswag
 from bench import turns
 from model import GPT, GPTConfig
 from system import cli, distributed
 from tokens import tokenizer
+from training import hellaswag_eval
 from training.open_model import open_model
 
 WAYS = ("hellaswag.py", "one at a time", "hellaswag.py in float32")
@@ -31,7 +31,7 @@ WAYS = ("hellaswag.py", "one at a time", "hellaswag.py in float32")
 class Args:
     model: str = ""
     """Checkpoint, folder or name; default GPT-2 124M with random weights."""
-    data: Path = hellaswag.DEFAULT_PATH
+    data: Path = hellaswag_eval.DEFAULT_PATH
     limit: int = 48
     rounds: int = 3
     device: str = "auto"
@@ -40,15 +40,15 @@ class Args:
     """Set for the process that measures one way."""
 
 
-def one_at_a_time(model: GPT, examples: list[hellaswag.Example], rt: distributed.Runtime) -> torch.Tensor:
+def one_at_a_time(model: GPT, examples: list[hellaswag_eval.Example], rt: distributed.Runtime) -> torch.Tensor:
     """Losses (n, 4) as in build-nanogpt: one example's four rows, padded, logits everywhere, shifted loss."""
     out = []
     for e in examples:
-        tokens = torch.zeros(4, len(e.ctx) + max(map(len, e.endings)), dtype=torch.long)
+        tokens = torch.zeros(4, len(e.context) + max(map(len, e.endings)), dtype=torch.long)
         mask = torch.zeros_like(tokens)
         for i, tail in enumerate(e.endings):
-            tokens[i, : len(e.ctx) + len(tail)] = torch.tensor(e.ctx + tail)
-            mask[i, len(e.ctx) : len(e.ctx) + len(tail)] = 1
+            tokens[i, : len(e.context) + len(tail)] = torch.tensor(e.context + tail)
+            mask[i, len(e.context) : len(e.context) + len(tail)] = 1
         tokens, mask = tokens.to(rt.device), mask.to(rt.device)
         with torch.no_grad(), rt.autocast():
             logits = model(tokens)[0]
@@ -59,20 +59,20 @@ def one_at_a_time(model: GPT, examples: list[hellaswag.Example], rt: distributed
 
 
 def child(args: Args) -> None:
-    examples = hellaswag.load_examples(args.data, args.limit)
+    examples = hellaswag_eval.load_examples(args.data, args.limit)
     with distributed.session(args.device, "float32" if args.child.endswith("float32") else args.dtype) as rt:
         torch.manual_seed(0)
         model = (open_model(args.model) if args.model else GPT(GPTConfig(vocab_size=50304))).to(rt.device)
 
-        def way(some: list[hellaswag.Example]) -> torch.Tensor:
+        def way(some: list[hellaswag_eval.Example]) -> torch.Tensor:
             if args.child == "one at a time":
                 return one_at_a_time(model, some, rt)
-            return hellaswag.score(model, some, rt.device, rt)
+            return hellaswag_eval.score(model, some, rt.device, rt)
 
         way(examples[:4])  # warms up
         found = []
         took = turns.seconds(lambda: found.append(way(examples)), rt)
-        picks = (found[0] / torch.tensor([e.units for e in examples])).argmin(1)
+        picks = hellaswag_eval.normalize(found[0], examples).argmin(1)
         print(json.dumps({"ms": 1e3 * took, "picks": picks.tolist(), "where": turns.where(rt)}))
 
 

@@ -35,14 +35,13 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 import numpy as np
 import processes
 import torch
-from helpers import CPU, make_shards, parquet
+from helpers import CPU, make_shards, write_parquet
 
-import hellaswag
 import plots
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import documents, shards
-from training import checkpoint, convert, metrics_file, resume
+from training import checkpoint, convert, hellaswag_eval, metrics_file, resume
 from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import PRESETS
@@ -131,8 +130,7 @@ def make_rows(folder: Path) -> None:
 
 
 def read_rows(folder: Path) -> None:
-    for style in ("completion", "lm-eval"):
-        hellaswag.load_examples(folder / "rows.jsonl", style=style)
+    hellaswag_eval.load_examples(folder / "rows.jsonl")
 
 
 def make_hf(folder: Path) -> None:
@@ -171,7 +169,9 @@ READERS = {
     "shard.npy": Reader("toy_train_000001.npy", make_npy, read_shard),
     "shard.bin": Reader("toy_train_000001.bin", make_bin, read_shard),
     "manifest.json": Reader("manifest.json", make_npy, lambda d: (shards.verify(d), shards.fingerprint(d))),
-    "documents.parquet": Reader("a.parquet", lambda d: parquet(d / "a.parquet", TEXTS, row_group_size=16), read_texts),
+    "documents.parquet": Reader(
+        "a.parquet", lambda d: write_parquet(d / "a.parquet", TEXTS, row_group_size=16), read_texts
+    ),
     "documents.jsonl": Reader("a.jsonl", lambda d: lines(d / "a.jsonl", [{"text": t} for t in TEXTS]), read_texts),
     "documents.txt": Reader("a.txt", lambda d: (d / "a.txt").write_text("".join(TEXTS)), read_texts),
     "model.pt": Reader("model_00007.pt", make_run, lambda d: use(open_model(d / "model_00007.pt"))),
@@ -365,7 +365,7 @@ def fuzz(name: str, numbers: range, seed: int, folder: Path) -> Iterator[tuple[i
         words = name, start, min(start + BATCH, numbers.stop), seed, good, told
         script = processes.start(child, *words, log=folder / "said").wait(3600)
         found = dict(json.loads(line) for line in told.read_text().splitlines())
-        yield from ((i, end or f"the interpreter died: exit code {script.code}") for i, end in found.items())
+        yield from ((i, end or f"the interpreter died: exit code {script.exit_code}") for i, end in found.items())
         start = max(found) + 1
 
 
