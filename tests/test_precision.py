@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
-from model import GPT
 from system import precision as device_precision
 from system.cli import UserError
 from system.distributed import Runtime
