@@ -1,4 +1,14 @@
-"""Fixtures shared by the tests: where the project is, how a script is run, and the optional folder of real data."""
+"""Fixtures shared by the tests: tiny data, and the ways to run a script of the project.
+
+Three ways to run a script, quickest first:
+
+    run_in_fork("infer.py", run, "Hello")        a forked process: its own streams, folder, environment and exit code
+    run_ranks(2, "train_gpt2.py", "quickstart")  several such processes, which are the ranks of one run
+    run_script("infer.py", "--help")             a new interpreter, as a user types it: seconds for the imports alone
+
+`start_script` starts a forked process and returns at once, for tests that send signals to it. `expect_failure` runs a
+script that must end with one clear message.
+"""
 
 import itertools
 import os
@@ -6,14 +16,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts set it; the tests run side by side
+# As the scripts set it: threads that wait do not spin, because the tests run side by side. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The tests are of the CPU, whatever the machine has besides; test_cuda.py alone gives the GPUs back.
 GPUS = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]} if "CUDA_VISIBLE_DEVICES" in os.environ else {}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import processes
 import pytest
-from helpers import ROOT, TINY, write_walk
+from helpers import ROOT, TINY_FLAGS, write_random_walk_shards
+
+# ------------------------------------------------------------------------- data
 
 
 @pytest.fixture
@@ -26,12 +39,28 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
+def tiny_data(tmp_path) -> Path:
+    """A folder of small shards with something to learn; see helpers.write_random_walk_shards."""
+    return write_random_walk_shards(tmp_path / "tiny")
+
+
+@pytest.fixture
+def tiny_args(tiny_data) -> list[str]:
+    """Flags of a run over tiny_data that takes a second: 12 steps of 8 sequences of 32 tokens."""
+    return [*TINY_FLAGS, "--data-dir", str(tiny_data)]
+
+
+@pytest.fixture
 def gpus() -> dict[str, str]:
     """The environment variable that gives this process's children the GPUs back, if the machine's user had set it."""
     return GPUS
 
 
-def checked(done: subprocess.CompletedProcess, check: bool) -> subprocess.CompletedProcess:
+# ------------------------------------------------------------------------- running scripts
+
+
+def check_exit_code(done: subprocess.CompletedProcess, check: bool) -> subprocess.CompletedProcess:
+    """The process as it is; with `check`, an exit code other than 0 fails the test and shows the end of the output."""
     if check and done.returncode != 0:
         raise AssertionError(f"{done.args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     return done
@@ -39,72 +68,85 @@ def checked(done: subprocess.CompletedProcess, check: bool) -> subprocess.Comple
 
 @pytest.fixture
 def run_script():
-    """run_script("infer.py", "--help", env={...}) -> CompletedProcess of a command as a user types it, which takes
-    seconds: for once a script. returncode is checked unless check=False."""
+    """run_script("infer.py", "--help", env={...}) -> CompletedProcess of a command as a user types it, in a new
+    interpreter. That takes seconds, so one test of each script does it. returncode is checked unless check=False."""
 
     def run(*args, check=True, env=None, timeout=120, cwd=None, input=None):
         command = [sys.executable, *map(str, (ROOT / args[0], *args[1:]))]
         env = {**os.environ, "OMP_NUM_THREADS": "2", **(env or {})}
         how = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd, "input": input}
-        return checked(subprocess.run(command, env=env, **how), check)
+        return check_exit_code(subprocess.run(command, env=env, **how), check)
 
     return run
 
 
 @pytest.fixture
-def log(tmp_path_factory):
-    """log() -> a file not used before, outside of what a test looks at."""
-    folder = tmp_path_factory.mktemp("said")
+def new_log_path(tmp_path_factory):
+    """new_log_path() -> a path not used before, in a folder outside of tmp_path, whose content tests compare."""
+    folder = tmp_path_factory.mktemp("output")
     numbers = itertools.count()
-    return lambda: folder / f"said-{next(numbers)}"
+    return lambda: folder / f"output-{next(numbers)}"
 
 
 @pytest.fixture
-def call(log):
-    """As run_script, with the same arguments, in a fork (see processes.py): a tenth of a second and more."""
+def run_in_fork(new_log_path):
+    """As run_script, with the same arguments, in a forked process (see processes.py): a tenth of a second and more."""
 
     def run(script, *args, check=True, env=None, timeout=120, cwd=None, input=None):
-        out, err, words = log(), log(), log()
-        words.write_text(input or "")
-        ended = processes.start(script, *args, log=err, out=out, env=env, cwd=cwd, input=words).wait(timeout)
-        said = [path.read_text(errors="replace") for path in (out, err)]
-        return checked(subprocess.CompletedProcess([script, *args], ended.code, *said), check)
+        stdin_path, stdout_path, stderr_path = new_log_path(), new_log_path(), new_log_path()
+        stdin_path.write_text(input or "")
+        started = processes.start(script, *args, log=stderr_path, out=stdout_path, env=env, cwd=cwd, input=stdin_path)
+        ended = started.wait(timeout)
+        stdout, stderr = (path.read_text(errors="replace") for path in (stdout_path, stderr_path))
+        return check_exit_code(subprocess.CompletedProcess([script, *args], ended.exit_code, stdout, stderr), check)
 
     return run
 
 
 @pytest.fixture
-def fails(call):
-    """fails("hub.py", ..., says=["value", "rule"]): one clear message on stderr, exit code not 0, no traceback."""
+def expect_failure(run_in_fork):
+    """expect_failure("hub.py", ..., mentions=["value", "rule"]): the script ends with an exit code other than 0 and
+    without a traceback, and its output has each of these words, in whatever case."""
 
-    def check(*args, says=(), **kwargs):
-        done = call(*args, check=False, **kwargs)
+    def check(*args, mentions=(), **kwargs):
+        done = run_in_fork(*args, check=False, **kwargs)
         text = done.stdout + done.stderr
         assert done.returncode != 0 and "Traceback" not in text, text
-        assert [s for s in says if s.lower() not in text.lower()] == [], text
+        missing = [words for words in mentions if words.lower() not in text.lower()]
+        assert missing == [], text
         return done
 
     return check
 
 
 @pytest.fixture
-def start(log):
-    """start("train_gpt2.py", ...) -> processes.Script."""
-    return lambda *args, **how: processes.start(*args, **{"log": log(), **how})
+def start_script(new_log_path):
+    """start_script("train_gpt2.py", ...) -> a running processes.Script, with the arguments of processes.start."""
+    return lambda *args, **how: processes.start(*args, **{"log": new_log_path(), **how})
 
 
 @pytest.fixture
-def run_ranks(log):
-    """run_ranks(2, "train_gpt2.py", ...) -> what N gloo ranks on this machine said; see processes.run_ranks."""
-    return lambda *args, **how: processes.run_ranks(*args, log=log(), **how)
+def run_ranks(new_log_path):
+    """run_ranks(2, "train_gpt2.py", ...) -> the output of all gloo ranks of one run; see processes.run_ranks."""
+    return lambda *args, **how: processes.run_ranks(*args, log=new_log_path(), **how)
+
+
+# Old names, while the last test files are renamed.
+@pytest.fixture
+def call(run_in_fork):
+    return run_in_fork
 
 
 @pytest.fixture
-def tiny_data(tmp_path) -> Path:
-    return write_walk(tmp_path / "tiny")
+def log(new_log_path):
+    return new_log_path
 
 
 @pytest.fixture
-def tiny_args(tiny_data) -> list[str]:
-    """Flags of a run that takes a second: 12 steps of 8 sequences of 32 tokens."""
-    return [*TINY, "--data-dir", str(tiny_data)]
+def start(start_script):
+    return start_script
+
+
+@pytest.fixture
+def fails(expect_failure):
+    return lambda *args, says=(), **kwargs: expect_failure(*args, mentions=says, **kwargs)

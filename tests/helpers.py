@@ -1,4 +1,11 @@
-"""What several tests use: tiny data, tiny models, tiny runs and how they are compared."""
+"""Shared by the tests: tiny data and tiny models on disk, tiny training runs, and how two runs are compared.
+
+Everything here is a plain function or a constant that test files import; the fixtures are in conftest.py, and scripts
+in processes of their own in processes.py. A test of training usually reads:
+
+    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "3")     # trains in this process
+    assert load_curve(run)[3][1] < 5.5                                          # the validation loss of step 3
+"""
 
 import json
 from pathlib import Path
@@ -14,69 +21,88 @@ from model import GPT, GPTConfig
 from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint
+from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import parse
 from training.stop import Stop
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARDS = 3
+CPU = Runtime(torch.device("cpu"), torch.float32)  # one rank on the CPU: the runtime of the runs in this process
+SHARDS = 3  # files that make_shards writes
+
+# Flags of a run that takes a second, for the shards of write_random_walk_shards: 12 steps of 8 sequences of 32 tokens.
+TINY_FLAGS = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
+--sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 12 --warmup-steps 2 --val-every 4
+--val-tokens 1024 --hellaswag-every 0 --sample-every 0 --save-every 3 --keep 0 --no-compile --dtype float32
+--optimizer adamw --schedule cosine --max-lr 3e-3 --min-lr 3e-4""".split()
+
+# What random HellaSwag rows are made of.
 WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly guitar ball river jumps".split()
 
-CPU = Runtime(torch.device("cpu"), torch.float32)
+
+# ------------------------------------------------------------------------- training runs, and what they left
 
 
-def config(*words):
-    """What these words of a command come to, as a run with a checkpoint to resume from would read them."""
+def parse_config(*words) -> TrainConfig:
+    """The config that a command line of these words stands for. Words need not be strings yet. A run to resume from is
+    asked for its saved config, as the real command line does it."""
     return parse([str(word) for word in words], lambda path: checkpoint.read_train_state(path)["config"])
 
 
-def fit(args, out, *more, rt=CPU, stop=None):
-    """Train quickstart in this process; returns the run folder."""
-    torch.set_num_threads(1)
-    train_gpt2.train(config("quickstart", *args, "--out-dir", out, *more), rt, stop or Stop())
+def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
+    """Train the preset quickstart with the flags `args` and `more` in this process, into the folder `out`; returns that
+    folder. `stop` may hold a stop request, by which a test ends the run early."""
+    torch.set_num_threads(1)  # the tests run side by side
+    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or Stop())
     return Path(out)
 
 
-def metrics(run):
-    """The lines of a run's metrics.jsonl."""
+def load_metrics(run) -> list[dict]:
+    """The lines of a run's metrics.jsonl. Unlike training.metrics_file it fails at a line that is not JSON."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(run):
-    """{step: (train_loss, val_loss, grad_norm)} of a run."""
-    lines = metrics(run)
+def load_curve(run) -> dict[int, tuple[float | None, float | None, float | None]]:
+    """{step: (train_loss, val_loss, grad_norm)} of a run, None for what was not measured at that step."""
+    lines = load_metrics(run)
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "a step appears twice"
     return {line["step"]: (line.get("train_loss"), line.get("val_loss"), line.get("grad_norm")) for line in lines}
 
 
-def weights(run, step=12):
+def load_weights(run, step=12) -> dict[str, torch.Tensor]:
     """The weights that a run saved at a step."""
     return open_model(checkpoint.model_path(run, step)).state_dict()
 
 
-def same_bits(a, b):
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two state dicts have the same keys and, for each key, equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def assert_close(a, b, rel=2e-4):
-    """Two curves are the same to rounding."""
+def assert_curves_close(a, b, rel=2e-4) -> None:
+    """Two curves, as of load_curve, have the same steps and measurements, and their values differ by rounding only."""
     assert a.keys() == b.keys()
     for step in a:
         for x, y in zip(a[step], b[step], strict=True):
+            # a step that was not evaluated has None in both curves
             same = x is y if None in (x, y) else x == pytest.approx(y, rel=rel)
             assert same, f"step {step}: {a[step]} and {b[step]}"
 
 
-def keep_steps(run, upto):
-    """Make a run look as if it had been lost after its checkpoint of step `upto`."""
+def delete_checkpoints_after(run, last) -> None:
+    """Delete the checkpoints later than step `last`, as if the run had been lost soon after it."""
     for step in checkpoint.complete_steps(run):
-        if step > upto:
+        if step > last:
             checkpoint.model_path(run, step).unlink()
             checkpoint.optim_path(run, step).unlink()
 
 
-def write_walk(folder: Path) -> Path:
-    """A folder of shards over a vocabulary of 256 with something to learn: three train shards, one val."""
+# ------------------------------------------------------------------------- token shards and models
+
+
+def write_random_walk_shards(folder: Path) -> Path:
+    """A folder of shards over a vocabulary of 256 with something to learn: three train shards, one val. Each token is
+    the one before plus 1, 2 or 3, so the best possible loss is log 3."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for index, size in enumerate([2100, 3001, 4097, 1500]):
@@ -85,8 +111,27 @@ def write_walk(folder: Path) -> Path:
     return folder
 
 
-def write_model(folder: Path, block_size: int, n_embd: int) -> Path:
-    """A run folder with one tiny model of GPT-2's tokens, whose choices are not close calls."""
+def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
+    """A folder of SHARDS shards of `size` random GPT-2 tokens each, with the manifest that fineweb.py would write."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
+    entries = []
+    for i in range(SHARDS):
+        tokens = rng.integers(0, 50256, size).astype(np.uint16)
+        tokens[0] = 50256  # each shard begins with a document
+        name = f"toy_{'train' if i else 'val'}_{i:06d}.npy"
+        sha256 = shards.write_shard(folder / name, tokens)
+        end = {"file": 0, "token": i}
+        entries.append(shards.Shard(name, len(tokens), int((tokens == 50256).sum()), sha256, end))
+    source = {"name": "toy", "subset": "", "column": "text", "revision": "1"}
+    source["files"] = [{"path": "toy.txt", "bytes": 1}]
+    shards.write_manifest(folder, shards.Manifest(source, "npy", size, complete=True, shards=entries))
+    return folder
+
+
+def write_tiny_model(folder: Path, block_size: int, n_embd: int) -> Path:
+    """A run folder with one tiny model of GPT-2's vocabulary. Its weights are random, and large enough that its choices
+    are not close calls, which rounding could turn."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=block_size, vocab_size=50304, n_layer=2, n_head=2, n_embd=n_embd))
     with torch.no_grad():
@@ -97,45 +142,11 @@ def write_model(folder: Path, block_size: int, n_embd: int) -> Path:
     return folder
 
 
-# Flags of a run that takes a second, over the shards of write_walk.
-TINY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
---sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 12 --warmup-steps 2 --val-every 4
---val-tokens 1024 --hellaswag-every 0 --sample-every 0 --save-every 3 --keep 0 --no-compile --dtype float32
---optimizer adamw --schedule cosine --max-lr 3e-3 --min-lr 3e-4""".split()
+# ------------------------------------------------------------------------- texts to tokenize
 
-
-def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
-    """A folder of SHARDS shards with the manifest that fineweb.py would write."""
-    folder.mkdir(exist_ok=True)
-    rng, made = np.random.default_rng(seed), []
-    for i in range(SHARDS):
-        tokens = rng.integers(0, 50256, size).astype(np.uint16)
-        tokens[0] = 50256
-        name = f"toy_{'train' if i else 'val'}_{i:06d}.npy"
-        sha256 = shards.write_shard(folder / name, tokens)
-        end = {"file": 0, "token": i}
-        made.append(shards.Shard(name, len(tokens), int((tokens == 50256).sum()), sha256, end))
-    source = {"name": "toy", "subset": "", "column": "text", "revision": "1"}
-    source["files"] = [{"path": "toy.txt", "bytes": 1}]
-    shards.write_manifest(folder, shards.Manifest(source, "npy", size, complete=True, shards=made))
-    return folder
-
-
-def story(seed, n=40):
-    """Documents with some of everything."""
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(TRICKY[:14], rng.integers(0, 9))) for _ in range(n)] + TRICKY
-
-
-def parquet(path, documents, **kwargs):
-    """A file of documents, as FineWeb has them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table({"id": list(range(len(documents))), "text": pa.array(documents, pa.string())})
-    pq.write_table(table, path, **kwargs)
-    return path
-
-
-TRICKY = [
+# What tokenizers, readers of files and terminals have stumbled over: whitespace, special tokens, contractions, scripts,
+# control characters, long runs of one character.
+TRICKY_TEXTS = [
     "",
     " ",
     "\n\n\n",
@@ -157,23 +168,50 @@ TRICKY = [
 ]
 
 
-def make_rows(n: int, seed: int = 0) -> list[dict]:
-    """Rows as HellaSwag's, of random words."""
-    g = torch.Generator().manual_seed(seed)
-
-    def words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=g))
-        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=g))
-
-    def row(i: int) -> dict:
-        a, b = words(1, 30), words(1, 4)
-        endings = [words(1, 25) + "." for _ in range(4)]
-        ctx = {"ctx": f"{a}. {b}", "ctx_a": f"{a}.", "ctx_b": b}
-        return {**ctx, "activity_label": "x", "endings": endings, "label": i % 4}
-
-    return [row(i) for i in range(n)]
+def make_documents(seed, n=40) -> list[str]:
+    """n documents of random tricky pieces, then each tricky text as a document of its own."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(TRICKY_TEXTS[:14], rng.integers(0, 9))) for _ in range(n)] + TRICKY_TEXTS
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+def write_parquet(path, documents, **kwargs) -> Path:
+    """A parquet file with the columns id and text, as FineWeb's files have them; kwargs go to pyarrow."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"id": list(range(len(documents))), "text": pa.array(documents, pa.string())})
+    pq.write_table(table, path, **kwargs)
     return path
+
+
+# ------------------------------------------------------------------------- HellaSwag rows
+
+
+def make_hellaswag_rows(n: int, seed: int = 0) -> list[dict]:
+    """n rows with the fields of HellaSwag's, of random words, in endings of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_words(low: int, high: int) -> str:
+        count = int(torch.randint(low, high, (1,), generator=generator))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=generator))
+
+    def make_row(i: int) -> dict:
+        a, b = random_words(1, 30), random_words(1, 4)
+        endings = [random_words(1, 25) + "." for _ in range(4)]
+        context = {"ctx": f"{a}. {b}", "ctx_a": f"{a}.", "ctx_b": b}
+        return {**context, "activity_label": "x", "endings": endings, "label": i % 4}
+
+    return [make_row(i) for i in range(n)]
+
+
+def write_jsonl(path, rows) -> Path:
+    """A file with a line of JSON for each row."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Old names, while the last test files are renamed.
+fit, config, metrics, curve, weights = train_quickstart, parse_config, load_metrics, load_curve, load_weights
+assert_close, keep_steps, write_walk, write_model = (
+    assert_curves_close, delete_checkpoints_after, write_random_walk_shards, write_tiny_model
+)  # fmt: skip
+story, parquet, TINY, TRICKY = make_documents, write_parquet, TINY_FLAGS, TRICKY_TEXTS
+make_rows, write_rows = make_hellaswag_rows, write_jsonl

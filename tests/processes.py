@@ -1,7 +1,17 @@
 """A script in a process of its own, forked from a server that has imported torch: 0.1 seconds instead of 3.
 
+    script = start("train_gpt2.py", "quickstart", ..., log=path)    # returns at once
+    script.wait_until("val loss")                                   # it has printed that
+    script.send(signal.SIGINT)
+    assert script.wait().exit_code == 0, script.output
+
 The process is a real one: it has its own streams, environment, folder and exit code, and it dies of real signals. What
 the server has imported already is all that differs from a command that is typed.
+
+    test process --asks--> fork server (has imported torch and the scripts) --forks--> script
+
+The fixtures of conftest.py wrap what is here; tests of signals, ranks and faults use it directly. The last section is
+about real torchrun processes, which are not forked.
 """
 
 from __future__ import annotations
@@ -26,15 +36,18 @@ from helpers import ROOT
 
 from system.cli import run_cli
 
+# The server imports these once; a fork of it starts with all of them.
 PRELOAD = "__main__ helpers train_gpt2 torch._dynamo tyro fineweb hub hellaswag infer plots matplotlib.pyplot".split()
 
 
 @cache
-def server() -> multiprocessing.context.ForkServerContext:
+def forkserver_context() -> multiprocessing.context.ForkServerContext:
+    """The server of this test process, started at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    # The server does not know sys.path: it finds the project and the tests by PYTHONPATH, which is put back afterwards.
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # the server does not know sys.path
+    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     forkserver.ensure_running()
     os.environ.pop("PYTHONPATH")
     if before is not None:
@@ -42,17 +55,20 @@ def server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def child(
+def run_in_child(
     script: str | Callable, argv: list[str], streams: list[str], folder: str, env: dict[str, str], prepare: Callable
 ) -> None:
-    """In the new process: what a shell does (streams, folder, environment, arguments), the fault, the script's main."""
+    """In the new process: do what a shell does before a command (streams, folder, environment, arguments), then what
+    `prepare` does, which may plant a fault, then run the script's main."""
+    # Streams 0, 1 and 2 are files: input is read, the outputs are appended to.
     for stream, path in enumerate(streams):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if stream else os.O_RDONLY), stream)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
-    resource_tracker.register = resource_tracker.unregister = lambda *_: None  # it would mourn the killed at the end
+    # Python's resource tracker would warn, at its end, of what a killed process has not closed.
+    resource_tracker.register = resource_tracker.unregister = lambda *_: None
     prepare()
     sys.argv = [str(script), *argv]
     run_cli(importlib.import_module(script).main if isinstance(script, str) else script)
@@ -60,66 +76,73 @@ def child(
 
 @dataclass
 class Script:
-    """A script at work; what it says goes to a file."""
+    """A script that has been started; its output goes to the file `log`."""
 
     process: multiprocessing.Process
     log: Path
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
+        """What it has printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
         return self.process.exitcode
 
     def send(self, number: int) -> bool:
-        """Whether the signal found the process alive."""
-        with suppress(ProcessLookupError):  # it has gone since
+        """Send a signal; returns whether the process was still alive."""
+        with suppress(ProcessLookupError):  # it ended between the two lines
             if self.process.is_alive():
                 os.kill(self.process.pid, number)
                 return True
         return False
 
     def kill_at(self, goal: int, count: Callable[[], int], later: float) -> bool:
-        """SIGKILL when the count has come to the goal, and a moment later; whether it found the process alive."""
+        """SIGKILL `later` seconds after count() has reached `goal`; returns whether the process was still alive."""
         while self.process.is_alive() and count() < goal:
             time.sleep(0.002)
         time.sleep(later)
         return self.send(signal.SIGKILL)
 
     def wait(self, seconds: float = 120) -> Script:
-        """Wait for its end, which must come."""
+        """Wait until it has ended. Kills it and fails the test if that takes longer than `seconds`."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-            raise AssertionError(f"it hung for {seconds} seconds\n{self.said[-4000:]}")
+            raise AssertionError(f"it hung for {seconds} seconds\n{self.output[-4000:]}")
         return self
 
-    def ended_well(self) -> Script:
-        """Wait for its end with exit code 0."""
-        assert self.wait().code == 0, f"exit code {self.code}\n{self.said[-4000:]}"
+    def wait_for_success(self) -> Script:
+        """Wait until it has ended, with exit code 0."""
+        assert self.wait().exit_code == 0, f"exit code {self.exit_code}\n{self.output[-4000:]}"
         return self
 
-    def until(self, what: str | Callable[[], object], seconds: float = 60) -> bool:
-        """Wait until it has said that, or that is so; False if it ended without."""
-        come = what if callable(what) else lambda: what in self.said
+    def wait_until(self, what: str | Callable[[], object], seconds: float = 60) -> bool:
+        """Wait until it has printed a text, or a condition holds. False if it ended before that; fails the test after
+        `seconds`."""
+        holds = what if callable(what) else lambda: what in self.output
         end = time.monotonic() + seconds
-        while not come():
+        while not holds():
             if not self.process.is_alive():
-                return bool(come())
-            assert time.monotonic() < end, f"{what!r} did not come\n{self.said[-4000:]}"
+                return bool(holds())  # it may have come true with the last line
+            assert time.monotonic() < end, f"{what!r} did not come\n{self.output[-4000:]}"
             time.sleep(0.002)
         return True
 
+    # Old names, while the last test files are renamed.
+    said, code = output, exit_code
+    ended_well, until = wait_for_success, wait_until
 
-def nothing() -> None:
-    pass
+
+def do_nothing() -> None:
+    """The `prepare` of a process in which no fault is planted."""
 
 
-def hasty() -> None:
-    """To prepare a process with: the waits between tries, or for a rank that reports first, are short."""
+def shorten_sleeps() -> None:
+    """A `prepare` for processes that sleep between tries, or until another rank reports: no sleep exceeds 10 ms."""
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(min(seconds, 0.01))
 
@@ -131,58 +154,77 @@ def start(
     out: object = None,
     cwd: object = None,
     env: dict[str, str] | None = None,
-    prepare: Callable[[], None] = nothing,
+    prepare: Callable[[], None] = do_nothing,
     input: object = os.devnull,
 ) -> Script:
-    """Start a script, `train_gpt2` or `train_gpt2.py`, or a function of a module that can be imported. `log`: the file
-    of both output streams or, with `out`, of errors alone. `env`: variables beside those of this process."""
+    """Start a script and return at once.
+
+    Args:
+        script: `train_gpt2` or `train_gpt2.py`, or a function of a module that can be imported.
+        argv: its arguments, which are made strings.
+        log: the file of both output streams or, with `out`, of stderr alone.
+        out: the file of stdout, if it is to be another one.
+        cwd: the folder it runs in; this process's by default.
+        env: variables beside those of this process.
+        prepare: a function of a module, called in the new process before the script.
+        input: the file that it reads as stdin.
+    """
     if isinstance(script, str):
         script = script.removesuffix(".py")
     streams = [str(input), str(out or log), str(log)]
     folder, variables = str(cwd or os.getcwd()), {**os.environ, **(env or {})}
-    process = server().Process(target=child, args=(script, list(map(str, argv)), streams, folder, variables, prepare))
+    args = (script, [str(word) for word in argv], streams, folder, variables, prepare)
+    process = forkserver_context().Process(target=run_in_child, args=args)
     process.start()
     return Script(process, log)
 
 
-def ranks(n: int, script: str | Callable, *argv: object, log: Path, env: dict[str, str] | None = None, **how):
-    """Start n ranks, as torchrun does, with a log for each."""
-    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    known |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), **(env or {})}
+def start_ranks(
+    n: int, script: str | Callable, *argv: object, log: Path, env: dict[str, str] | None = None, **how
+) -> list[Script]:
+    """Start n ranks of one run, with the environment that torchrun gives them and a log file for each, which is named
+    after `log`. `how` goes to `start`."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    common |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), **(env or {})}
     started = []
     for rank in map(str, range(n)):
         path = log.with_name(f"{log.name}.{rank}")
-        started.append(start(script, *argv, log=path, env={**known, "RANK": rank, "LOCAL_RANK": rank}, **how))
+        started.append(start(script, *argv, log=path, env={**common, "RANK": rank, "LOCAL_RANK": rank}, **how))
     return started
 
 
 def run_ranks(n: int, script: str | Callable, *argv: object, fails: bool = False, **how) -> str:
-    """What n ranks have said, once all have ended: well or, if this `fails`, each with a failure and no traceback."""
-    them = [rank.wait() for rank in ranks(n, script, *argv, **how)]
-    said = "".join(rank.said for rank in them)
-    codes = [rank.code for rank in them]
-    good = all(code > 0 for code in codes) and "Traceback" not in said if fails else not any(codes)
-    assert good, f"exit codes {codes}\n{said[-6000:]}"
-    return said
+    """The output of n ranks, joined, once all have ended: each with exit code 0 or, with `fails`, each with a positive
+    one and without a traceback."""
+    ended = [rank.wait() for rank in start_ranks(n, script, *argv, **how)]
+    output = "".join(rank.output for rank in ended)
+    codes = [rank.exit_code for rank in ended]
+    if fails:
+        as_expected = all(code > 0 for code in codes) and "Traceback" not in output
+    else:
+        as_expected = not any(codes)
+    assert as_expected, f"exit codes {codes}\n{output[-6000:]}"
+    return output
 
 
 # ------------------------------------------------------------------------- a real torchrun
 
 
-def agent(*args, stdout=subprocess.PIPE, **env):
-    """A torchrun with these arguments."""
+def start_torchrun(*args, stdout=subprocess.PIPE, **env) -> subprocess.Popen:
+    """Start torchrun with these arguments, and these variables beside those of this process."""
     command = [sys.executable, "-m", "torch.distributed.run", *args]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.STDOUT, text=True)
 
 
-def ranks_of(agent: int) -> list[int]:
-    """Process ids of the ranks that a torchrun agent started."""
-    with open(f"/proc/{agent}/task/{agent}/children") as f:
-        return [int(p) for p in f.read().split()]
+def rank_pids(torchrun_pid: int) -> list[int]:
+    """Process ids of the ranks that a torchrun started (Linux only: reads /proc)."""
+    with open(f"/proc/{torchrun_pid}/task/{torchrun_pid}/children") as f:
+        return [int(pid) for pid in f.read().split()]
 
 
-def wait_for(condition, seconds=90):
+def wait_for(condition: Callable[[], object], seconds=90) -> None:
+    """Wait until a condition holds; fails the test after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -191,7 +233,13 @@ def wait_for(condition, seconds=90):
     raise AssertionError("timed out")
 
 
-def free_port() -> int:
+def find_free_port() -> int:
+    """A TCP port of this machine that nobody listens on at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+# Old names, while the last test files are renamed.
+server, child, hasty, nothing, ranks = forkserver_context, run_in_child, shorten_sleeps, do_nothing, start_ranks
+agent, ranks_of, free_port = start_torchrun, rank_pids, find_free_port

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from helpers import make_rows, make_shards, parquet, story, write_rows
+from helpers import make_documents, make_hellaswag_rows, make_shards, write_jsonl, write_parquet
 
 SMALL = (
     "--optimizer=adamw --micro-batch-size=4 --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304 "
@@ -28,10 +28,10 @@ BENCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHES)
-def test_a_benchmark_runs(name, call, tmp_path):
+def test_a_benchmark_runs(name, run_in_fork, tmp_path):
     flags, says = BENCHES[name]
     make_shards(tmp_path / "data", size=200_000)
-    write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    parquet(tmp_path / "a.parquet", story(1))
-    said = call(f"bench.{name}", *shlex.split(flags.format(tmp=tmp_path)), timeout=600).stdout
+    write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(4))
+    write_parquet(tmp_path / "a.parquet", make_documents(1))
+    said = run_in_fork(f"bench.{name}", *shlex.split(flags.format(tmp=tmp_path)), timeout=600).stdout
     assert says in said, said

@@ -158,15 +158,15 @@ def test_bad_values_say_value_and_rule(change, says):
         assert s in str(e.value)
 
 
-def test_a_network_that_cannot_be_says_value_and_rule(fails):
+def test_a_network_that_cannot_be_says_value_and_rule(expect_failure):
     with pytest.raises(ValueError, match="n_head 7 does not divide n_embd 768"):
         GPTConfig(n_head=7)
-    fails("train_gpt2.py", "--model.n-head", "7", says=["n_head 7 does not divide n_embd 768"])
+    expect_failure("train_gpt2.py", "--model.n-head", "7", mentions=["n_head 7 does not divide n_embd 768"])
 
 
-def test_unknown_preset_and_flag(fails):
-    fails("train_gpt2.py", "gpt2-125m", says=["gpt2-125m", "did you mean 'gpt2-124m'"])
-    fails("train_gpt2.py", "quickstart", "--max-stepz", "3", says=["--max-stepz", "--max-steps"])
+def test_unknown_preset_and_flag(expect_failure):
+    expect_failure("train_gpt2.py", "gpt2-125m", mentions=["gpt2-125m", "did you mean 'gpt2-124m'"])
+    expect_failure("train_gpt2.py", "quickstart", "--max-stepz", "3", mentions=["--max-stepz", "--max-steps"])
     with pytest.raises(SystemExit):
         parse("--max-steps 5 quickstart".split(), nothing_saved)  # a preset comes first
     assert parse(["--out-dir", "quickstart"], nothing_saved).out_dir == "quickstart"

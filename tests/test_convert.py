@@ -150,9 +150,9 @@ def test_one_door_for_every_kind_of_model(hf, tmp_path):
         open_model(tmp_path / "mine" / "rum")
 
 
-def test_no_network_is_said_quickly(fails, tmp_path):
+def test_no_network_is_said_quickly(expect_failure, tmp_path):
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    fails("infer.py", "gpt2", "Hi", says=["gpt2", "Hub", "network"], env=env, timeout=60)
+    expect_failure("infer.py", "gpt2", "Hi", mentions=["gpt2", "Hub", "network"], env=env, timeout=60)
 
 
 def test_what_the_layout_cannot_hold_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, TINY, make_rows, write_model, write_rows
+from helpers import ROOT, TINY_FLAGS, make_hellaswag_rows, write_jsonl, write_tiny_model
 
 from training import metrics
 
@@ -34,7 +34,7 @@ def call(gpus):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("cuda") / "run", block_size=64, n_embd=128)
+    return write_tiny_model(tmp_path_factory.mktemp("cuda") / "run", block_size=64, n_embd=128)
 
 
 def test_samples_are_those_of_the_cpu(call, run_dir):
@@ -49,7 +49,7 @@ def test_samples_are_those_of_the_cpu(call, run_dir):
 
 
 def test_hellaswag_scores_are_those_of_the_cpu(call, run_dir, tmp_path):
-    rows, found = write_rows(tmp_path / "rows.jsonl", make_rows(12)), []
+    rows, found = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(12)), []
     for device in (DEVICE, "cpu"):
         out = tmp_path / f"{device}.jsonl"
         flags = ["--data", rows, "--dtype", "float32", "--per-example", out, "--device", device]
@@ -81,7 +81,7 @@ for hs in (64, 128):
 @pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
 def test_training_is_that_of_the_cpu(call, preset, tiny_data, tmp_path):
     """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""
-    flags = [w for w in TINY if w != "--no-compile"] + ["--data-dir", tiny_data]
+    flags = [w for w in TINY_FLAGS if w != "--no-compile"] + ["--data-dir", tiny_data]
     if preset == "speedrun-124m":
         flags[flags.index("--model.n-head") + 1] = "1"
     curves = []
@@ -96,7 +96,7 @@ def test_training_is_that_of_the_cpu(call, preset, tiny_data, tmp_path):
 
 
 def test_a_killed_run_ends_with_the_same_bits(call, tiny_data):
-    flags = [w for w in TINY if w not in ("--no-compile", "--dtype", "float32")]
+    flags = [w for w in TINY_FLAGS if w not in ("--no-compile", "--dtype", "float32")]
     for name in ("--max-steps", "--save-every", "--val-every", "--hellaswag-every", "--sample-every"):
         del flags[flags.index(name) : flags.index(name) + 2]
     ways = ["deterministic", "deterministic dtype=float16"]

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from faults import hub_server
-from helpers import ROOT, parquet, story
+from helpers import ROOT, make_documents, write_parquet
 
 import fineweb
 from system.cli import UserError
@@ -62,8 +62,8 @@ def contents(folder):
 
 @pytest.mark.parametrize("suffix", ["npy", "bin"])
 def test_parquet_document_by_document(tmp_path, suffix):
-    documents = [*story(1), None, "last"]
-    parquet(tmp_path / "a b.parquet", documents, row_group_size=7)
+    documents = [*make_documents(1), None, "last"]
+    write_parquet(tmp_path / "a b.parquet", documents, row_group_size=7)
     out = tmp_path / "out"
     make("--source", tmp_path / "a b.parquet", "--out", out, "--shard-size", 5000, "--format", suffix)
     tokens, manifest = stream(out)
@@ -74,19 +74,19 @@ def test_parquet_document_by_document(tmp_path, suffix):
 
 
 def test_parquet_types_and_odd_shapes(tmp_path):
-    documents = story(2)
+    documents = make_documents(2)
     for kind in (pa.large_string(), pa.string_view()):
         pq.write_table(pa.table({"text": pa.array(documents, kind)}), tmp_path / "a.parquet", store_schema=True)
         out = tmp_path / str(kind)
         make("--source", tmp_path / "a.parquet", "--out", out)
         assert stream(out)[0].tolist() == expected(documents)
-    parquet(tmp_path / "empty.parquet", [])
+    write_parquet(tmp_path / "empty.parquet", [])
     make("--source", tmp_path / "empty.parquet", tmp_path / "a.parquet", "--out", tmp_path / "o")
     assert stream(tmp_path / "o")[0].tolist() == expected(documents)
 
 
 def test_jsonl_fields_blank_lines_and_half_surrogates(tmp_path):
-    documents = [*story(3), "", "half \ud83d surrogate \ude00"]
+    documents = [*make_documents(3), "", "half \ud83d surrogate \ude00"]
     lines = [json.dumps({"n": 1, "body": d}) for d in documents]
     lines.insert(3, "")
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, json.dumps({"body": None})]) + "\n\n")
@@ -107,7 +107,16 @@ def write_arrow(path, documents, new):
 
 def test_csv_gives_every_text_as_it_stands(tmp_path):
     """Commas, quotes and line ends in texts; words that other readers take for nothing, for numbers or for dates."""
-    documents = [*story(7), "NA", "null", "1.0", "2020-01-01", 'a "quoted", one', "two\nlines\r\nor three\r", " x "]
+    documents = [
+        *make_documents(7),
+        "NA",
+        "null",
+        "1.0",
+        "2020-01-01",
+        'a "quoted", one',
+        "two\nlines\r\nor three\r",
+        " x ",
+    ]
     write_csv(tmp_path / "a.csv", documents)
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbftext,n\r\nwith a mark,1\r\n\r\nlast,2\r\n")  # as Excel writes it
     make("--source", tmp_path / "*.csv", "--out", tmp_path / "out")
@@ -115,7 +124,7 @@ def test_csv_gives_every_text_as_it_stands(tmp_path):
 
 
 def test_arrow_in_both_of_its_formats(tmp_path):
-    documents = [*story(8), None]
+    documents = [*make_documents(8), None]
     write_arrow(tmp_path / "a.arrow", documents, pa.ipc.new_stream)  # as `datasets` writes it
     write_arrow(tmp_path / "b.arrow", documents, pa.ipc.new_file)
     make("--source", tmp_path / "*.arrow", "--out", tmp_path / "out")
@@ -128,7 +137,7 @@ PACK = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open, "zst": ZST}
 
 @pytest.mark.parametrize("suffix", PACK)
 def test_compressed_files(tmp_path, suffix):
-    documents, src = story(9), tmp_path / "src"
+    documents, src = make_documents(9), tmp_path / "src"
     src.mkdir()
     write_csv(src / "a.csv", documents)
     (src / "b.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
@@ -152,7 +161,7 @@ def test_compressed_files(tmp_path, suffix):
 
 def test_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch):
     """Pieces and blocks of a few characters: the tokens are still those of the whole."""
-    text = "\n".join(t[:300] for t in story(4)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
+    text = "\n".join(t[:300] for t in make_documents(4)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     for piece, block in ((1, 900), (3, 1000), (50, 333), (1 << 16, 1 << 23)):
         monkeypatch.setattr(reading, "PIECE", piece)
@@ -167,8 +176,8 @@ def test_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch):
 
 def test_chunks_do_not_show(tmp_path, quick, monkeypatch):
     """Small chunks and shards or large ones: the same stream."""
-    documents = story(5)
-    path = parquet(tmp_path / "a.parquet", documents, row_group_size=11)
+    documents = make_documents(5)
+    path = write_parquet(tmp_path / "a.parquet", documents, row_group_size=11)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
     for i, (chunk, size) in enumerate(((1, 3000), (2000, 2999), (1 << 23, 10**8))):
         monkeypatch.setattr(reading, "CHUNK", chunk)
@@ -177,11 +186,11 @@ def test_chunks_do_not_show(tmp_path, quick, monkeypatch):
 
 
 def test_limit_tokens_is_exact(tmp_path, quick):
-    path = parquet(tmp_path / "a.parquet", story(6))
+    path = write_parquet(tmp_path / "a.parquet", make_documents(6))
     for limit in (1, 99, 100, 101, 2000):
         out = tmp_path / str(limit)
         make("--source", path, "--out", out, "--shard-size", 100, "--limit-tokens", limit)
-        assert stream(out)[0].tolist() == expected(story(6))[:limit]
+        assert stream(out)[0].tolist() == expected(make_documents(6))[:limit]
 
 
 def test_default_shard_size_leaves_val_and_train(tmp_path, quick):
@@ -240,11 +249,13 @@ def quick(monkeypatch):
 @pytest.fixture
 def mixed(tmp_path):
     """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
-    files = [parquet(tmp_path / "src" / f"p{i}.parquet", story(i, 20), row_group_size=9) for i in range(2)]
-    (tmp_path / "src" / "j.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in story(9, 20)))
-    (tmp_path / "src" / "t.txt").write_text("\n".join(story(10, 20)))
+    files = [
+        write_parquet(tmp_path / "src" / f"p{i}.parquet", make_documents(i, 20), row_group_size=9) for i in range(2)
+    ]
+    (tmp_path / "src" / "j.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in make_documents(9, 20)))
+    (tmp_path / "src" / "t.txt").write_text("\n".join(make_documents(10, 20)))
     (tmp_path / "src" / "u.txt").write_text("short")
-    write_csv(tmp_path / "src" / "v.csv", story(11, 5))
+    write_csv(tmp_path / "src" / "v.csv", make_documents(11, 5))
     return ["--source", *files, *sorted((tmp_path / "src").glob("*.[jtc]*")), "--shard-size", 20_000]
 
 
@@ -432,7 +443,7 @@ def test_ahead_is_ahead_by_its_steps_and_no_more():
 
 
 def test_bad_sources_are_refused(tmp_path, quick):
-    parquet(tmp_path / "good.parquet", ["x"])
+    write_parquet(tmp_path / "good.parquet", ["x"])
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "good.parquet").read_bytes()[:-9])
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
@@ -478,12 +489,12 @@ def test_no_room_says_how_much(tmp_path, monkeypatch):
         make("--source", tmp_path / "a.txt", "--out", tmp_path / "out", "--limit-tokens", 2 * 10**9)
 
 
-def test_commands_fail_with_one_message(tmp_path, fails, run_script):
-    fails("fineweb.py", "--source", tmp_path / "none.txt", says=["none.txt", "stdlib"], cwd=tmp_path)
-    fails("fineweb.py", "--verify", tmp_path / "none", says=["does not exist", "python fineweb.py"])
-    fails("fineweb.py", "--sauce", "x", says=["--sauce"])
+def test_commands_fail_with_one_message(tmp_path, expect_failure, run_script):
+    expect_failure("fineweb.py", "--source", tmp_path / "none.txt", mentions=["none.txt", "stdlib"], cwd=tmp_path)
+    expect_failure("fineweb.py", "--verify", tmp_path / "none", mentions=["does not exist", "python fineweb.py"])
+    expect_failure("fineweb.py", "--sauce", "x", mentions=["--sauce"])
     (tmp_path / "file").write_text("x")
-    fails("fineweb.py", "--source", "stdlib", "--out", tmp_path / "file" / "sub", says=["cannot write to"])
+    expect_failure("fineweb.py", "--source", "stdlib", "--out", tmp_path / "file" / "sub", mentions=["cannot write to"])
     began = time.time()
     run_script("fineweb.py", "--help")
     assert time.time() - began < 3  # well under a second on an idle machine
@@ -499,9 +510,9 @@ def hub(tmp_path):
     with hub_server.start(tmp_path / "hub") as server:
         repo, documents = tmp_path / "hub" / "datasets" / "owner" / "web", []
         for i in range(5):
-            documents.append(story(20 + i, 30))
-            parquet(repo / "sample" / f"{i:03d}_00000.parquet", documents[-1])
-        parquet(repo / "other" / "x.parquet", ["not this"])
+            documents.append(make_documents(20 + i, 30))
+            write_parquet(repo / "sample" / f"{i:03d}_00000.parquet", documents[-1])
+        write_parquet(repo / "other" / "x.parquet", ["not this"])
         (repo / "README.md").write_text("a dataset")
         server.documents = [d for part in documents for d in part]
         yield server
@@ -539,17 +550,17 @@ def test_hub_downloads_ahead_and_deletes(tmp_path, hub, run_script):
     assert contents(kept) == before
 
 
-def test_hub_datasets_of_other_formats(tmp_path, hub, call):
+def test_hub_datasets_of_other_formats(tmp_path, hub, run_in_fork):
     """Without parquet, jsonl is taken, also compressed; without that, csv. One format, not all that are there."""
     repo = tmp_path / "hub" / "datasets" / "owner" / "lines"
     (repo / "data").mkdir(parents=True)
     write_csv(repo / "scores.csv", ["not this"])
     for i in range(2):
         with gzip.open(repo / "data" / f"{i}.jsonl.gz", "wt") as file:
-            file.writelines(json.dumps({"text": d}) + "\n" for d in story(30 + i, 5))
-    for subset, documents in (("", story(30, 5) + story(31, 5)), ("scores", ["not this"])):
+            file.writelines(json.dumps({"text": d}) + "\n" for d in make_documents(30 + i, 5))
+    for subset, documents in (("", make_documents(30, 5) + make_documents(31, 5)), ("scores", ["not this"])):
         out = tmp_path / f"out{subset}"
-        call("fineweb.py", "--source", "owner/lines", "--subset", subset, "--out", out, env=hub.env())
+        run_in_fork("fineweb.py", "--source", "owner/lines", "--subset", subset, "--out", out, env=hub.env())
         assert stream(out)[0].tolist() == expected(documents)
         assert not (out / ".source").exists()
 
@@ -566,20 +577,24 @@ def test_hub_killed_and_run_again(tmp_path, hub):
     assert stream(tmp_path / "out")[0].tolist() == expected(hub.documents)
 
 
-def test_hub_out_of_reach_or_without_the_dataset(tmp_path, hub, fails):
+def test_hub_out_of_reach_or_without_the_dataset(tmp_path, hub, expect_failure):
     began = time.time()
     away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
-    fails("fineweb.py", env=away, cwd=tmp_path, says=["fineweb-edu", "127.0.0.1:9", "--source stdlib"])
+    expect_failure("fineweb.py", env=away, cwd=tmp_path, mentions=["fineweb-edu", "127.0.0.1:9", "--source stdlib"])
     assert time.time() - began < 15
     none = ["--source", "owner/none", "--out", tmp_path / "a"]
-    fails("fineweb.py", *none, env=hub.env(), says=["owner/none", "auth login"])
+    expect_failure("fineweb.py", *none, env=hub.env(), mentions=["owner/none", "auth login"])
     wrong = ["--source", "owner/web", "--subset", "nowhere/", "--out", tmp_path / "b"]
-    fails("fineweb.py", *wrong, env=hub.env(), says=["owner/web", "--subset"])
+    expect_failure("fineweb.py", *wrong, env=hub.env(), mentions=["owner/web", "--subset"])
     offline = {**hub.env(), "HF_HUB_OFFLINE": "1"}
-    fails("fineweb.py", "--source", "owner/web", "--out", tmp_path / "c", env=offline, says=["offline", "stdlib"])
+    expect_failure(
+        "fineweb.py", "--source", "owner/web", "--out", tmp_path / "c", env=offline, mentions=["offline", "stdlib"]
+    )
     hub.extra_tree.append({"type": "file", "path": "sample/../../../x.parquet", "size": 1, "oid": "0" * 40})
     run = ["--source", "owner/web", "--subset", "sample/", "--out", tmp_path / "e", "--limit-tokens", "9"]
     assert start(*run, env={**os.environ, **hub.env()}).wait() == 0  # a hostile listing leads nowhere
     assert all(".." not in f["path"] for f in shards.read_manifest(tmp_path / "e").source["files"])
     hub.faults.append(hub_server.Fault("html", "/api/datasets"))
-    fails("fineweb.py", "--source", "owner/web", "--out", tmp_path / "d", env=hub.env(), says=["owner/web"])
+    expect_failure(
+        "fineweb.py", "--source", "owner/web", "--out", tmp_path / "d", env=hub.env(), mentions=["owner/web"]
+    )

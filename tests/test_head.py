@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import assert_close, curve, fit
+from helpers import assert_curves_close, load_curve, train_quickstart
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
@@ -108,6 +108,6 @@ def test_no_more_than_a_chunk_of_logits_is_ever_there(learns):
 def test_a_run_has_the_losses_of_one_with_all_logits(tiny_args, tmp_path, monkeypatch):
     flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
     monkeypatch.setattr(head, "chunks", lambda rows, kind: 3)
-    ours = curve(fit(flags, tmp_path / "ours"))
+    ours = load_curve(train_quickstart(flags, tmp_path / "ours"))
     monkeypatch.setattr(Forward, "forward", lambda self, idx, targets: self.model(idx, targets))
-    assert_close(ours, curve(fit(flags, tmp_path / "plain")))
+    assert_curves_close(ours, load_curve(train_quickstart(flags, tmp_path / "plain")))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import make_rows, write_rows
+from helpers import make_hellaswag_rows, write_jsonl
 
 import hellaswag
 from model import GPT, GPTConfig
@@ -74,8 +74,8 @@ def oracle(model, rows) -> torch.Tensor:
 
 def compare(model, path, limit=0):
     rows = [json.loads(line) for line in path.read_text().splitlines()][: limit or None]
-    examples = hellaswag.load_examples(path, limit)
-    losses, truth = hellaswag.score(model, examples, CPU), oracle(model, rows)
+    examples = hellaswag_eval.load_examples(path, limit)
+    losses, truth = hellaswag_eval.score(model, examples, CPU), oracle(model, rows)
     torch.testing.assert_close(losses, truth[..., 0], atol=1e-3, rtol=1e-5)
     units = torch.tensor([e.units for e in examples])
     assert torch.equal(losses.argmin(1), truth[..., 0].argmin(1))  # row for row
@@ -90,7 +90,7 @@ def compare(model, path, limit=0):
 
 
 def test_predictions_equal_the_plain_scorer(model, tmp_path):
-    compare(model, write_rows(tmp_path / "rows.jsonl", make_rows(40)))
+    compare(model, write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40)))
 
 
 def test_predictions_equal_the_plain_scorer_on_real_rows(model, shared_data):
@@ -98,29 +98,29 @@ def test_predictions_equal_the_plain_scorer_on_real_rows(model, shared_data):
 
 
 def test_modern_options_and_bfloat16(model, tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(24))
-    examples = hellaswag.load_examples(path)
+    path = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(24))
+    examples = hellaswag_eval.load_examples(path)
     sizes = {"block_size": 256, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 32}
     rope = GPT(GPTConfig(**sizes, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
-    truth = oracle(rope, make_rows(24))[..., 0]
-    torch.testing.assert_close(hellaswag.score(rope, examples, CPU), truth, atol=1e-3, rtol=1e-5)
-    half = hellaswag.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
-    torch.testing.assert_close(half, hellaswag.score(model, examples, CPU), atol=0.3, rtol=0.02)
+    truth = oracle(rope, make_hellaswag_rows(24))[..., 0]
+    torch.testing.assert_close(hellaswag_eval.score(rope, examples, CPU), truth, atol=1e-3, rtol=1e-5)
+    half = hellaswag_eval.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
+    torch.testing.assert_close(half, hellaswag_eval.score(model, examples, CPU), atol=0.3, rtol=0.02)
 
 
 def test_ranks_share_the_work_exactly(model, tmp_path):
-    examples = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", make_rows(37)))
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(37)))
 
     class Rank(Runtime):
         def all_reduce(self, tensor, op="sum"):
             parts.append(tensor.clone())
             return tensor
 
-    whole = hellaswag.score(model, examples, CPU)
+    whole = hellaswag_eval.score(model, examples, CPU)
     for world_size in (2, 3, 50):  # 50: some ranks have nothing to do, and still reduce
         parts: list[torch.Tensor] = []
         for rank in range(world_size):
-            hellaswag.score(model, examples, CPU, Rank(CPU, torch.float32, rank, rank, world_size))
+            hellaswag_eval.score(model, examples, CPU, Rank(CPU, torch.float32, rank, rank, world_size))
         assert len(parts) == world_size
         assert torch.equal(sum(parts), whole)
 
@@ -129,7 +129,7 @@ def test_shapes_are_few_and_batches_keep_to_their_budget():
     g, rows = torch.Generator().manual_seed(0), []
     for _ in range(2000):
         n = torch.randint(1, 60, (5,), generator=g).tolist()
-        rows.append(hellaswag.Example([1] * n[0], [[2] * k for k in n[1:]], n[1:], 0))
+        rows.append(hellaswag_eval.Example([1] * n[0], [[2] * k for k in n[1:]], n[1:], 0))
     batches = hellaswag.plan_batches(rows, 256, 4096)
     assert sorted(row.index for batch in batches for row in batch) == list(range(2000))
     tokens, _, targets = zip(*(hellaswag.make_batch(batch, rows) for batch in batches), strict=True)
@@ -141,28 +141,28 @@ def test_shapes_are_few_and_batches_keep_to_their_budget():
 def test_a_long_context_loses_its_beginning(tmp_path):
     torch.manual_seed(0)
     small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
-    row = make_rows(1)[0] | {"ctx": " dog" * 60}
+    row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60}
     row["endings"] = [" ".join(["cat"] * n) for n in (3, 5, 7, 9)]
-    examples = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row]))
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
     longest = max(len(e) for e in examples[0].endings)
     kept = row | {"ctx": " dog" * (33 - longest)}
-    torch.testing.assert_close(hellaswag.score(small, examples, CPU), oracle(small, [kept])[..., 0], atol=1e-3, rtol=0)
-    long = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row | {"endings": ["cat " * 50] * 4}]))
+    torch.testing.assert_close(hellaswag_eval.score(small, examples, CPU), oracle(small, [kept])[..., 0], atol=1e-3, rtol=0)
+    long = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row | {"endings": ["cat " * 50] * 4}]))
     with pytest.raises(UserError, match="the model reads 32"):
-        hellaswag.score(small, long, CPU)
+        hellaswag_eval.score(small, long, CPU)
 
 
 def test_lm_eval_style(tmp_path):
     row = {"activity_label": "Cooking", "ctx_a": "Heat the pan. [title] Add [step] oil.", "ctx_b": "a man"}
     row |= {"endings": ["stirs [substeps] it.", "naïve runs.", "sits.", "goes  home."], "label": "2"}
-    (e,) = hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+    (e,) = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]), style="lm-eval")
     decode = tokenizer.encoding().decode
     assert decode(e.ctx) == "Cooking: Heat the pan.. Add oil. A man"
     assert [decode(t) for t in e.endings] == [" stirs it.", " naïve runs.", " sits.", " goes home."]
     assert e.units == [9, 11, 5, 10] and e.label == 2
     del row["ctx_a"]
     with pytest.raises(UserError, match="ctx_a"):
-        hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+        hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]), style="lm-eval")
 
 
 def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, mo
     halves = [row["ctx"].rpartition(". ") for row in real]  # these rows carry the context in one piece only
     for row, (a, dot, b) in zip(real, halves, strict=True):
         row |= {"ctx_a": a + dot.strip() or b, "ctx_b": b if a else ""}
-    rows = write_rows(tmp_path / "rows.jsonl", real)
+    rows = write_jsonl(tmp_path / "rows.jsonl", real)
     task = tmp_path / "task"
     task.mkdir()
     shipped = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
@@ -194,8 +194,8 @@ def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, mo
         "hf", f"pretrained={tmp_path / 'hf'},dtype=float32", tasks=["hellaswag_local"], device="cpu", batch_size=8,
         task_manager=TaskManager(include_path=str(task)), bootstrap_iters=0,
     )  # fmt: skip
-    examples = hellaswag.load_examples(rows, style="lm-eval")
-    losses = hellaswag.score(model, examples, CPU)
+    examples = hellaswag_eval.load_examples(rows, style="lm-eval")
+    losses = hellaswag_eval.score(model, examples, CPU)
     for sample in found["samples"]["hellaswag_local"]:
         theirs = torch.tensor([-float(r[0][0]) for r in sample["resps"]])
         torch.testing.assert_close(losses[sample["doc_id"]].float(), theirs, atol=2e-3, rtol=1e-4)
@@ -204,13 +204,13 @@ def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, mo
 
 
 def test_command_line(run_script, refuses, model, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(20))
+    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
     run = tmp_path / "run"
     run.mkdir()
     checkpoint.write(run / "model_00001.pt", checkpoint.model_file(model, 1))
     how = ("-m", run, "-d", "cpu", "--data", data, "--limit", 16, "--dtype", "float32")  # as in build-nanogpt
     last = run_script("hellaswag.py", *how, "--per-example", tmp_path / "out.jsonl").stdout.splitlines()[-1]
-    r = hellaswag.evaluate(model, hellaswag.load_examples(data, 16), CPU)
+    r = hellaswag.evaluate(model, hellaswag_eval.load_examples(data, 16), CPU)
     assert last == f"hellaswag acc {r['acc']:.4f} acc_norm {r['acc_norm']:.4f} n 16"
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and sum(r["pred"] == r["label"] for r in rows) == round(r["acc"] * 16)
@@ -227,7 +227,7 @@ def test_a_run_without_readable_rows_trains_without_them(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert hellaswag.examples_at_hand("", GPTConfig()) == []
     assert "HellaSwag is off: no data/hellaswag" in capsys.readouterr().out
-    data = str(write_rows(tmp_path / "rows.jsonl", make_rows(3)))
+    data = str(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3)))
     assert len(hellaswag.examples_at_hand(data, GPTConfig())) == 3
     assert hellaswag.examples_at_hand(data, GPTConfig(vocab_size=256)) == []
     assert hellaswag.examples_at_hand(data, GPTConfig(block_size=2)) == []
@@ -281,7 +281,7 @@ def test_download_is_whole_and_counts_the_rows(server, main, refuses, tmp_path):
     [{"ctx": None}, {"ctx": " "}, {"endings": ["a", "b", "c"]}, {"endings": ["a", "b", "c", ""]}, {"label": 4}],
 )
 def test_rows_with_missing_fields_name_line_and_field(tmp_path, change):
-    rows = make_rows(3)
+    rows = make_hellaswag_rows(3)
     for second in (rows[1] | change, {k: v for k, v in rows[1].items() if k not in change}):
         with pytest.raises(UserError, match=f"line 2: field '{min(change)}'"):
-            hellaswag.load_examples(write_rows(tmp_path / "rows.jsonl", [rows[0], second]))
+            hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [rows[0], second]))

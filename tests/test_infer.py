@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import write_model
+from helpers import write_tiny_model
 
 import infer
 from model import GPT, GPTConfig
@@ -21,7 +21,7 @@ from training.presets import PRESETS
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("infer") / "run", block_size=32, n_embd=32)
+    return write_tiny_model(tmp_path_factory.mktemp("infer") / "run", block_size=32, n_embd=32)
 
 
 @pytest.fixture

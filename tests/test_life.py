@@ -12,13 +12,22 @@ import time
 
 import pytest
 from faults import hub_server
-from helpers import ROOT, TINY, assert_close, curve, fit, make_shards, same_bits, weights
-from processes import ranks_of, wait_for
+from helpers import (
+    ROOT,
+    TINY_FLAGS,
+    assert_curves_close,
+    load_curve,
+    load_weights,
+    make_shards,
+    same_bits,
+    train_quickstart,
+)
+from processes import rank_pids, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training import checkpoint
 
-TOY = [*TINY, "--model.vocab-size", "50304"]  # GPT-2's tokens
+TOY = [*TINY_FLAGS, "--model.vocab-size", "50304"]  # GPT-2's tokens
 
 
 @pytest.mark.slow
@@ -101,8 +110,8 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
             time.sleep(1)  # logs are named by the second
             subprocess.run(command, env={**env, "START_WAIT": "0"}, check=True, timeout=120, **how)
             wait_for(lambda: newest() >= stopped + 10, 240)
-            torchrun = ranks_of(int((run / "train.pid").read_text()))[0]
-            os.kill(ranks_of(torchrun)[-1], signal.SIGKILL)
+            torchrun = rank_pids(int((run / "train.pid").read_text()))[0]
+            os.kill(rank_pids(torchrun)[-1], signal.SIGKILL)
             wait_for(lambda: not (run / "train.pid").exists(), 240)
         finally:
             if (run / "train.pid").exists():
@@ -124,11 +133,13 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
         at_home("hub.py", "pull-model", "tester/life", "life")
         assert at_home("infer.py", "life", "x = ", "--max-new-tokens", "3").startswith("x = ")
     # no step was lost or done twice, in the record and in TensorBoard, and the weights are those of a quiet run
-    assert list(curve(run)) == list(range(steps + 1))
+    assert list(load_curve(run)) == list(range(steps + 1))
     events = EventAccumulator(str(run / "tensorboard"), {"scalars": 0}).Reload()
     assert [e.step for e in events.Scalars("train_loss")] == list(range(steps))
     assert [e.step for e in events.Tensors("samples/text_summary")] == [50, 100]
-    quiet = fit([*settings, "--data-dir", str(pod / "toy")], tmp_path / "quiet")
+    quiet = train_quickstart([*settings, "--data-dir", str(pod / "toy")], tmp_path / "quiet")
     if ranks == 1:
-        assert curve(run) == curve(quiet) and same_bits(weights(home / "life", steps), weights(quiet, steps))
-    assert_close(curve(run), curve(quiet))
+        assert load_curve(run) == load_curve(quiet) and same_bits(
+            load_weights(home / "life", steps), load_weights(quiet, steps)
+        )
+    assert_curves_close(load_curve(run), load_curve(quiet))

@@ -27,7 +27,7 @@ def test_no_shuffle_is_build_nanogpts_order_token_for_token(tiny_data):
     for rank in range(W):
         position = B * T * rank
         for step in range(5):
-            batch = data.read(data.step_windows(step, 8, B, rank, W).reshape(-1, 2)).reshape(2, B, T + 1)
+            batch = data.read(data.step_sequences(step, 8, B, rank, W).reshape(-1, 2)).reshape(2, B, T + 1)
             x, y = to_device(torch.from_numpy(batch.reshape(-1, T + 1)), torch.device("cpu"))
             for m in range(2):
                 buf = torch.from_numpy(tokens[position : position + B * T + 1].astype(np.int64))
@@ -37,7 +37,7 @@ def test_no_shuffle_is_build_nanogpts_order_token_for_token(tiny_data):
 
 
 def test_order_depends_on_seed_and_epoch_only(tiny_data):
-    a, n = make(tiny_data).order, make(tiny_data).order.per_epoch
+    a, n = make(tiny_data).order, make(tiny_data).order.sequences_per_epoch
     assert (a.span(0, n) == make(tiny_data).order.span(0, n)).all()
     assert (a.span(0, n) != make(tiny_data, seed=6).order.span(0, n)).any()
     assert (a.span(0, n) != a.span(n, n)).any(), "a second epoch reshuffles"
@@ -48,7 +48,7 @@ def test_small_shards_are_mixed_and_full_ones_visited_one_after_the_other(tiny_d
     def visited(pool):
         monkeypatch.setattr(loader, "POOL", pool)
         order = make(tiny_data).order
-        return order.span(0, order.per_epoch)[:, 0]
+        return order.span(0, order.sequences_per_epoch)[:, 0]
 
     assert (np.diff(visited(4097)) != 0).sum() == 2
     two_groups = visited(2 * 4097)
@@ -82,7 +82,7 @@ def test_order_of_mixed_shards_never_changes(tiny_data):
 def test_batches_ahead_equal_batches_asked_for(tiny_data):
     data = make(tiny_data)
     for step, batch in enumerate(islice(data.batches(3, 8, 4, CPU), 40)):
-        windows = data.step_windows(3 + step, 8, 4)
+        windows = data.step_sequences(3 + step, 8, 4)
         assert batch.shape == (2, 4, 33) and batch.dtype == torch.uint16
         assert (batch.numpy() == data.read(windows.reshape(-1, 2)).reshape(2, 4, 33)).all()
     one, two = islice(data.batches(3, 8, 4, CPU, fixed=True), 2)
@@ -100,7 +100,7 @@ def test_id_above_vocabulary_is_named(tiny_data):
     shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
     data = make(tiny_data)
     with pytest.raises(UserError, match=r"tiny_train_000003.*700 is id 256.*size, 256"):
-        for _ in islice(data.batches(0, 8, 4, CPU), data.order.per_epoch // 8 + 1):
+        for _ in islice(data.batches(0, 8, 4, CPU), data.order.sequences_per_epoch // 8 + 1):
             pass
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import fit
+from helpers import train_quickstart
 from torch.torch_version import TorchVersion
 
 from system import cards, machine
@@ -59,7 +59,7 @@ def test_a_mac_gpu_needs_a_torch_that_computes_its_gradients_rightly(monkeypatch
 @pytest.mark.parametrize("there", [True, False])
 def test_bfloat16_weights_warn_where_they_are_emulated(there, tiny_args, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: there)
-    fit(tiny_args, tmp_path / "run", "--max-steps", "1", "--weights", "bfloat16")
+    train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1", "--weights", "bfloat16")
     assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not there)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, config, fit
+from helpers import CPU, parse_config, train_quickstart
 
 import train_gpt2
 from model import GPT
@@ -18,7 +18,7 @@ from training.resume import Run
 
 
 def test_micro_batch_auto_halves_until_it_fits_on_every_rank(tiny_args):
-    cfg = config("quickstart", *tiny_args)
+    cfg = parse_config("quickstart", *tiny_args)
     model, tried = GPT(cfg.model), []
 
     def forward(x, y, room=5):
@@ -48,11 +48,11 @@ def test_micro_batch_auto_halves_until_it_fits_on_every_rank(tiny_args):
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_takes_what_its_memory_surely_has(preset, B):
-    assert microbatch.micro_batch_size(config(preset), CPU, None, None) == B
+    assert microbatch.micro_batch_size(parse_config(preset), CPU, None, None) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one(tiny_args):
-    cfg = config("quickstart", *tiny_args)
+    cfg = parse_config("quickstart", *tiny_args)
     model = GPT(cfg.model)
 
     def fits(error):
@@ -78,7 +78,7 @@ def test_only_a_lack_of_memory_is_taken_for_one(tiny_args):
 @pytest.mark.parametrize("there", [True, False])
 def test_dry_run_plans_and_leaves_nothing(tiny_args, tmp_path, capsys, there):
     args = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run", "--dry-run", "--gpu-hour-usd", "2.5"]
-    train_gpt2.dry_run(config(*args, *([] if there else ["--data-dir", "nowhere"])), CPU)
+    train_gpt2.dry_run(parse_config(*args, *([] if there else ["--data-dir", "nowhere"])), CPU)
     out = capsys.readouterr().out
     assert "tokens/s" in out and "$" in out and "12 steps take" in out
     assert not (tmp_path / "run").exists()
@@ -91,7 +91,7 @@ def test_dry_run_on_two_ranks(tiny_args, tmp_path, run_ranks):
 
 
 def test_a_plan_says_what_would_be_in_vain(tiny_args, capsys):
-    cfg = config("quickstart", *tiny_args)
+    cfg = parse_config("quickstart", *tiny_args)
     data, step = train_gpt2.train_loader(cfg, cfg.data_dir), SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), B=4)
     # of 8 sequences each; an epoch has 267, and a preset may need more than was pulled, as with --limit-shards
     for steps, epochs, many in ((12, 1, False), (33, 1, False), (50, 1, True), (50, 2, False), (200, 1, True)):
@@ -109,7 +109,7 @@ def test_data_that_is_not_finished_is_not_trained_on_in_silence(tiny_args, tiny_
     source = {"name": "x", "subset": "", "column": "text", "revision": "1", "files": []}
     for complete in (True, False):
         shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, complete=complete))
-        train_gpt2.dry_run(config("quickstart", *tiny_args, "--dry-run"), CPU)
+        train_gpt2.dry_run(parse_config("quickstart", *tiny_args, "--dry-run"), CPU)
         assert ("tiny is unfinished" in capsys.readouterr().out) != complete
 
 
@@ -118,14 +118,14 @@ def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_first_step(
     tiny_args, tmp_path, monkeypatch, flags, saves
 ):
     """By what the files turn out to be."""
-    run = fit([*tiny_args, *flags.split()], tmp_path / "run")
+    run = train_quickstart([*tiny_args, *flags.split()], tmp_path / "run")
     each = sum(p.stat().st_size for p in run.glob("*_00012.pt"))
     args = [*tiny_args, *flags.split()]
     for room, enough in ((saves * each, True), (saves * each * 0.8, False)):
         monkeypatch.setattr(plan.shutil, "disk_usage", lambda path, room=room: SimpleNamespace(free=room))
         if enough:
-            fit(args, tmp_path / "fits")
+            train_quickstart(args, tmp_path / "fits")
         else:
             with pytest.raises(UserError, match=rf"^{saves} checkpoints of .* do not fit.*use --keep 2"):
-                fit(args, tmp_path / "small")
+                train_quickstart(args, tmp_path / "small")
             assert not list((tmp_path / "small").glob("*.pt"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, config
+from helpers import ROOT, parse_config
 
 import train_gpt2
 from model import GPT, NoInit
@@ -132,7 +132,7 @@ def test_flops_are_those_that_torch_counts():
     """Of both passes, but for attention: torch counts what the causal mask leaves out."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    cfg = config("quickstart", "--sequence-length", "64", "--total-batch-size", "128")
+    cfg = parse_config("quickstart", "--sequence-length", "64", "--total-batch-size", "128")
     work, idx = Work(cfg, "H100"), torch.zeros(2, 64, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         GPT(cfg.model)(idx, idx)[1].backward()
@@ -143,7 +143,7 @@ def test_flops_are_those_that_torch_counts():
 
 def test_memory_is_what_autograd_keeps():
     """Uncompiled, which is all that can be counted without a GPU; the weights' casts are counted apart."""
-    cfg = config("quickstart", "--no-compile", "--model.n-layer", "8", "--model.vocab-size", "256")
+    cfg = parse_config("quickstart", "--no-compile", "--model.n-layer", "8", "--model.vocab-size", "256")
     B, T, kept = 4, 256, {}
     model = GPT(cfg.model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -227,11 +227,11 @@ def test_a_dry_run_with_a_card_needs_no_data(capsys, monkeypatch, tmp_path):
     assert f"${2 * 1.5 * hours:.2f}" in out and "124,475,904 parameters on 2 x A100-80GB" in out
     assert out.count("predict") >= 4 and "docs/costs.md" in out and "on the card itself measures" in out
     assert not list(tmp_path.iterdir())
-    train_gpt2.dry_run(config("finetune", "--dry-run", "--card", "4090", "--init-from", "gpt2-xl"), None)
+    train_gpt2.dry_run(parse_config("finetune", "--dry-run", "--card", "4090", "--init-from", "gpt2-xl"), None)
     out = capsys.readouterr().out
     assert "1000 steps" in out and "gpt2-xl" in out
     with pytest.raises(UserError, match="add --dry-run"):
-        config("gpt2-124m", "--card", "8xH100")
+        parse_config("gpt2-124m", "--card", "8xH100")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, step, share, d
     loader = object.__new__(Loader)  # its files are not needed to know its order
     loader.order = Order(*order)
     for other in data.draw(st.lists(st.integers(0, 300), max_size=3)):
-        loader.step_windows(other, S, share)
+        loader.step_sequences(other, S, share)
     alone = Order(*order).span(step * S, S)
-    parts = [loader.step_windows(step, S, share, rank, ranks) for rank in range(ranks)]  # each (micro_steps, B, 2)
+    parts = [loader.step_sequences(step, S, share, rank, ranks) for rank in range(ranks)]  # each (micro_steps, B, 2)
     together = np.stack(parts, axis=1).reshape(-1, 2)
     assert (together == alone).all()
 

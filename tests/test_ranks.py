@@ -9,8 +9,19 @@ import shutil
 import processes
 import pytest
 import torch
-from helpers import assert_close, config, curve, fit, keep_steps, make_rows, metrics, same_bits, weights, write_rows
-from processes import hasty
+from helpers import (
+    assert_curves_close,
+    delete_checkpoints_after,
+    load_curve,
+    load_metrics,
+    load_weights,
+    make_hellaswag_rows,
+    parse_config,
+    same_bits,
+    train_quickstart,
+    write_jsonl,
+)
+from processes import shorten_sleeps
 
 from model import GPT
 from system import cli, distributed
@@ -21,10 +32,10 @@ from training.resume import Run
 
 
 def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, run_ranks):
-    one = curve(fit(tiny_args, tmp_path / "one"))
-    assert_close(curve(fit(tiny_args, tmp_path / "micro", "--micro-batch-size", "2")), one)
+    one = load_curve(train_quickstart(tiny_args, tmp_path / "one"))
+    assert_curves_close(load_curve(train_quickstart(tiny_args, tmp_path / "micro", "--micro-batch-size", "2")), one)
     run_ranks(2, "train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "two")
-    assert_close(curve(tmp_path / "two"), one)
+    assert_curves_close(load_curve(tmp_path / "two"), one)
 
 
 SPRINT = "--weights bfloat16 --optimizer normuon --model.value-tables 1 --model.no-tied-head".split()
@@ -34,15 +45,15 @@ SPRINT = "--weights bfloat16 --optimizer normuon --model.value-tables 1 --model.
 def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, run_ranks, recipe):
     """From 1 rank to 2, 4 and 2 again, ZeRO-1 on, off and on; a time limit ends all but the last after a step."""
     tiny_args = [*tiny_args, *recipe]
-    one, moved = fit(tiny_args, tmp_path / "one"), tmp_path / "moved"
+    one, moved = train_quickstart(tiny_args, tmp_path / "one"), tmp_path / "moved"
     shutil.copytree(one, moved)
-    keep_steps(moved, 3)
+    delete_checkpoints_after(moved, 3)
     flags = ["quickstart", *tiny_args, "--micro-batch-size", "2", "--out-dir", moved, "--resume", "auto"]
     for n, stage, limit, step in ((2, 1, "0.001", 4), (4, 0, "0.001", 5), (2, 1, "1h", 12)):
         said = run_ranks(n, "train_gpt2.py", *flags, "--zero-stage", stage, "--time-limit", limit)
         assert checkpoint.latest_step(moved) == step and ("stopped by the time limit" in said) == (step < 12)
     rounding = 3e-2 if recipe else 2e-4  # gradients are rounded, too
-    assert_close(curve(moved), curve(one), rounding)
+    assert_curves_close(load_curve(moved), load_curve(one), rounding)
 
 
 def share():
@@ -50,7 +61,9 @@ def share():
     with distributed.session("cpu") as rt:
         for name in ("adamw", "muon", "normuon"):
             size = ["--model.n-layer", "8", "--model.n-embd", "32", "--model.vocab-size", "512"]
-            cfg = config("quickstart", *size, "--optimizer", name, "--zero-stage", "1", "--muon-momentum-warmup", "2")
+            cfg = parse_config(
+                "quickstart", *size, "--optimizer", name, "--zero-stage", "1", "--muon-momentum-warmup", "2"
+            )
             model = GPT(cfg.model)
             optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
             for p in model.parameters():
@@ -89,46 +102,48 @@ def test_zero_divides_the_optimizer_state(run_ranks, n):
 
 def test_every_feature_on_two_ranks(tiny_args, tmp_path, run_ranks):
     """Under a time limit: what one rank did alone would hang. 65 windows and 7 rows do not divide."""
-    model = GPT(config("quickstart", *tiny_args, "--model.vocab-size", "50304").model)
+    model = GPT(parse_config("quickstart", *tiny_args, "--model.vocab-size", "50304").model)
     checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(model, 0))
-    rows = write_rows(tmp_path / "rows.jsonl", make_rows(7))
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     run = [*tiny_args, "--model.vocab-size", "50304", "--init-from", tmp_path / "model_00000.pt"]
     run += ["--val-tokens", "2080", "--hellaswag-every", "2", "--hellaswag-data", rows, "--sample-every", "2"]
     run += ["--zero-stage", "1", "--overfit-single-batch", "--skip-bad-steps", "1", "--max-steps", "4", "--keep", "1"]
-    one, two = fit(run, tmp_path / "one"), tmp_path / "two"
+    one, two = train_quickstart(run, tmp_path / "one"), tmp_path / "two"
     said = run_ranks(2, "train_gpt2.py", "quickstart", *run, "--out-dir", two)
-    assert_close(curve(two), curve(one))
-    scores = [[line.get("hellaswag_acc") for line in metrics(run)] for run in (one, two)]
+    assert_curves_close(load_curve(two), load_curve(one))
+    scores = [[line.get("hellaswag_acc") for line in load_metrics(run)] for run in (one, two)]
     assert scores[0] == scores[1]
     assert "sample 3:" in said and "hellaswag acc" in said
 
 
-def test_eval_only_says_what_the_run_said_and_leaves_nothing(tiny_args, tmp_path, run_ranks, fails):
-    run = fit(tiny_args, tmp_path / "run", "--val-tokens", "1376")  # 43 windows: even neither by 2 ranks nor by 4
+def test_eval_only_says_what_the_run_said_and_leaves_nothing(tiny_args, tmp_path, run_ranks, expect_failure):
+    run = train_quickstart(
+        tiny_args, tmp_path / "run", "--val-tokens", "1376"
+    )  # 43 windows: even neither by 2 ranks nor by 4
     flags = ["quickstart", *tiny_args, "--val-tokens", "1376", "--init-from", run, "--eval-only"]
     before = sorted(tmp_path.rglob("*"))
     said = run_ranks(2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "other")
-    assert f"{run} on 1,376 tokens" in said and f"val loss: {curve(run)[12][1]:.4f}" in said, said
+    assert f"{run} on 1,376 tokens" in said and f"val loss: {load_curve(run)[12][1]:.4f}" in said, said
     assert sorted(tmp_path.rglob("*")) == before
-    fails("train_gpt2.py", "quickstart", *tiny_args, "--eval-only", says=["--init-from gpt2"])
+    expect_failure("train_gpt2.py", "quickstart", *tiny_args, "--eval-only", mentions=["--init-from gpt2"])
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_compiled_run_ends_equals_eager_and_repeats_bit_for_bit(tiny_args, tmp_path, run_ranks, n):
     """Autocast to bfloat16, and compiled for the first time: the compiler's pools of threads, which never end, must not
     keep a rank alive. Other processes go on from step 3."""
-    eager = fit(tiny_args, tmp_path / "eager", "--max-steps", "1")
+    eager = train_quickstart(tiny_args, tmp_path / "eager", "--max-steps", "1")
     run = [a for a in tiny_args if a not in ("--no-compile", "--dtype", "float32")]
     run += ["--dtype", "bfloat16", "--recompute", "--zero-stage", "1", "--max-steps", "6", "--resume", "auto"]
     env, whole, parts = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "whole", tmp_path / "parts"
     said = run_ranks(n, "train_gpt2.py", "quickstart", *run, "--out-dir", whole, env=env)
     assert "the first step compiles" in said and "done: 6 steps" in said
     shutil.copytree(whole, parts)
-    keep_steps(parts, 3)
+    delete_checkpoints_after(parts, 3)
     run_ranks(n, "train_gpt2.py", "quickstart", *run, "--out-dir", parts, env=env)
-    assert curve(parts) == curve(whole)
-    assert same_bits(weights(parts, 6), weights(whole, 6))
-    assert curve(whole)[0][1] == pytest.approx(curve(eager)[0][1], rel=1e-3)
+    assert load_curve(parts) == load_curve(whole)
+    assert same_bits(load_weights(parts, 6), load_weights(whole, 6))
+    assert load_curve(whole)[0][1] == pytest.approx(load_curve(eager)[0][1], rel=1e-3)
 
 
 # ------------------------------------------------------------------------- what can be wrong with them
@@ -140,13 +155,13 @@ def test_an_error_on_one_rank_ends_the_other_and_is_said(tiny_args, tiny_data, t
     tokens[200] = 300  # in window 6, which the second rank reads
     shards.write_shard(path, tokens)
     flags = ["quickstart", *tiny_args, "--no-shuffle", "--val-every", "0", "--out-dir", tmp_path / "out"]
-    said = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=hasty)
+    said = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=shorten_sleeps)
     assert "tiny_train_000001.npy: token 200 is id 300" in said and "rank 0 lost another rank" in said
 
 
 def out_of_memory_in_the_second_validation():
     """On rank 1, in its third batch of four; and short waits."""
-    hasty()
+    shorten_sleeps()
     real, calls = evaluator.to_device, []
 
     def later(*args):
@@ -162,18 +177,18 @@ def test_an_evaluation_that_fails_on_one_rank_loses_no_step(tiny_args, tmp_path,
     """The ranks agree on the failure and save, though no save was due; resumed, the run comes to the same bits."""
     flags = ["quickstart", *tiny_args, "--save-every", "100", "--val-every", "5", "--zero-stage", "1"]
     run_ranks(2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "whole")
-    ranks = processes.ranks(
+    ranks = processes.start_ranks(
         2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "run", log=tmp_path / "said",
         prepare=out_of_memory_in_the_second_validation,
     )  # fmt: skip
     main, other = (rank.wait() for rank in ranks)
-    assert main.code == 1 and "failed on another rank; all before it is saved" in main.said
-    assert "error: " not in main.said  # or train.sh would not start it again
-    assert other.code == 1 and "OutOfMemoryError: CUDA out of memory" in other.said
+    assert main.exit_code == 1 and "failed on another rank; all before it is saved" in main.output
+    assert "error: " not in main.output  # or train.sh would not start it again
+    assert other.exit_code == 1 and "OutOfMemoryError: CUDA out of memory" in other.output
     assert checkpoint.complete_steps(tmp_path / "run") == [5]
     said = run_ranks(2, "train_gpt2.py", *flags, "--out-dir", tmp_path / "run", "--resume", "auto")
     assert "going on without it" in said
-    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert same_bits(load_weights(tmp_path / "run"), load_weights(tmp_path / "whole"))
 
 
 def impatient():
@@ -185,13 +200,13 @@ def join():
         pass
 
 
-def test_a_missing_rank_is_named(start):
+def test_a_missing_rank_is_named(start_script):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    rank = start(join, env=env, prepare=impatient).wait(20)
-    assert rank.code == 1 and "rank 0 could not join the 2 ranks" in rank.said
-    assert "no sign of rank 1 for 2 seconds" in rank.said and "Traceback" not in rank.said
+    rank = start_script(join, env=env, prepare=impatient).wait(20)
+    assert rank.exit_code == 1 and "rank 0 could not join the 2 ranks" in rank.output
+    assert "no sign of rank 1 for 2 seconds" in rank.output and "Traceback" not in rank.output
 
 
 def test_ranks_without_torchrun_are_told_so(monkeypatch):
@@ -231,5 +246,5 @@ def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, monkeypa
 
     monkeypatch.setattr(resume, "check_ranks", differ)
     with pytest.raises(UserError, match="12 steps, None, True"):
-        fit(tiny_args, tmp_path / "run")
+        train_quickstart(tiny_args, tmp_path / "run")
     assert not (tmp_path / "run").exists()

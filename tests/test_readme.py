@@ -16,7 +16,7 @@ import pytest
 import torch
 import tyro
 from faults import hub_server
-from helpers import ROOT, make_rows, make_shards, parquet, story, write_rows
+from helpers import ROOT, make_documents, make_hellaswag_rows, make_shards, write_jsonl, write_parquet
 
 from model import GPT
 from training import optim
@@ -89,7 +89,7 @@ def world(tmp_path_factory):
         shutil.copytree(shards, project / "data" / name)
     shutil.copytree(shards, project / "edu_fineweb10B", ignore=shutil.ignore_patterns("manifest.json"))
     (project / "data" / "hellaswag").mkdir()
-    write_rows(project / "data" / "hellaswag" / "hellaswag_val.jsonl", make_rows(2))
+    write_jsonl(project / "data" / "hellaswag" / "hellaswag_val.jsonl", make_hellaswag_rows(2))
     (project / "my").mkdir()
     (project / "my" / "a.txt").write_text("To be, or not to be. " * 2000)
     (project / "old").mkdir()
@@ -106,7 +106,7 @@ def world(tmp_path_factory):
         server.private |= {"datasets/tester/NAME", "models/tester/NAME"}
         for name in ("fineweb-edu", "fineweb"):
             repo = server.root / "datasets" / "HuggingFaceFW" / name
-            parquet(repo / "sample" / "10BT" / "000.parquet", story(1, 60))
+            write_parquet(repo / "sample" / "10BT" / "000.parquet", make_documents(1, 60))
         yield here
 
 
@@ -118,7 +118,7 @@ def python(here, line, cwd=None):
     if re.search(r"hub\.py (push|pull|check)|hf://", line) or (
         script == "fineweb.py" and not re.search("--verify|--adopt|stdlib|my/", line)
     ):
-        processes.start(script, *args, log=cwd / "said", cwd=cwd, env=here.env).ended_well()
+        processes.start(script, *args, log=cwd / "said", cwd=cwd, env=here.env).wait_for_success()
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)

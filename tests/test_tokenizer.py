@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken_ext.openai_public as public
-from helpers import ROOT, TRICKY
+from helpers import ROOT, TRICKY_TEXTS
 
 from system.cli import UserError
 from tokens import tokenizer
@@ -18,8 +18,8 @@ from tokens import tokenizer
 
 def test_bulk_equals_reference_text_by_text():
     enc, bulk = tokenizer.encoding(), tokenizer.bulk_encoder()
-    got = bulk.encode_batch(TRICKY).tolist()
-    for text, ids in zip(TRICKY, got, strict=True):
+    got = bulk.encode_batch(TRICKY_TEXTS).tolist()
+    for text, ids in zip(TRICKY_TEXTS, got, strict=True):
         assert ids == enc.encode_ordinary(text), text[:40]
         assert all(i < tokenizer.EOT for i in ids)
         assert enc.decode(ids) == text

@@ -49,7 +49,7 @@ if not CARD.exists():
 ctypes.CDLL(CARD)
 
 import torch
-from helpers import write_walk
+from helpers import write_random_walk_shards
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
@@ -156,7 +156,7 @@ WAYS = {  # --dtype and other flags
     "small:float32": ("float32", "--weights", "bfloat16"),
     "recompute": ("bfloat16", "--recompute"),
 }
-DATA, ROWS = write_walk(TMP / "tiny"), TMP / "rows.jsonl"
+DATA, ROWS = write_random_walk_shards(TMP / "tiny"), TMP / "rows.jsonl"
 ROWS.write_text((json.dumps({"ctx": "once upon a", "endings": list("wxyz"), "label": 0}) + "\n") * 9)
 TINY = f"""--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --sequence-length 32
 --total-batch-size 256 --micro-batch-size 4 --max-steps 2 --warmup-steps 1 --val-tokens 1000 --val-every 1

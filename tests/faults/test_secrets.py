@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY
+from helpers import ROOT, TINY_FLAGS
 
 from faults import hub_server
 
 # in two parts, for a run also stores the difference of edited files, such as this one, from their commit
 SECRETS = {"HF_TOKEN": "hf_" + "plantedTokenOfTheHub0", "WANDB_API_KEY": "b" * 20 + "plantedKeyOfWandb000"}
-RUN = [*TINY, "--model.vocab-size", "50304", "--max-steps", "6", "--tracker", "tensorboard"]
+RUN = [*TINY_FLAGS, "--model.vocab-size", "50304", "--max-steps", "6", "--tracker", "tensorboard"]
 WANDB = """
 import pathlib
 

@@ -44,9 +44,9 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 import numpy as np
 import processes
 import torch
-from helpers import TINY, curve, same_bits, weights, write_walk
+from helpers import TINY_FLAGS, load_curve, load_weights, same_bits, write_random_walk_shards
 from pod import Pod, alive
-from processes import Script, agent, hasty, ranks_of
+from processes import Script, rank_pids, shorten_sleeps, start_torchrun
 from torch.utils._pytree import tree_flatten
 
 from faults import hub_server
@@ -103,11 +103,11 @@ class Torture:
     def refused(self, fault: str, ended: Script, *says: str, last: bool = True) -> bool:
         """One message that says these things, no traceback, failure as exit code. last=False: not counted yet if all
         that is so, because the run goes on and is judged by its end."""
-        said = ended.said
+        said = ended.output
         messages = len(re.findall(r"^(?:(?:system )?error: |rank \d+ (?:lost|could not))", said, re.MULTILINE))
         wrong = [f"not a word of {s!r}" for s in says if s.lower() not in said.lower()]
-        if ended.code <= 0 or messages != 1 or "Traceback" in said:
-            wrong.append(f"exit code {ended.code}, {messages} messages, {said.count('Traceback')} tracebacks")
+        if ended.exit_code <= 0 or messages != 1 or "Traceback" in said:
+            wrong.append(f"exit code {ended.exit_code}, {messages} messages, {said.count('Traceback')} tracebacks")
         if wrong or last:
             self.note("SILENT" if wrong else "refused", fault, why=f"{said[-1200:]}\n{wrong}")
         return not wrong
@@ -141,7 +141,7 @@ class Work:
         how = {"log": self.t.path("said"), "cwd": self.t.folder, **self.how, **how}
         words = [*self.words(folder), *more]
         if self.ranks > 1:
-            return processes.ranks(self.ranks, self.script, *words, **how)
+            return processes.start_ranks(self.ranks, self.script, *words, **how)
         return [processes.start(self.script, *words, **how)]
 
     def run(self, folder: Path, *more: object, **how) -> Script:
@@ -149,7 +149,7 @@ class Work:
 
     def finish(self, out: Path) -> None:
         for script in self.start(out):
-            script.ended_well()
+            script.wait_for_success()
 
     def contents(self, folder: Path) -> dict[str, bytes]:
         return {str(p.relative_to(folder)): data for p, data in files(folder, self.only).items()}
@@ -171,11 +171,11 @@ class Work:
     def judge(self, fault: str, ended: Script, out: Path, *says: str, **how) -> None:
         """Success has the result of the whole one. A refusal is one message that says these things and, when all is
         well again (`mend`), the same command ends the work."""
-        if ended.code == 0:
-            return self.t.same(fault, self.equals_whole(out), 1, how.get("outcome", "unharmed"), ended.said)
+        if ended.exit_code == 0:
+            return self.t.same(fault, self.equals_whole(out), 1, how.get("outcome", "unharmed"), ended.output)
         finished = {p for p in files(out) if p.suffix in (".npy", ".pt")}
         good = self.t.refused(fault, ended, *says, last=False)
-        how.get("mend", processes.nothing)()
+        how.get("mend", processes.do_nothing)()
         if good:
             self.recovers(fault, out)
             self.t.same(fault, not (gone := finished - files(out).keys()), 0, why=f"{gone} is gone")
@@ -192,7 +192,7 @@ class Work:
                 later = self.t.rng.uniform(0, 0.03)
             hit = script.kill_at(goal, partial(self.progress, out), later)
             pending, self.t.kills = pending + hit, self.t.kills + hit
-            if script.wait().code == 0:
+            if script.wait().exit_code == 0:
                 self.t.same(fault, self.equals_whole(out), pending)
                 out, pending = self.out(), 0
         self.recovers(fault, out, pending)
@@ -203,7 +203,7 @@ FLAGS = "--device cpu --max-steps 40 --save-every 2 --val-every 10 --shuffle --r
 
 def tiny_data(folder: Path) -> Path:
     """The walk over 256 tokens with a manifest, so that hashes are checked."""
-    write_walk(folder)
+    write_random_walk_shards(folder)
     known = []
     for p in shards.shard_files(folder):
         tokens = shards.read_shard(p)
@@ -219,7 +219,7 @@ class Training(Work):
 
     def __init__(self, t: Torture, *more: str, ranks: int = 1):
         self.data = tiny_data(t.path("data"))
-        flags = ["quickstart", *TINY, "--data-dir", str(self.data), *FLAGS, *more, "--out-dir"]
+        flags = ["quickstart", *TINY_FLAGS, "--data-dir", str(self.data), *FLAGS, *more, "--out-dir"]
         super().__init__(t, "train_gpt2", lambda out: [*flags, str(out)], ranks=ranks)
         self.steps = checkpoint.latest_step(self.whole)
 
@@ -229,8 +229,8 @@ class Training(Work):
 
     def equals_whole(self, out: Path) -> bool:
         both = set(checkpoint.complete_steps(out)) & set(checkpoint.complete_steps(self.whole))
-        bits = all(same_bits(weights(out, step), weights(self.whole, step)) for step in both)
-        return self.steps in both and curve(out) == curve(self.whole) and bits
+        bits = all(same_bits(load_weights(out, step), load_weights(self.whole, step)) for step in both)
+        return self.steps in both and load_curve(out) == load_curve(self.whole) and bits
 
 
 def tokens(t: Torture, size: int = 9000, form: str = "npy") -> Work:
@@ -299,7 +299,7 @@ def lose_rank(run: Training, number: int, times: int, *says: str, **how) -> None
     for _ in t.times(times):
         out, victim = run.out(), t.rng.randrange(2)
         pair = run.start(out, **how)
-        pair[0].until("loss")
+        pair[0].wait_until("loss")
         time.sleep(t.rng.uniform(0, 0.4))
         hit, began = pair[victim].send(number), time.monotonic()
         survivor = pair[1 - victim].wait(30)
@@ -310,7 +310,7 @@ def lose_rank(run: Training, number: int, times: int, *says: str, **how) -> None
         t.kills += hit
         if hit and took >= 15:
             t.note("SILENT", fault, why=f"the other waited {took:.0f} s")
-        elif survivor.code == 0:  # it had done its last step
+        elif survivor.exit_code == 0:  # it had done its last step
             run.recovers(fault, out, outcome="unharmed")
         else:
             run.judge(fault, survivor, out, *says, "--resume auto")
@@ -320,7 +320,7 @@ def rank_kill(t: Torture) -> None:
     """SIGKILL of one of two ranks: the other ends with a message; the run goes on with the same bits."""
     for more in ([], ["--zero-stage", "1"]):
         run = Training(t, *more, "--max-steps", "80", ranks=2)
-        lose_rank(run, signal.SIGKILL, 8, "lost another rank", prepare=hasty)
+        lose_rank(run, signal.SIGKILL, 8, "lost another rank", prepare=shorten_sleeps)
 
 
 def impatient(minutes: float) -> None:
@@ -340,10 +340,10 @@ def torchrun_kill(t: Torture) -> None:
     out, n, log, killed = run.out(), len(t.times(6)), t.path("said"), 0
     command = ["--standalone", "--nproc_per_node=2", f"--max-restarts={n}", str(processes.ROOT / "train_gpt2.py")]
     with open(log, "w") as f:
-        torchrun = agent(*command, *run.words(out), stdout=f)
+        torchrun = start_torchrun(*command, *run.words(out), stdout=f)
     while torchrun.poll() is None:
         due = killed < n and (checkpoint.latest_step(out) or 0) >= (killed + 1) * run.steps // (n + 1)
-        if due and len(pids := ranks_of(torchrun.pid)) == 2:
+        if due and len(pids := rank_pids(torchrun.pid)) == 2:
             os.kill(t.rng.choice(pids), signal.SIGKILL)
             killed += 1
             time.sleep(1)
@@ -534,7 +534,7 @@ def shard_damage(t: Torture) -> None:
         path, out = t.rng.choice(paths := shards.find_shards(run.data, "train")), run.out()
         whole = path.read_bytes()
         script = run.start(out)[0]
-        script.until(f"step    {t.rng.randrange(1, 4)}0/120 | val")
+        script.wait_until(f"step    {t.rng.randrange(1, 4)}0/120 | val")
         harm(kind, path, paths)
         script.wait()  # well, where it had read the shard for the last time
         path.write_bytes(whole)
@@ -599,8 +599,8 @@ def clock(t: Torture) -> None:
         for seconds in t.some([0, 0.001, 1, 3600, 1e6]):
             for work in works.values():
                 script = work.run(out := work.out(), prepare=partial(backwards, seconds))
-                good = script.code == 0 and work.equals_whole(out)
-                t.same(f"{work.script}, clock back by {seconds} s a look", good, outcome="unharmed", why=script.said)
+                good = script.exit_code == 0 and work.equals_whole(out)
+                t.same(f"{work.script}, clock back by {seconds} s a look", good, outcome="unharmed", why=script.output)
     for _ in t.times(3):
         with a_pod(t) as p:  # every `date` is an hour before the last, and so is the time of each file written
             p.tool("date", f'#!/bin/sh\necho x >> {p.root}/n\nexec /bin/date -d "-$(wc -l < {p.root}/n) hours" "$@"\n')
@@ -627,11 +627,11 @@ def hub_faults(t: Torture) -> None:
         for verb, path, (kind, code), times in t.some(cases)[: len(t.times(90))]:
             work, planted = works[verb], Fault(kind, path, times, code or 500, "PUT" if path == "/lfs/" else None)
             hub.faults[:] = [planted]
-            script = work.run(out := work.out(), prepare=hasty)
+            script = work.run(out := work.out(), prepare=shorten_sleeps)
             fault = f"{verb}, {kind} {code or ''} at {path} {'once' if times == 1 else 'always'}"
             outcome = "recovered" if planted.times < times else "unharmed"
             work.judge(fault, script, out, mend=hub.faults.clear, outcome=outcome)
-            if hub.token in script.said:
+            if hub.token in script.output:
                 t.note("LOST", fault, why="the token was printed")
 
 
@@ -668,9 +668,9 @@ def not_finite(t: Torture) -> None:
         ended = [s.wait() for s in run.start(out, prepare=partial(poison, where, step, rank, value))]
         fault = f"{value} in a {where} of rank {rank} of {run.ranks} at step {step}"
         saved = checkpoint.complete_steps(out)
-        finite = all(w.isfinite().all() for s in saved for w in weights(out, s).values())
+        finite = all(w.isfinite().all() for s in saved for w in load_weights(out, s).values())
         if not finite or max(saved, default=0) not in (step, step + 1):
-            t.note("LOST", fault, why=f"saved {saved}, finite {finite} {ended[0].said[-1200:]}")
+            t.note("LOST", fault, why=f"saved {saved}, finite {finite} {ended[0].output[-1200:]}")
         elif t.refused(fault, ended[0], "not finite" if where == "weight" else f"step {step}", last=False):
             run.recovers(fault, out)
     for value in t.some([float("nan"), float("inf")]):  # in the weights that a new run begins with
@@ -692,14 +692,14 @@ def two_runs(t: Torture) -> None:
             out = work.out()
             first = work.start(out)[0]
             if work in works:
-                first.until((out / ".lock").exists)
+                first.wait_until((out / ".lock").exists)
             time.sleep(t.rng.uniform(0, 0.2))
             second, fault = work.run(out), f"second {work.script}"
-            if second.code == 0:  # too late, or it waited
+            if second.exit_code == 0:  # too late, or it waited
                 t.note("unharmed", fault)
             else:
                 t.refused(fault, second, "in use by another process")
-            t.same(fault, first.wait().code == 0 and work.equals_whole(out), 0, why=first.said)
+            t.same(fault, first.wait().exit_code == 0 and work.equals_whole(out), 0, why=first.output)
 
 
 # ------------------------------------------------------------------------- a long run
@@ -710,7 +710,7 @@ def long_run(t: Torture) -> None:
     middle third."""
     data, out, steps = tiny_data(t.path("data")), t.path("out"), len(t.times(3000))
     every = "--val-every 20 --sample-every 50 --sample-prompt a --save-every 25 --keep 2 --tracker tensorboard"
-    flags = ["quickstart", *TINY, "--data-dir", data, "--out-dir", out, *every.split(), "--max-steps", steps]
+    flags = ["quickstart", *TINY_FLAGS, "--data-dir", data, "--out-dir", out, *every.split(), "--max-steps", steps]
     script, seen = processes.start("train_gpt2", *flags, log=t.path("said"), cwd=t.folder), []
     metrics, proc = out / "metrics.jsonl", Path(f"/proc/{script.process.pid}")
     while script.process.is_alive():
@@ -720,7 +720,7 @@ def long_run(t: Torture) -> None:
             cpu_ms = (int(user) + int(system)) * 1000 / os.sysconf("SC_CLK_TCK")
             seen.append((step, size, len(list((proc / "fd").iterdir())), cpu_ms))
         time.sleep(0.1)
-    assert script.wait().code == 0, script.said
+    assert script.wait().exit_code == 0, script.output
     took = {line["step"]: line["step_ms"] for line in read_metrics(metrics) if "step_ms" in line}
 
     def third(n: int) -> tuple[float, int, float, float]:
