@@ -41,7 +41,7 @@ def child(args: Args) -> None:
     first = turns.seconds(lambda: next(open_loader().batches(0, 512, 64, rt)), rt)
     data, times = open_loader(), []
     for step in range(args.steps):
-        times.append(1e3 * turns.seconds(lambda: data.read(data.step_windows(step, 512, 64).reshape(-1, 2)), rt))  # noqa: B023
+        times.append(1e3 * turns.seconds(lambda: data.read(data.step_sequences(step, 512, 64).reshape(-1, 2)), rt))  # noqa: B023
     seek = turns.seconds(lambda: next(data.batches(10**6 + 7, 512, 64, rt)), rt)
     print(json.dumps({"ms": median(times), "worst": max(times), "first": first, "seek": seek}))
 

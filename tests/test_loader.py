@@ -10,7 +10,7 @@ import torch
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import loader, shards
-from tokens.loader import Loader, Order, permutation, to_device
+from tokens.loader import DataOrder, Loader, permutation, to_device
 
 GOLDEN = [0, 7, 5, 6, 3, 1, 2, 4]  # of permutation(8, 1337, 0)
 CPU = Runtime(torch.device("cpu"), torch.float32)
@@ -46,7 +46,7 @@ def test_order_depends_on_seed_and_epoch_only(tiny_data):
 
 def test_small_shards_are_mixed_and_full_ones_visited_one_after_the_other(tiny_data, monkeypatch):
     def visited(pool):
-        monkeypatch.setattr(loader, "POOL", pool)
+        monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", pool)
         order = make(tiny_data).order
         return order.span(0, order.sequences_per_epoch)[:, 0]
 
@@ -60,12 +60,12 @@ def test_small_shards_are_mixed_and_full_ones_visited_one_after_the_other(tiny_d
 def test_fingerprint_tells_how_many_shards_are_mixed(tiny_data, monkeypatch):
     plain = shards.fingerprint(tiny_data)
     assert make(tiny_data).fingerprint() == f"{plain}-3" and make(tiny_data, shuffle=False).fingerprint() == plain
-    monkeypatch.setattr(loader, "POOL", 4097)  # as if the shards were full
+    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", 4097)  # as if the shards were full
     assert make(tiny_data).fingerprint() == plain
 
 
 def test_seek_to_any_step_is_immediate():
-    order = Order([97_656] * 1000, seed=1, shuffle=True)  # FineWeb-sized: 100 billion tokens
+    order = DataOrder([97_656] * 1000, seed=1, shuffle=True)  # FineWeb-sized: 100 billion tokens
     assert order.span(512 * 19_073 * 9, 512).shape == (512, 2)
     assert permutation.cache_info().maxsize <= 8  # 8 MB
 
@@ -127,7 +127,7 @@ def test_too_little_data(tiny_data):
 
 
 def test_memory_stays_flat_over_many_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "POOL", 4_000_000)
+    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", 4_000_000)
     for i in range(30):
         shards.write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(2_000_000, i, np.uint16))
     data = make(tmp_path, T=1000)

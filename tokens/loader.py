@@ -1,17 +1,42 @@
-"""Which sequences each step reads, and their tokens on the device.
+"""The order of data: which sequences each step reads, and their tokens on the device.
 
-The order is a pure function of (seed, step), independent of ranks, micro-batch size and restarts. A shard of n tokens
-holds (n - 1) // T windows of T inputs (and T targets, shifted by one); up to T tokens after the last whole window are
-not used. The epochs form one endless stream that has every window once per epoch; each step takes the next
-`sequences_per_step` windows and may straddle two epochs, so no rank runs dry and nothing in between is dropped.
+train_gpt2.py opens one Loader per split; training/step.py and training/evaluator.py read from it.
 
-When shuffling, each epoch visits the shards in a new order, in groups of at most POOL tokens, and the windows of each
-in a new order; a shard is read once, whole and front to back, when its group's turn comes. A shard of FineWeb is a
-group of its own; small shards are mixed, so a run of less than an epoch sees all of a small corpus, not a few shards.
-Otherwise the order is build-nanogpt's: shard by shard, window by window (build-nanogpt skips up to one step's worth of
-windows at the end of each shard; here they are used).
+    data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
+    for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
 
-A shard listed in a manifest must match its sha256 when read: damage on disk ends the run instead of being trained on.
+A shard is a row of token ids, cut into sequences of T inputs. The targets are the inputs shifted by one token, so that
+neighboring sequences share one token. Up to T tokens at the end of a shard are too few for another sequence and stay
+unused.
+
+    token      0       1       ...   T-1      T        T+1     ...   2T-1     2T     ...     n-1
+    sequence 0 |---------- inputs -----------|                                               :
+               :       |---------- targets -----------|                                      :
+    sequence 1                                |---------- inputs ------------|               :
+                                                       |---------- targets ----------|  unused
+
+The order is a pure function of (seed, position in the stream of sequences), and a step's position follows from its
+number. It does not depend on ranks, micro-batch size or restarts. The epochs form one endless stream that has every
+sequence once per epoch. A step takes the next `sequences_per_step` of them and may straddle two epochs, so no rank runs
+out of data and nothing in between is dropped.
+
+When shuffling, each epoch visits the shards in a new order, in groups of at most SHUFFLE_POOL_TOKENS tokens, and the
+sequences of a group form one pool that is shuffled anew:
+
+    epoch 0                                              epoch 1
+    group                    group                       group
+    shard 3 + shard 0        shard 2 + shard 1           shard 1 + shard 3    ...     shards in a new order
+    [3:7 0:2 3:1 0:9 ...]    [1:4 1:0 2:8 1:5 ...]       [3:5 1:1 1:9 ...]    ...     shard:sequence in a new order
+    |-- step 0 --|-- step 1 --|-- step 2 --|-- step 3 --|-- ...
+
+A shard is read as a whole, front to back, when its group's turn comes. A full shard of FineWeb is a group of its own.
+Small shards are mixed, so that a run of less than an epoch sees all of a small corpus instead of a few shards.
+
+Without shuffling, the order is that of build-nanogpt: shard by shard, sequence by sequence. (build-nanogpt skips up to
+one step's worth of sequences at the end of each shard; here they are used.)
+
+A shard that a manifest lists must match its sha256 when it is read: damage on disk ends the run instead of being
+trained on.
 """
 
 import itertools
@@ -28,13 +53,18 @@ from system.distributed import Runtime
 from tokens import shards
 from tokens.prefetch import prefetch
 
-POOL = 100_000_000  # tokens that are shuffled together: one full shard, as much as is in memory anyway
+SHUFFLE_POOL_TOKENS = 100_000_000  # tokens shuffled as one pool: a full shard, which is in memory anyway
+# Steps that are read before they are needed: two seconds of training on 8 GPUs, time for a slow disk to read a shard.
+PREFETCH_STEPS = 16
 
 
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), fixed forever by the 64-bit integers `key`: the argsort of splitmix64 hashes (Steele
-    et al. 2014)."""
+    """A permutation of range(n), (n,) int64, that depends on the 64-bit integers `key` and on nothing else.
+
+    It is the argsort of splitmix64 hashes (Steele et al. 2014), so no version of a library can change the order that a
+    resumed run sees.
+    """
 
     def mix(x: np.ndarray) -> np.ndarray:
         x = x + np.uint64(0x9E3779B97F4A7C15)
@@ -42,113 +72,181 @@ def permutation(n: int, *key: int) -> np.ndarray:
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64 on purpose
+        # Fold the key into one 64-bit state.
         state = np.zeros(1, np.uint64)
         for k in key:
             state = mix(state ^ np.uint64(k % 2**64))
-        return np.argsort(mix(state ^ mix(np.arange(n, dtype=np.uint64))), kind="stable")
+
+        # One hash per index; sorting the hashes permutes the indices.
+        hashes = mix(state ^ mix(np.arange(n, dtype=np.uint64)))
+        return np.argsort(hashes, kind="stable")
 
 
-class Order:
-    """The stream of windows: position -> (shard, window). Reaching any position costs O(windows of a group of shards).
+class DataOrder:
+    """The endless stream of sequences: position -> (shard, sequence). See the picture in the module's docstring.
 
-    windows: of each shard. together: shards in a group, when shuffling."""
+    Reaching any position costs no more than shuffling one group of shards.
 
-    def __init__(self, windows: list[int], seed: int, shuffle: bool, together: int = 1):
-        self.windows, self.seed, self.shuffle = np.asarray(windows), seed, shuffle
-        self.together = together if shuffle else 1
-        self.per_epoch = int(self.windows.sum())
+    sequences_per_shard: how many sequences each shard holds.
+    shards_per_group: how many shards are shuffled as one pool; without `shuffle` each shard is a group of its own.
+    """
 
-    def _permuted(self, n: int, *key: int) -> np.ndarray:
-        return permutation(n, self.seed, *key) if self.shuffle else np.arange(n)
-
-    def _in_one_group(self, position: int, most: int) -> np.ndarray:
-        """(n, 2) of (shard, window) from a stream position on, n <= most, none beyond the group of shards it is in."""
-        epoch, in_epoch = divmod(position, self.per_epoch)
-        visit = self._permuted(len(self.windows), epoch, 0)  # the shards in this epoch's order
-        ends = np.cumsum(self.windows[visit])
-        first = int(np.searchsorted(ends, in_epoch, side="right"))  # where in `visit` the shard of this position is
-        first -= first % self.together  # where its group begins
-        group = visit[first : first + self.together]
-        in_group = in_epoch - int(ends[first] - self.windows[group[0]])
-        ends = np.cumsum(self.windows[group])
-        mixed = self._permuted(int(ends[-1]), epoch, 1, int(group[0]))[in_group : in_group + most]
-        member = np.searchsorted(ends, mixed, side="right")  # which shard of the group each is in
-        begins = ends - self.windows[group]
-        return np.stack([group[member], mixed - begins[member]], axis=1)
+    def __init__(self, sequences_per_shard: list[int], seed: int, shuffle: bool, shards_per_group: int = 1):
+        self.sequences_per_shard = np.asarray(sequences_per_shard)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.shards_per_group = shards_per_group if shuffle else 1
+        self.sequences_per_epoch = int(self.sequences_per_shard.sum())
 
     def span(self, start: int, count: int) -> np.ndarray:
-        """(count, 2) int64 of (shard, window) for the stream positions start .. start + count - 1."""
-        pieces, end = [], start + count
+        """(count, 2) int64 of (shard, sequence) for the stream positions start .. start + count - 1."""
+        pieces = []
+        end = start + count
         while start < end:
-            pieces.append(self._in_one_group(start, end - start))
-            start += len(pieces[-1])
+            # Each piece ends where its group of shards ends, or at `end`.
+            epoch, group, position_in_group = self._find_group(start)
+            pool = self._shuffle_group(epoch, group)
+            pool_indices = pool[position_in_group : position_in_group + (end - start)]
+            pieces.append(self._locate(group, pool_indices))
+            start += len(pool_indices)
         return np.concatenate(pieces)
+
+    def _find_group(self, position: int) -> tuple[int, np.ndarray, int]:
+        """The epoch and the group of shards, (shards_per_group,) or fewer, that hold a stream position, and the
+        position within that group."""
+        epoch, position_in_epoch = divmod(position, self.sequences_per_epoch)
+
+        # The shards in this epoch's order, and the position after each one's last sequence.
+        shard_order = self._permute(len(self.sequences_per_shard), epoch, 0)
+        shard_ends = np.cumsum(self.sequences_per_shard[shard_order])
+
+        # The turn of the shard at this position; side="right" steps over shards without sequences.
+        turn = int(np.searchsorted(shard_ends, position_in_epoch, side="right"))
+
+        # The group that has this turn: groups begin at every multiple of shards_per_group.
+        first_turn = turn - turn % self.shards_per_group
+        group = shard_order[first_turn : first_turn + self.shards_per_group]
+        group_start = int(shard_ends[first_turn] - self.sequences_per_shard[group[0]])
+        return epoch, group, position_in_epoch - group_start
+
+    def _shuffle_group(self, epoch: int, group: np.ndarray) -> np.ndarray:
+        """The pool of a group in this epoch's order: a permutation of the indices of all its sequences, where the
+        sequences of the group's first shard come first, then those of its second one, and so on."""
+        pool_size = int(self.sequences_per_shard[group].sum())
+        return self._permute(pool_size, epoch, 1, int(group[0]))
+
+    def _locate(self, group: np.ndarray, pool_indices: np.ndarray) -> np.ndarray:
+        """(n, 2) of (shard, sequence) for (n,) indices into the pool of a group."""
+        ends = np.cumsum(self.sequences_per_shard[group])  # (shards of the group,): where each one ends in the pool
+        starts = ends - self.sequences_per_shard[group]
+        member = np.searchsorted(ends, pool_indices, side="right")  # (n,): which shard of the group holds each index
+        return np.stack([group[member], pool_indices - starts[member]], axis=1)
+
+    def _permute(self, n: int, *key: int) -> np.ndarray:
+        """range(n) in the order of `key` when shuffling, otherwise as it is."""
+        if self.shuffle:
+            return permutation(n, self.seed, *key)
+        return np.arange(n)
 
 
 class Loader:
-    """Token windows of one split of a shard folder.
+    """The sequences of one split ("train" or "val") of a folder of shards, each of T inputs and T targets.
 
     Raises UserError for a missing or empty folder, a bad shard, ids above the vocabulary or too little data.
     """
 
     def __init__(self, data_dir: str | Path, split: str, T: int, vocab_size: int, seed: int = 0, shuffle: bool = False):
-        self.data_dir, self.T, self.vocab_size = data_dir, T, vocab_size
+        self.data_dir = data_dir
+        self.T = T
+        self.vocab_size = vocab_size
+
+        # What the folder holds: headers only, no tokens yet.
         self.paths = shards.find_shards(data_dir, split)
-        self.tokens = [shards.count_tokens(p) for p in self.paths]
+        self.tokens = [shards.count_tokens(path) for path in self.paths]
         self.manifest = shards.read_manifest(data_dir)
-        self.sha256 = {s.file: s.sha256 for s in self.manifest.shards} if self.manifest else {}
-        together = max(1, min(POOL // max(self.tokens), len(self.paths)))
-        self.order = Order([max(0, n - 1) // T for n in self.tokens], seed, shuffle, together)
-        why = f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1"
-        require(self.order.per_epoch, f"{why}; use a smaller --sequence-length or more data (python fineweb.py --help)")
-        # at most one group, and the shard that is being read
-        self._shard = lru_cache(maxsize=self.order.together)(self._read_shard)
+        self.sha256 = {shard.file: shard.sha256 for shard in self.manifest.shards} if self.manifest else {}
+
+        # A sequence needs one token more than T, the last target; n tokens hold (n - 1) // T sequences.
+        sequences_per_shard = [max(0, n - 1) // T for n in self.tokens]
+        shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // max(self.tokens), len(self.paths)))
+        self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
+        require(
+            self.order.sequences_per_epoch,
+            f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
+            "use a smaller --sequence-length or more data (python fineweb.py --help)",
+        )
+
+        # Tokens stay in memory for as many shards as one group has: it includes the shard that is being read.
+        self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
     def fingerprint(self) -> str:
-        """What a resumed run must find again: a hash of the folder's shards and, if several are mixed, how many."""
-        mixed = f"-{self.order.together}" if self.order.together > 1 else ""
-        return shards.fingerprint(self.data_dir) + mixed
+        """What a resumed run must find again: a hash of the folder's shards and, if several are shuffled as one pool,
+        how many."""
+        group_suffix = f"-{self.order.shards_per_group}" if self.order.shards_per_group > 1 else ""
+        return shards.fingerprint(self.data_dir) + group_suffix
 
-    def _read_shard(self, i: int) -> np.ndarray:
-        """Tokens of shard i, read whole and front to back."""
-        path = self.paths[i]
+    def _read_shard(self, index: int) -> np.ndarray:
+        """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
+        path = self.paths[index]
         tokens = shards.read_shard(path, self.sha256.get(path.name))
-        began, now = self.tokens[i], len(tokens)
-        require(now == began, f"{path} had {began:,} tokens when the run began and now has {now:,}")
+        expected = self.tokens[index]
+        require(
+            len(tokens) == expected,
+            f"{path} had {expected:,} tokens when the run began and now has {len(tokens):,}; "
+            "restore that shard, then run the command again",
+        )
         return tokens
 
-    def read(self, windows: np.ndarray) -> np.ndarray:
-        """(n, T + 1) uint16 for (n, 2) of (shard, window). Raises UserError for an id above the vocabulary."""
-        out = np.empty((len(windows), self.T + 1), np.uint16)
-        for shard in dict.fromkeys(windows[:, 0].tolist()):
-            rows = np.flatnonzero(windows[:, 0] == shard)
-            starts = windows[rows, 1] * self.T
-            out[rows] = self._shard(shard)[starts[:, None] + np.arange(self.T + 1)]
-            if out[rows].max() >= self.vocab_size:
-                shards.check_ids(self._shard(shard), self.paths[shard], self.vocab_size)  # raises, naming the place
-        return out
+    def read(self, sequences: np.ndarray) -> np.ndarray:
+        """The tokens (n, T + 1) uint16 of (n, 2) pairs of (shard, sequence). Raises UserError for an id above the
+        vocabulary."""
+        tokens = np.empty((len(sequences), self.T + 1), np.uint16)
 
-    def step_windows(self, step: int, sequences: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """The (shard, window) pairs that `rank` reads at `step`, (micro_steps, B, 2). As in build-nanogpt, micro-batch
-        m of rank r is the step's (m * world_size + r)-th run of B sequences."""
-        return self.order.span(step * sequences, sequences).reshape(-1, world_size, B, 2)[:, rank]
+        # Shard by shard, in the order of their first use.
+        for shard in dict.fromkeys(sequences[:, 0].tolist()):
+            from_shard = np.flatnonzero(sequences[:, 0] == shard)  # (k,): which of the n come from this shard
+
+            # Gather k slices of T + 1 tokens at once: (k, 1) starts + (T + 1,) offsets -> (k, T + 1).
+            starts = sequences[from_shard, 1] * self.T
+            tokens[from_shard] = self._cached_shard(shard)[starts[:, None] + np.arange(self.T + 1)]
+
+            # An id outside the vocabulary would index past the embedding: on a GPU, an error that names nothing.
+            if tokens[from_shard].max() >= self.vocab_size:
+                shards.check_ids(self._cached_shard(shard), self.paths[shard], self.vocab_size)  # raises UserError
+        return tokens
+
+    def step_sequences(self, step: int, sequences: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+        """The (shard, sequence) pairs that `rank` reads at `step`, (micro_steps, B, 2).
+
+        `sequences` is how many a step reads over all ranks. As in build-nanogpt, micro-batch m of rank r is the step's
+        (m * world_size + r)-th run of B sequences."""
+        whole_step = self.order.span(step * sequences, sequences)
+        # (sequences, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
+        return whole_step.reshape(-1, world_size, B, 2)[:, rank]
 
     def batches(self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False) -> Iterator[Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
-        step 0), read ahead by a thread, into pinned memory if training on a GPU."""
+        step 0). A thread reads them before they are needed, into pinned memory if training is on a GPU."""
 
-        def in_turn() -> Iterator[Tensor]:
-            for step in itertools.repeat(0) if fixed else itertools.count(first_step):
-                windows = self.step_windows(step, sequences, B, rt.rank, rt.world_size)
-                batch = torch.from_numpy(self.read(windows.reshape(-1, 2))).view(-1, B, self.T + 1)
+        def read_batches() -> Iterator[Tensor]:
+            steps = itertools.repeat(0) if fixed else itertools.count(first_step)
+            for step in steps:
+                pairs = self.step_sequences(step, sequences, B, rt.rank, rt.world_size)
+                tokens = self.read(pairs.reshape(-1, 2))  # (micro_steps * B, T + 1)
+                batch = torch.from_numpy(tokens).view(-1, B, self.T + 1)
+                # A copy from pinned memory to the GPU does not wait for the training step.
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        return prefetch(in_turn(), 16, join=True)  # steps: two seconds on 8 GPUs, time for a slow disk to read a shard
+        # join: a thread that still reads when the process exits may abort it.
+        return prefetch(read_batches(), PREFETCH_STEPS, join=True)
 
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) uint16 -> inputs and targets (B, T) int64 on the device; only two bytes per token cross the bus."""
-    # on mps the copy may still be reading when the tokens have been freed (pytorch#189690)
+    """(B, T + 1) uint16 -> inputs and targets, each (B, T) int64 on the device."""
+    # Widen after the copy: two bytes per token cross the bus instead of eight. Only CUDA copies in the background: on
+    # mps the copy may still be reading when the tokens have been freed (pytorch#189690).
     tokens = tokens.to(device, non_blocking=device.type == "cuda").to(torch.int64)
+
+    # The targets are the inputs shifted by one token: (B, T + 1) -> 2 x (B, T)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
