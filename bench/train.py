@@ -124,7 +124,7 @@ def child(args: Args) -> None:
         data, _ = train_gpt2.open_data(cfg, rt)
         if args.child in OWN_FLAGS:
             contender = Step(cfg, rt, train_gpt2.make_model(cfg, rt))
-            contender.set_rates(cfg.warmup_steps, cfg.horizon(data.order.per_epoch))
+            contender.set_rates(cfg.warmup_steps, cfg.horizon(data.order.sequences_per_epoch))
         else:
             contender = Peer(args.child, args.peers, cfg, rt)
         batches = data.batches(0, cfg.sequences_per_step, contender.B, rt)

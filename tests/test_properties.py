@@ -19,7 +19,7 @@ from system.cli import UserError
 from system.units import parse_duration
 from tokens import shards, tokenizer
 from tokens.documents import Chunk
-from tokens.loader import Loader, Order
+from tokens.loader import DataOrder, Loader
 from training import optim, presets
 from training.config import TrainConfig
 from training.presets import PRESETS
@@ -37,7 +37,7 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)  # wind
 @given(SIZES, st.integers(-(2**63), 2**63 - 1), st.booleans(), st.integers(1, 9), st.integers(0, 5))
 def test_every_window_comes_once_an_epoch(sizes, seed, shuffle, together, epoch):
     n = sum(sizes)
-    found = Order(sizes, seed, shuffle, together).span(epoch * n, n)
+    found = DataOrder(sizes, seed, shuffle, together).span(epoch * n, n)
     assert sorted(map(tuple, found.tolist())) == [(s, w) for s, size in enumerate(sizes) for w in range(size)]
 
 
@@ -48,10 +48,10 @@ def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, step, share, d
     order = sizes, seed, data.draw(st.booleans()), data.draw(st.integers(1, 9))
     S = ranks * micro_steps * share
     loader = object.__new__(Loader)  # its files are not needed to know its order
-    loader.order = Order(*order)
+    loader.order = DataOrder(*order)
     for other in data.draw(st.lists(st.integers(0, 300), max_size=3)):
         loader.step_sequences(other, S, share)
-    alone = Order(*order).span(step * S, S)
+    alone = DataOrder(*order).span(step * S, S)
     parts = [loader.step_sequences(step, S, share, rank, ranks) for rank in range(ranks)]  # each (micro_steps, B, 2)
     together = np.stack(parts, axis=1).reshape(-1, 2)
     assert (together == alone).all()
