@@ -1,40 +1,58 @@
 #!/usr/bin/env bash
-# Train in the background: survives logout, restarts after failures, publishes, gives the machine back.
+# Train in the background. The run survives logout and restarts after failures; at the end it can be pushed to the Hub,
+# and the machine can be given back.
 #
-#   ./train.sh                                  # gpt2-124m on every GPU here, into log/gpt2-124m
+#   ./train.sh                                  # gpt2-124m on every GPU of this machine, into log/gpt2-124m
 #   ./train.sh speedrun-124m --out-dir log/fast # any arguments of train_gpt2.py
-#   ./train.sh model_19072.pt 2                 # continue that checkpoint's run until 2 epochs are done
+#   ./train.sh model_19072.pt 2                 # resume that checkpoint's run and train until 2 epochs are done
 #   PUSH_TO=me/gpt2-124m REMOVE_POD=1 BUDGET_USD=30 GPU_HOUR_USD=2.5 ./train.sh
 #
-# A folder that holds a run is resumed, never restarted. Every decision is logged in OUT/train-<time>.log. Environment:
-#   NPROC         processes (default: one per GPU, or one without); START_WAIT: seconds of log to show at first (15)
-#   MAX_RESTARTS  restarts after failures (3), RESTART_DELAY seconds apart (10); none after an "error:" you must fix
-#   BUDGET_USD    with GPU_HOUR_USD, the price of one GPU for an hour: save and stop once this start has spent it
-#   PUSH_TO       owner/name: at the end, push a checkpoint there (hub.py push-model) and wait for it; also the newest
-#                 with its optimizer if the run is not finished (budget, time limit, failure), so that it can resume
-#                 elsewhere. That the token may write there is checked before anything starts
-#   PUSH          which checkpoints at the end: newest (the default), best (the lowest val loss) or all
-#   PUSH_PUBLIC   1: that repository is public, or is to be, if it is made now; otherwise it is private
-#   PUSH_EVERY    with PUSH_TO: also push new checkpoints, with their optimizer, every so many seconds (0: only at the
-#                 end): if the machine is taken away, only the work of that time and of --save-every steps is lost
-#   REMOVE_POD    1: afterwards remove this machine, with SHUTDOWN_CMD or else runpodctl pod delete $RUNPOD_POD_ID; only
-#                 once the weights are pushed or, without PUSH_TO, if PERSISTENT=1 says that OUT outlives the machine
-#                 (as a RunPod network volume does; a pod's own /workspace disk is deleted with the pod), or if there
-#                 are none, because training failed before its first save
-#   REMOVE_DELAY  seconds during which `kill` can keep the machine (60); KEEP_ON_FAILURE=1 keeps it after a failure
+# A run folder (OUT) that holds checkpoints is resumed, never started over. OUT/train-<time>.log records every decision,
+# and OUT/status.json records how the trainer ended. Environment variables:
+#   NPROC         number of processes. Default: one per GPU, or one on a machine without GPUs.
+#   START_WAIT    seconds for which the log is shown after the start. Default: 15.
+#   MAX_RESTARTS  how often to restart after a failure. Default: 3. An error that you must fix is not restarted.
+#   RESTART_DELAY seconds between a failure and the restart. Default: 10.
+#   BUDGET_USD    save and stop once this start has cost that much; needs GPU_HOUR_USD.
+#   GPU_HOUR_USD  the price of one GPU for an hour.
+#   PUSH_TO       OWNER/NAME: at the end, push the checkpoint to this Hub repository (hub.py push-model) and wait for
+#                 it. A run that is not finished (budget, time limit, failure) is pushed with its optimizer state, so
+#                 that it can be resumed elsewhere. Whether your token may write there is checked before the start.
+#   PUSH          which checkpoints to push at the end: newest (default), best (the lowest val loss) or all.
+#   PUSH_PUBLIC   1: the repository is public, or is created public. Default: private.
+#   PUSH_EVERY    with PUSH_TO: also push new checkpoints, with optimizer state, every so many seconds. If the machine
+#                 is taken away, only the work of that time and of --save-every steps is lost. Default: 0, never.
+#   REMOVE_POD    1: remove this machine at the end, with SHUTDOWN_CMD or else `runpodctl pod delete $RUNPOD_POD_ID`. It
+#                 is removed only if the weights are pushed; or, without PUSH_TO, if PERSISTENT=1; or if there are no
+#                 weights because training failed before the first save.
+#   PERSISTENT    1: OUT outlives the machine, as a RunPod network volume does. A pod's own /workspace disk does not.
+#   REMOVE_DELAY  seconds before the removal in which `kill` can still keep the machine. Default: 60.
+#   KEEP_ON_FAILURE  1: keep the machine after a failure.
 set -euo pipefail
 HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 
-die() { echo "error: $*" >&2; exit 1; }
-say() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*" || true; } # a full disk must not end the watcher
-ranks() { grep -lzsFx "TRAIN_RUN_DIR=$OUT" /proc/[0-9]*/environ | cut -d/ -f3; } # torchrun and the ranks of this run
-children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ -f3; } # -s: one may have just ended
-newest() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | tail -n 1; } # the run's newest weights, if any
+# ---- helpers ----
 
-# ---- in the foreground: reject what would fail hours later, start the rest detached, show its first seconds ----
+die() { echo "error: $*" >&2; exit 1; }
+
+# Print a dated line. A full disk, which makes printf fail, must not end this script.
+log() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*" || true; }
+
+# Print the ids of all processes of this run: torchrun and its ranks have TRAIN_RUN_DIR in their environment.
+list_run_processes() { grep -lzsFx "TRAIN_RUN_DIR=$OUT" /proc/[0-9]*/environ | cut -d/ -f3; }
+
+# Print the ids of the children of process $1. -s: a process may end while grep reads /proc.
+list_children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ -f3; }
+
+# Print the path of the run's newest weights, or nothing.
+find_newest_weights() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | tail -n 1; }
+
+# ---- in the foreground: reject what would fail hours later, start the supervisor in the background, show its log ----
 
 check_environment() {
     local name
+
+    # The form of each value.
     for name in NPROC START_WAIT MAX_RESTARTS RESTART_DELAY PUSH_EVERY REMOVE_DELAY; do
         [[ ${!name:-0} =~ ^[0-9]+$ ]] || die "$name=${!name}: must be a whole number, as in $name=3 ./train.sh"
     done
@@ -44,25 +62,31 @@ check_environment() {
     [[ ${PUSH_TO:-a/b} =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]] ||
         die "PUSH_TO=$PUSH_TO: must be owner/name, as in PUSH_TO=me/gpt2-124m ./train.sh"
     [[ ${PUSH:-newest} =~ ^(newest|best|all)$ ]] || die "PUSH=$PUSH: must be newest, best or all"
+
+    # Variables that need another one.
     for name in PUSH PUSH_PUBLIC PUSH_EVERY; do
         [[ ${!name:-0} == 0 || -n ${PUSH_TO:-} ]] || die "$name=${!name} needs PUSH_TO=owner/name to push to"
     done
     [[ -z ${BUDGET_USD:-} || ${GPU_HOUR_USD:-0} =~ [1-9] ]] ||
         die "BUDGET_USD=$BUDGET_USD needs GPU_HOUR_USD, the price of one GPU for an hour"
+
+    # Removing the machine must not remove the only copy of the weights, and there must be a command that does it.
     [[ ${REMOVE_POD:-0} == 1 ]] || return 0
     [[ -n ${PUSH_TO:-} || ${PERSISTENT:-0} == 1 ]] || die "REMOVE_POD=1 would remove the only copy of the weights:" \
         "set PUSH_TO=owner/name, or PERSISTENT=1 if the run folder outlives this machine (a network volume)"
     [[ -z ${SHUTDOWN_CMD:-} ]] || return 0
     hash runpodctl 2>/dev/null && [[ -n ${RUNPOD_POD_ID:-} ]] ||
         die "REMOVE_POD=1 needs runpodctl and RUNPOD_POD_ID, as on a RunPod pod; elsewhere set SHUTDOWN_CMD='...'"
-    # the words of version 2 of runpodctl, then of 1
+    # The first command is that of runpodctl's version 2, the second that of version 1.
     export SHUTDOWN_CMD="runpodctl pod delete $RUNPOD_POD_ID || runpodctl remove pod $RUNPOD_POD_ID"
 }
 
-settings() { # what the trainer makes of the arguments, one a line; what it would reject ends here, in its own words
+# Parse the arguments with the trainer's own parser and print, one a line: the run folder, --resume, --time-limit, the
+# number of GPUs. Arguments or data that the trainer would reject end the script here, with the trainer's message.
+resolve_settings() {
     PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH} "$PY" -P - "$@" <<'END'
 import sys, torch
-from system.script import run_cli
+from system.cli import run_cli
 from tokens import shards
 from training import checkpoint, presets
 
@@ -78,196 +102,278 @@ run_cli(main)
 END
 }
 
-launch() { # start the run that the arguments describe
-    local preset=() defaults=(--resume auto) checkpoint='' typed="$0 $*" args found text time_limit gpus log limit='' where=''
+# Start the run that the arguments describe.
+launch() {
+    local typed_command="$0 $*" preset=() defaults=(--resume auto) checkpoint='' matches args
+    local settings time_limit gpus where='' budget_seconds='' log_file
     check_environment
     [[ -z ${PUSH_TO:-} ]] || "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" || exit 1
+
+    # Defaults that the user's own flags override, because they come later. A budget replaces the time limit that a
+    # checkpoint has saved.
     [[ -z ${GPU_HOUR_USD:-} ]] || defaults+=(--gpu-hour-usd "$GPU_HOUR_USD")
-    [[ -z ${BUDGET_USD:-} ]] || defaults+=(--time-limit '') # not the one that a checkpoint has saved
-    if [[ ${1:--} != -* && $1 == *.pt ]]; then # CHECKPOINT [EPOCHS]
-        found=("$1")
-        [[ $1 == */* || -f $1 ]] || mapfile -t found < <(find log -name "$1" -type f 2>/dev/null)
-        ((${#found[@]} == 1)) || die "$1: ${#found[@]} such files under log/; give the path, as in log/RUN/$1"
-        checkpoint=$(realpath -m "${found[0]}")
-        set -- --resume "${checkpoint%/*}" --epochs "${2:-1}" "${@:3}" # the folder: the run may be past that checkpoint
+    [[ -z ${BUDGET_USD:-} ]] || defaults+=(--time-limit '')
+
+    if [[ ${1:--} != -* && $1 == *.pt ]]; then
+        # CHECKPOINT.pt [EPOCHS]: a name without a folder is looked for under log/. Resume from the folder, not from the
+        # file: the run may have newer checkpoints.
+        matches=("$1")
+        [[ $1 == */* || -f $1 ]] || mapfile -t matches < <(find log -name "$1" -type f 2>/dev/null)
+        ((${#matches[@]} == 1)) || die "$1: ${#matches[@]} such files under log/; give the path, as in log/RUN/$1"
+        checkpoint=$(realpath -m "${matches[0]}")
+        set -- --resume "${checkpoint%/*}" --epochs "${2:-1}" "${@:3}"
     elif [[ ${1:--} != -* ]]; then
+        # The trainer wants the preset before all flags.
         preset=("$1")
         shift
     fi
-    args=("${preset[@]}" "${defaults[@]}" "$@") # a flag that is given again replaces the default
-    text=$(settings "${args[@]}") || exit 1
-    { read -r OUT && read -r RESUME && read -r time_limit && read -r gpus; } <<<"$text"
-    # in another folder it is not the same run that goes on, but one that starts from the very checkpoint
+    args=("${preset[@]}" "${defaults[@]}" "$@")
+
+    settings=$(resolve_settings "${args[@]}") || exit 1
+    { read -r OUT && read -r RESUME && read -r time_limit && read -r gpus; } <<<"$settings"
+    # With another --out-dir this is a new run, which starts from the very checkpoint that was named.
     [[ -z $checkpoint || $OUT == "${checkpoint%/*}" ]] || args+=(--resume "$checkpoint")
+
     gpus=${NPROC:-$gpus}
     NPROC=$((gpus > 0 ? gpus : 1))
     ((gpus > 0)) || where=" on the CPU"
+
+    # The budget becomes a time limit: dollars / (dollars an hour for all GPUs) * 3600 seconds.
     if [[ -n ${BUDGET_USD:-} ]]; then
         [[ -z $time_limit ]] || die "BUDGET_USD=$BUDGET_USD sets --time-limit: leave out --time-limit $time_limit"
-        limit=$(awk -v b="$BUDGET_USD" -v p="$GPU_HOUR_USD" -v n="$NPROC" 'BEGIN {printf "%d", b / (p * n) * 3600}')
+        budget_seconds=$(awk -v budget="$BUDGET_USD" -v price="$GPU_HOUR_USD" -v gpus="$NPROC" \
+            'BEGIN {printf "%d", budget / (price * gpus) * 3600}')
     fi
 
+    # One run per folder. All processes started below inherit the lock (file descriptor 9), so the folder stays locked
+    # while any of them lives.
     mkdir -p "$OUT"
-    exec 9>>"$OUT/train.lock" # inherited by all that follows: locked while any part of the run lives
-    flock -n 9 || die "$OUT already has a run (processes: $(ranks | tr '\n' ' ')): one run per folder. Stop it with:" \
-        "kill \$(cat $OUT/train.pid), or give another --out-dir"
-    log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
-    say "$typed" 2>/dev/null >>"$log"
-    [[ -s $log ]] || die "cannot write to $log: is the disk full?"
-    export OUT RESUME NPROC LIMIT=$limit LOG=$log
-    setsid bash "${BASH_SOURCE[0]}" --detached "${args[@]}" </dev/null >>"$log" 2>&1 &
+    exec 9>>"$OUT/train.lock"
+    flock -n 9 || die "$OUT already has a run (processes: $(list_run_processes | tr '\n' ' ')): one run per folder." \
+        "Stop it with: kill \$(cat $OUT/train.pid), or give another --out-dir"
+    log_file=$OUT/train-$(date +%Y%m%d-%H%M%S).log
+    log "$typed_command" 2>/dev/null >>"$log_file"
+    [[ -s $log_file ]] || die "cannot write to $log_file: is the disk full?"
+
+    # Start the supervisor (this script with --detached) in a session of its own, which a logout does not end.
+    export OUT RESUME NPROC BUDGET_SECONDS=$budget_seconds
+    setsid bash "${BASH_SOURCE[0]}" --detached "${args[@]}" </dev/null >>"$log_file" 2>&1 &
     echo $! >"$OUT/train.pid"
     exec 9>&-
+
+    # Say how to follow and stop the run, show its first seconds, and report one that has failed by then.
     echo "started: $NPROC process(es)$where, run folder $OUT, pid $!"
-    echo "follow:  tail -f ${log@Q}"
+    echo "follow:  tail -f ${log_file@Q}"
     echo "stop:    kill \$(cat ${OUT@Q}/train.pid)    # it saves first; the same command resumes from there"
-    ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n +1 -f --pid=$! "$log" || true
-    kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; see its log: $log"
+    ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n +1 -f -s 0.2 --pid=$! "$log_file" || true
+    kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; see its log: $log_file"
 }
 
-# ---- detached: run, restart, publish, leave ----
+# ---- in the background: train, restart, publish, give the machine back ----
 
-child=''   # what we wait for
-stopping=0 # whether we were asked to stop
-outcome='' # how training ended: finished, stopped, ended early or failed
-saved=''   # why nothing is lost if this machine goes
+child_pid=''       # the process that run_child waits for
+stop_requested=0   # whether this script has received SIGTERM or SIGINT
+outcome=''         # how training ended: "finished", "stopped", "ended early..." or "failed..."
+nothing_to_lose='' # the reason why removing this machine loses nothing; empty if it would
 
-stop() { # the ranks save and exit 0 by themselves; torchrun would give them 30 seconds and report a failure
-    local pids
-    say "asked to stop: the trainer saves and exits"
-    stopping=1
-    [[ -n $child ]] || return 0
-    mapfile -t pids < <(children "$child")
-    kill -TERM "${pids[@]:-$child}" || true
+# Handle SIGTERM and SIGINT: ask the ranks to save and exit. The signal goes to torchrun's children, because torchrun
+# itself would report a failure and kill the ranks after 30 seconds.
+handle_stop_signal() {
+    local rank_pids
+    log "asked to stop: the trainer saves and exits"
+    stop_requested=1
+    [[ -n $child_pid ]] || return 0
+    mapfile -t rank_pids < <(list_children "$child_pid")
+    kill -TERM "${rank_pids[@]:-$child_pid}" || true
 }
 
-attend() { # run a command and return its exit status; meanwhile signals reach us and, through stop(), the command
-    local status=0
+# Run a command in the background and wait for it, so that signals are handled meanwhile. Returns its exit status.
+run_child() {
+    local exit_code=0
     "$@" &
-    child=$!
-    ((!stopping)) || kill -TERM "$child" || true # asked just before
-    wait "$child" || status=$?
-    while kill -0 "$child" 2>/dev/null; do # only a signal has ended the wait
-        wait "$child" && status=0 || status=$?
+    child_pid=$!
+    # A signal may have come just before child_pid was set: its handler then had nothing to stop.
+    ((!stop_requested)) || kill -TERM "$child_pid" || true
+    wait "$child_pid" || exit_code=$?
+    # A signal ends `wait`, not the child: wait again until the child has ended.
+    while kill -0 "$child_pid" 2>/dev/null; do
+        wait "$child_pid" && exit_code=0 || exit_code=$?
     done
-    child=''
-    return $status
+    child_pid=''
+    return $exit_code
 }
 
-reap() { # a killed torchrun leaves its ranks on the GPUs: let them save, then kill what remains
-    [[ -n $(ranks) ]] || return 0
-    say "asking the processes it left to save and exit"
-    ranks | xargs -r kill -TERM || true
-    for _ in {1..60}; do
-        sleep 1
-        [[ -n $(ranks) ]] || return 0
+# End what a killed torchrun has left on the GPUs: let the ranks save for a minute, then kill them.
+stop_leftover_processes() {
+    [[ -n $(list_run_processes) ]] || return 0
+    log "asking the processes it left to save and exit"
+    list_run_processes | xargs -r kill -TERM || true
+    for _ in {1..240}; do
+        sleep 0.25
+        [[ -n $(list_run_processes) ]] || return 0
     done
-    say "killing the processes it left"
-    ranks | xargs -r kill -KILL || true
+    log "killing the processes it left"
+    list_run_processes | xargs -r kill -KILL || true
     sleep 1
 }
 
-train() { # again after a failure, until it finishes, stops, or fails once too often; sets outcome
-    local before command start status from failures=0
-    before=$(newest)
+# Print how the trainer ended, as its status file says (write_status in system/cli.py): finished, stopped, user_error or
+# system_error. Print nothing if there is no such file: then the trainer crashed before it could write one.
+read_status() {
+    "$PY" -I -c 'import json, sys; print(json.load(open(sys.argv[1]))["status"])' "$STATUS_FILE" 2>/dev/null || true
+}
+
+# Run the trainer, and again after a failure, until it finishes, is stopped, or has failed once too often. Sets outcome.
+run_training() {
+    local first_weights command attempt exit_code failures=0 max_restarts=${MAX_RESTARTS:-3}
+    first_weights=$(find_newest_weights)
     command=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC" "$HERE/train_gpt2.py" "$@")
-    said() { grep -q "^$1" < <(tail -c "+$((from + 1))" "$LOG"); } # in the log since the last start
     while [[ -z $outcome ]]; do
-        start=("${command[@]}")
-        # a restart resumes from a checkpoint of this run; until there is one, the --resume that was given applies
-        [[ $RESUME == auto || $(newest) == "$before" ]] || start+=(--resume "$OUT")
-        [[ -z $LIMIT ]] || start+=(--time-limit "$((LIMIT > SECONDS ? LIMIT - SECONDS : 1))")
-        say "start $((failures + 1)): ${start[*]}"
-        from=$(stat -c %s "$LOG") status=0
-        attend env TRAIN_RUN_DIR="$OUT" "${start[@]}" || status=$?
-        reap
-        if ((stopping)); then outcome=stopped
-        elif ((status == 0)) && said "stopped by "; then outcome="ended early: see the line above"
-        elif ((status == 0)); then outcome=finished
-        elif said "error: "; then outcome="failed: see the error above" # the same command would fail again
-        elif ((failures++ >= ${MAX_RESTARTS:-3})); then outcome="failed: exit code $status, no restarts left"
+        attempt=("${command[@]}")
+        # A restart resumes from a checkpoint of this run. Until there is one, the user's own --resume applies.
+        [[ $RESUME == auto || $(find_newest_weights) == "$first_weights" ]] || attempt+=(--resume "$OUT")
+        # The budget covers all restarts: what is left of it is the next time limit.
+        [[ -z $BUDGET_SECONDS ]] ||
+            attempt+=(--time-limit "$((BUDGET_SECONDS > SECONDS ? BUDGET_SECONDS - SECONDS : 1))")
+        log "start $((failures + 1)): ${attempt[*]}"
+        # The status of an earlier start must not be taken for that of this one.
+        rm -f "$STATUS_FILE" || true
+        exit_code=0
+        run_child env TRAIN_RUN_DIR="$OUT" TRAIN_STATUS_FILE="$STATUS_FILE" "${attempt[@]}" || exit_code=$?
+        stop_leftover_processes
+        if ((stop_requested)); then
+            outcome=stopped
+            break
+        fi
+        case "$exit_code $(read_status)" in
+            "0 stopped") outcome="ended early: see the line above" ;; # by --time-limit, or a signal to the ranks alone
+            "0 "*) outcome=finished ;;
+            *" user_error") outcome="failed: see the error above" ;; # the same command would fail again
+            *) # a system error, which may pass, or a crash
+                if ((failures >= max_restarts)); then
+                    outcome="failed: exit code $exit_code, no restarts left"
+                    break
+                fi
+                failures=$((failures + 1))
+                log "exit code $exit_code: restart $failures of $max_restarts in ${RESTART_DELAY:-10} seconds"
+                run_child sleep "${RESTART_DELAY:-10}" || true
+                ((!stop_requested)) || outcome=stopped
+                ;;
+        esac
+    done
+    log "training $outcome"
+}
+
+# While training continues, push each new complete checkpoint every PUSH_EVERY seconds.
+push_periodically() {
+    local last_pushed='' newest
+    # $$ is the supervisor: this loop ends with it.
+    while sleep "$PUSH_EVERY" && kill -0 $$; do
+        newest=$(find_newest_weights)
+        # The optimizer's file is written after the weights: without it the checkpoint is not complete.
+        [[ $newest != "$last_pushed" && -f ${newest/model_/optim_} ]] || continue
+        log "pushing ${newest##*/} to $PUSH_TO while training continues"
+        if nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --with-optimizer; then
+            last_pushed=$newest
         else
-            say "exit code $status: restart $failures of ${MAX_RESTARTS:-3} in ${RESTART_DELAY:-10} seconds"
-            attend sleep "${RESTART_DELAY:-10}" || true
-            ((!stopping)) || outcome=stopped
+            log "that push failed; next try in $PUSH_EVERY seconds"
         fi
     done
-    say "training $outcome"
 }
 
-publish_often() { # while training goes on: push what is new since the last push
-    local last='' now
-    while sleep "$PUSH_EVERY" && kill -0 $$; do
-        now=$(newest)
-        [[ $now != "$last" && -f ${now/model_/optim_} ]] || continue
-        say "pushing ${now##*/} to $PUSH_TO while training continues"
-        if nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --with-optimizer; then last=$now
-        else say "that push failed; next try in $PUSH_EVERY seconds"; fi
-    done
-}
-
-publish() { # sets saved, unless this machine holds the only copy
+# Push the checkpoints at the end of training, in up to three attempts. Sets nothing_to_lose if that succeeds.
+push_at_end() {
     local push=("${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --steps "${PUSH:-newest}") try
-    # an unfinished run must be able to resume elsewhere
+    # A run that is not finished needs its optimizer state to be resumed elsewhere.
     [[ $outcome == finished ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || push+=(--with-optimizer)
     for try in 1 2 3; do
-        say "push to $PUSH_TO, try $try of 3"
-        if attend "${push[@]}"; then saved="the weights are at $PUSH_TO"; break; fi
-        ((try == 3)) || attend sleep "${RESTART_DELAY:-10}" || true
-        ((!stopping)) || break
+        log "push to $PUSH_TO, try $try of 3"
+        if run_child "${push[@]}"; then
+            nothing_to_lose="the weights are at $PUSH_TO"
+            break
+        fi
+        ((try == 3)) || run_child sleep "${RESTART_DELAY:-10}" || true
+        ((!stop_requested)) || break
     done
-    say "${saved:-the push failed; to push by hand: ${push[*]}}"
+    log "${nothing_to_lose:-the push failed; to push by hand: ${push[*]}}"
 }
 
-remove() { # give this machine back
-    say "$saved: this machine will be removed in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
-    attend sleep "${REMOVE_DELAY:-60}" || true
-    if ((stopping)); then say "this machine stays: asked to stop"; return; fi
-    say "running: $SHUTDOWN_CMD"
+# Give this machine back, after a delay in which `kill` keeps it.
+remove_machine() {
+    log "$nothing_to_lose: this machine will be removed in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
+    run_child sleep "${REMOVE_DELAY:-60}" || true
+    if ((stop_requested)); then
+        log "this machine stays: asked to stop"
+        return
+    fi
+    log "running: $SHUTDOWN_CMD"
     bash -c "$SHUTDOWN_CMD" ||
-        say "THAT FAILED (exit code $?): this machine is still running and costing money; remove it by hand"
+        log "THAT FAILED (exit code $?): this machine is still running and costing money; remove it by hand"
 }
 
-leave() { # publish, then give the machine back if that loses nothing
-    if ((stopping)); then say "stopped on request: nothing is pushed, this machine stays"; return; fi
-    if [[ -z $(newest) ]]; then saved="there is no checkpoint to lose"
-    elif [[ -n ${PUSH_TO:-} ]]; then publish
-    elif [[ ${PERSISTENT:-0} == 1 ]]; then saved="the weights are on persistent storage"; fi
-    if [[ ${REMOVE_POD:-0} != 1 ]]; then say "this machine stays: REMOVE_POD is not 1"
-    elif [[ -z $saved ]]; then say "this machine stays: it holds the only copy of the weights"
-    elif [[ $outcome == failed* && ${KEEP_ON_FAILURE:-0} == 1 ]]; then say "this machine stays: KEEP_ON_FAILURE=1"
-    else remove; fi
+# After training: publish the weights, then remove the machine if nothing can be lost by that.
+publish_and_remove() {
+    if ((stop_requested)); then
+        log "stopped on request: nothing is pushed, this machine stays"
+        return
+    fi
+
+    if [[ -z $(find_newest_weights) ]]; then
+        nothing_to_lose="there is no checkpoint to lose"
+    elif [[ -n ${PUSH_TO:-} ]]; then
+        push_at_end
+    elif [[ ${PERSISTENT:-0} == 1 ]]; then
+        nothing_to_lose="the weights are on persistent storage"
+    fi
+
+    if [[ ${REMOVE_POD:-0} != 1 ]]; then
+        log "this machine stays: REMOVE_POD is not 1"
+    elif [[ -z $nothing_to_lose ]]; then
+        log "this machine stays: it holds the only copy of the weights"
+    elif [[ $outcome == failed* && ${KEEP_ON_FAILURE:-0} == 1 ]]; then
+        log "this machine stays: KEEP_ON_FAILURE=1"
+    else
+        remove_machine
+    fi
 }
 
-watch() { # the run from its start to the end of this machine
-    local publisher=''
-    trap stop TERM INT
-    trap '' HUP
-    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache} # a volume keeps compiled code, /tmp may not
-    [[ -z $LIMIT ]] ||
-        say "budget: $BUDGET_USD USD at $GPU_HOUR_USD an hour for each of $NPROC GPUs: $LIMIT seconds, with restarts"
+# The background process: everything from the first start of the trainer to the removal of the machine.
+supervise() {
+    local pusher_pid=''
+    STATUS_FILE=$OUT/status.json
+    trap handle_stop_signal TERM INT
+    trap '' HUP # a logout
+    # Keep compiled code beside the project: a network volume keeps it for the next pod, /tmp may not.
+    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache}
+    [[ -z $BUDGET_SECONDS ]] || log "budget: $BUDGET_USD USD at $GPU_HOUR_USD an hour for each of $NPROC GPUs:" \
+        "$BUDGET_SECONDS seconds, with restarts"
+
+    # Job control (set -m) gives the pusher a process group of its own, so that one kill ends it with its children. It
+    # must not hold the lock of the run folder (file descriptor 9).
     if [[ ${PUSH_EVERY:-0} != 0 ]]; then
-        set -m # a process group of its own, which ends as one
-        publish_often 9>&- &
-        publisher=$!
+        set -m
+        push_periodically 9>&- &
+        pusher_pid=$!
         set +m
     fi
-    train "$@"
-    [[ -z $publisher ]] || { kill -- "-$publisher"; wait "$publisher"; } 2>/dev/null || true
-    leave
+
+    run_training "$@"
+    [[ -z $pusher_pid ]] || { kill -- "-$pusher_pid"; wait "$pusher_pid"; } 2>/dev/null || true
+    publish_and_remove
     rm -f "$OUT/train.pid"
     [[ $outcome != failed* ]]
 }
 
-# ---- which of the two this is ----
+# ---- main ----
 
 hash flock setsid realpath || die "on Linux install util-linux and coreutils; elsewhere run python train_gpt2.py itself"
 PY=$HERE/.venv/bin/python
 [[ -x $PY ]] || PY=$(command -v python || command -v python3) || die "no python on PATH; run: make install"
-HUB=("$PY" "$HERE/hub.py") PUBLIC=()
+HUB=("$PY" "$HERE/hub.py")
+PUBLIC=()
 [[ ${PUSH_PUBLIC:-0} != 1 ]] || PUBLIC=(--public)
 case ${1:-} in
     -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" ;;
-    --detached) watch "${@:2}" ;;
+    --detached) supervise "${@:2}" ;;
     *) launch "$@" ;;
 esac

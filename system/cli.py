@@ -69,10 +69,11 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         main()
         exit_process(0)
     except UserError as e:
+        # Every rank writes the status at once: torchrun may end this one as soon as another one fails.
+        write_status("user_error", str(e))
         # Most errors hit every rank. Rank 0 reports them; torchrun then ends the others.
         if env_rank() > 0:
             time.sleep(3)
-        write_status("user_error", str(e))
         fail(f"error: {e}")
     except KeyboardInterrupt:
         exit_process(130)  # 128 + SIGINT, as a shell reports it
@@ -99,8 +100,19 @@ def write_status(status: str, reason: str = "") -> None:
     part = Path(f"{path}.{env_rank()}.part")
     # A disk that is full or gone is often the error being reported: then the caller finds no status and restarts.
     with suppress(OSError):
+        # Ranks may fail for different reasons. If one of them must be fixed by the user, a restart is of no use.
+        if status == "system_error" and _read_status(path) == "user_error":
+            return
         part.write_text(json.dumps({"status": status, "reason": reason}) + "\n")
         os.replace(part, path)
+
+
+def _read_status(path: str) -> str:
+    """The status in a file that write_status wrote; "" if there is none that can be read."""
+    try:
+        return json.loads(Path(path).read_text())["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def fail(message: str) -> None:

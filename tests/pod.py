@@ -1,4 +1,11 @@
-"""A pod of stand-ins for train.sh: trainer, Hub, torchrun and the tools of the cloud are small scripts."""
+"""A pod for train.sh. The script is real; the trainer, the Hub, torchrun and the tools of the cloud are stand-ins.
+
+    with Pod(tmp_path) as pod:
+        pod.start("--max-steps", "5", plan="crash finish")   # the first start crashes, the restart finishes
+        assert "training finished" in pod.wait_until_ended()
+
+Used by test_train_sh.py and faults/torture.py.
+"""
 
 import os
 import shutil
@@ -9,6 +16,7 @@ import time
 
 from helpers import ROOT
 
+# `python -m torch.distributed.run` starts the stand-in for torchrun; every other call is the real Python.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
 "-m torch.distributed.run") shift 2; exec "{python}" "{root}/torchrun.py" "$@" ;;
@@ -17,19 +25,27 @@ esac
 """
 
 TORCHRUN = """
-# Ranks in sessions of their own, as torchrun starts them; dies of SIGTERM; fails if a rank fails.
+# Starts each rank in a session of its own, as torchrun does; dies of SIGTERM; fails if a rank fails.
 import os, pathlib, subprocess, sys
-starts = pathlib.Path(sys.argv[3]).parent / "starts"
+
+# the call is: torchrun.py --standalone --nproc_per_node=N train_gpt2.py ARGUMENTS
+processes, script, arguments = int(sys.argv[2].split("=")[1]), sys.argv[3], sys.argv[4:]
+
+# record the arguments of this start, for Pod.starts
+starts = pathlib.Path(script).parent / "starts"
 with open(starts, "a") as f:
-    f.write(" ".join(sys.argv[4:]) + "\\n")
-count = str(len(starts.read_text().splitlines()))
-n = int(sys.argv[2].split("=")[1])
-env = lambda r: {**os.environ, "RANK": str(r), "START": count}
-ranks = [subprocess.Popen([sys.executable, *sys.argv[3:]], env=env(r), start_new_session=True) for r in range(n)]
-sys.exit(any([r.wait() for r in ranks]))
+    f.write(" ".join(arguments) + "\\n")
+start_number = str(len(starts.read_text().splitlines()))
+
+ranks = []
+for rank in range(processes):
+    env = {**os.environ, "RANK": str(rank), "START": start_number}
+    ranks.append(subprocess.Popen([sys.executable, script, *arguments], env=env, start_new_session=True))
+exit_codes = [rank.wait() for rank in ranks]
+sys.exit(any(exit_codes))
 """
 
-# the part of the real parser that these tests use, without torch; and a torch that only counts GPUs
+# The part of the real parser that these tests use, without importing torch; and a torch that only counts GPUs.
 PRESETS = """
 import argparse, pathlib
 def parse(argv, read_saved):
@@ -48,37 +64,75 @@ def parse(argv, read_saved):
 TORCH = "import os\nclass cuda:\n    device_count = lambda: int(os.environ.get('GPUS', 2))\n"
 
 TRAINER = """
+# Does what the plan says for this start: one word for the 1st, the 2nd, ... start; the last word serves all later ones.
+#   finish                 save, finish
+#   limit                  save, stop because of the time limit
+#   hang, save-hang        (save,) train until SIGTERM
+#   crash, save-crash      (save,) end with an exit code that is not 0 and without a status, as a killed process does
+#   user-error             every rank fails with an error that the user must fix
+#   one-rank-user-error    rank 1 does; rank 0 fails afterwards with a system error
+#   system-error           every rank fails with an error that may pass
+# How it ended is written by the real system.cli, as the real trainer does.
 import os, pathlib, signal, sys, time
+from system.cli import write_status
 here, out = pathlib.Path(__file__).parent, pathlib.Path(os.environ["TRAIN_RUN_DIR"])
-rank0 = os.environ["RANK"] == "0"
-def save(name):
+rank = int(os.environ["RANK"])
+
+def save(step):
     for kind in ("optim", "model"):
-        (out / f"{kind}_{name}.pt").write_text("weights")
-def stop(*_):
-    if rank0:
+        (out / f"{kind}_{step}.pt").write_text("weights")
+
+def save_and_stop(*_):
+    if rank == 0:
         save("00042")
         print("saved on SIGTERM", flush=True)
+        write_status("stopped", "signal SIGTERM")
     sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
-plan = (here / "plan").read_text().split()  # what the 1st, 2nd, ... start does; the last one again and again
-deed = plan[min(int(os.environ["START"]), len(plan)) - 1]
-(out / f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
-if deed == "usererror":
+
+def user_error():
     print("error: --max-lr -1 must be positive", file=sys.stderr)
+    write_status("user_error", "--max-lr -1 must be positive")
     sys.exit(1)
-if deed == "diskfail":
-    print("system error: [Errno 5] Input/output error; fix that, then run the command again", file=sys.stderr)
-if deed in ("savefail", "savehang", "ok", "limit") and rank0:
+
+signal.signal(signal.SIGTERM, save_and_stop)
+plan = (here / "plan").read_text().split()
+action = plan[min(int(os.environ["START"]), len(plan)) - 1]
+(out / f"rank{rank}.part").write_text(str(os.getpid()))
+os.replace(out / f"rank{rank}.part", out / f"rank{rank}")
+
+if rank == 0 and action in ("finish", "limit", "save-hang", "save-crash"):
     save("00010")
-if deed == "limit" and rank0:
-    print("stopped by the time limit at step 10, all saved; go on with ...", flush=True)
-if deed.endswith("fail"):
-    sys.exit(3)
-while deed.endswith("hang"):
-    time.sleep(0.05)
+match action:
+    case "finish":
+        if rank == 0:
+            write_status("finished")
+    case "limit":
+        if rank == 0:
+            write_status("stopped", "the time limit")
+    case "hang" | "save-hang":
+        while True:
+            time.sleep(0.05)
+    case "crash" | "save-crash":
+        sys.exit(3)
+    case "user-error":
+        user_error()
+    case "one-rank-user-error":
+        if rank == 1:
+            user_error()
+        while not pathlib.Path(os.environ["TRAIN_STATUS_FILE"]).exists():
+            time.sleep(0.01)
+        write_status("system_error", "Input/output error")
+        sys.exit(1)
+    case "system-error":
+        write_status("system_error", "Input/output error")
+        sys.exit(1)
+    case _:
+        raise ValueError(action)
 """
 
 HUB = """
+# Writes the arguments of each call to a file: `checked` for `hub.py check`, else `pushed`. The first pushes fail, as
+# many as the file push_fails says.
 import pathlib, sys
 here = pathlib.Path(__file__).parent
 if sys.argv[1] == "check":
@@ -90,99 +144,120 @@ tries = len((here / "pushed").read_text().splitlines())
 sys.exit(tries <= int((here / "push_fails").read_text()))
 """
 
+# Variables of train.sh that this machine may have set.
+TRAIN_SH_VARIABLES = "PUSH_TO PUSH PUSH_PUBLIC REMOVE_POD SHUTDOWN_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD".split()
+
 
 class Pod:
-    """A folder with train.sh, its stand-ins and a PATH that holds them; remembers what ran so that all of it ends."""
+    """A folder with train.sh, its stand-ins, and a PATH that finds them. At the end it kills every process that the
+    stand-ins wrote down."""
 
     def __init__(self, root):
-        self.root, self.bin = root, root / "bin"
+        self.root = root
+        self.bin = root / "bin"
         self.bin.mkdir()
+
+        # the project: train.sh is real, and so is system/cli.py
         shutil.copy(ROOT / "train.sh", root)
+        for name in ("system", "tokens", "training"):
+            (root / name).mkdir()
+        (root / "system" / "cli.py").symlink_to(ROOT / "system" / "cli.py")
         (root / "train_gpt2.py").write_text(TRAINER)
         (root / "torchrun.py").write_text(TORCHRUN)
         (root / "hub.py").write_text(HUB)
         (root / "push_fails").write_text("0")
         (root / "torch.py").write_text(TORCH)
-        for name in ("system", "tokens", "training"):
-            (root / name).mkdir()
         (root / "tokens" / "shards.py").touch()
-        (root / "system" / "script.py").symlink_to(ROOT / "system" / "script.py")
         (root / "training" / "presets.py").write_text(PRESETS)
         (root / "training" / "checkpoint.py").touch()
-        self.tool("python", PYTHON.format(python=sys.executable, root=root))
-        self.tool("runpodctl", f'#!/bin/sh\necho "$@" >> {root}/removed\n')
-        drop = "PUSH_TO PUSH PUSH_PUBLIC REMOVE_POD SHUTDOWN_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD".split()
-        self.env = {k: v for k, v in os.environ.items() if k not in drop}
-        self.env |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "RUNPOD_POD_ID": "pod7", "START_WAIT": "0"}
-        self.env |= {"RESTART_DELAY": "0", "REMOVE_DELAY": "0"}
+
+        # the machine
+        self.add_tool("python", PYTHON.format(python=sys.executable, root=root))
+        self.add_tool("runpodctl", f'#!/bin/sh\necho "$@" >> {root}/removed\n')
+        self.env = {k: v for k, v in os.environ.items() if k not in TRAIN_SH_VARIABLES}
+        self.env |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "RUNPOD_POD_ID": "pod7"}
+        self.env |= {"START_WAIT": "0", "RESTART_DELAY": "0", "REMOVE_DELAY": "0"}
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        """End what is left, by the ids that it wrote down."""
         for name in ("train.pid", "rank0", "rank1"):
             for path in self.root.rglob(name):
-                if (pid := path.read_text().strip()) and alive(int(pid)):
+                pid = path.read_text().strip()
+                if pid and alive(int(pid)):
                     os.kill(int(pid), signal.SIGKILL)
 
-    def real_parser(self):
-        """In place of the stand-in: it needs two seconds."""
+    def use_real_parser(self):
+        """Replace the stand-in of the parser by the real one, which takes seconds to import torch."""
         (self.root / "torch.py").unlink()
         for name in ("model.py", "system", "tokens", "training"):
             shutil.rmtree(self.root / name, ignore_errors=True)
             (self.root / name).symlink_to(ROOT / name)
 
-    def tool(self, name, text):
+    def add_tool(self, name, text):
+        """Put an executable script on the PATH."""
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def start(self, *args, plan="ok", check=True, **env):
+    def start(self, *args, plan="finish", check=True, **env):
+        """Call ./train.sh with these arguments and environment variables; returns once it runs in the background."""
         (self.root / "plan").write_text(plan)
-        command, how = (
+        done = subprocess.run(
             ["bash", str(self.root / "train.sh"), *args],
-            {"text": True, "capture_output": True, "timeout": 30},
+            cwd=self.root,
+            env={**self.env, **env},
+            stdin=subprocess.DEVNULL,
+            text=True,
+            capture_output=True,
+            timeout=30,
         )
-        done = subprocess.run(command, cwd=self.root, env={**self.env, **env}, stdin=subprocess.DEVNULL, **how)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
     def read(self, name):
-        return (self.root / name).read_text() if (self.root / name).exists() else ""
+        """The content of a file of the pod, "" if it does not exist."""
+        path = self.root / name
+        return path.read_text() if path.exists() else ""
 
     def starts(self):
+        """The trainer's arguments, of one start after the other."""
         return self.read("starts").splitlines()
 
     def log(self, out="log/gpt2-124m"):
+        """The logs of train.sh in this run folder, in order of time."""
         return "".join(p.read_text() for p in sorted((self.root / out).glob("train-*.log")))
 
     def pid(self, name="train.pid", out="log/gpt2-124m"):
+        """The process id in a file of the run folder: train.pid, rank0 or rank1. 0 without that file."""
         return int(self.read(f"{out}/{name}") or 0)
 
     def wait(self, condition, seconds=20):
+        """Wait until condition() is true; fail after so many seconds."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain\n{self.log()}"
-            time.sleep(0.03)
+            time.sleep(0.02)
 
-    def ended(self, out="log/gpt2-124m"):
-        """Wait until train.sh has taken its last decision; the whole log."""
+    def wait_until_ended(self, out="log/gpt2-124m"):
+        """Wait until train.sh has made its last decision. Returns the log."""
         self.wait(lambda: "training " in self.log(out) and not (self.root / out / "train.pid").exists())
         return self.log(out)
 
-    def hanging(self, out="log/gpt2-124m"):
-        """Wait for both ranks; their process ids, and that of their torchrun."""
+    def wait_for_ranks(self, out="log/gpt2-124m"):
+        """Wait until both ranks train. Returns the process ids of rank 0, rank 1 and their torchrun."""
+        # a rank writes its file after it has set its signal handler
         self.wait(lambda: self.pid("rank0", out) and self.pid("rank1", out))
-        time.sleep(0.2)  # the handler of SIGTERM is set before; this is for slow writes of the file itself
         with open(f"/proc/{self.pid('rank0', out)}/status") as f:
-            torchrun = int(next(line for line in f if line.startswith("PPid:")).split()[1])
-        return self.pid("rank0", out), self.pid("rank1", out), torchrun
+            parent_line = next(line for line in f if line.startswith("PPid:"))
+        return self.pid("rank0", out), self.pid("rank1", out), int(parent_line.split()[1])
 
 
 def alive(pid):
-    """Running, and not merely waiting to be reaped."""
+    """Whether the process runs. One that has ended and only waits for its parent (state Z) does not."""
     try:
         with open(f"/proc/{pid}/stat") as f:
-            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+            state = f.read().rsplit(")", 1)[1].split()[0]
     except OSError:
         return False
+    return state != "Z"

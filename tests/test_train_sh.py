@@ -1,5 +1,8 @@
-"""train.sh: start, log out, restart, stop, publish, remove the pod. Trainer, Hub, torchrun and the tools of the cloud
-are small stand-ins; train.sh itself is the real one, copied beside them."""
+"""train.sh: start, log out, restart, stop, publish, remove the pod.
+
+train.sh itself is the real one. The trainer, the Hub, torchrun and the tools of the cloud are the stand-ins of pod.py,
+where the words of `plan` are explained: what each start of the trainer does.
+"""
 
 import os
 import shutil
@@ -15,8 +18,8 @@ from pod import Pod, alive
 from training import checkpoint
 from training.config import TrainConfig
 
-there = shutil.which("setsid") and shutil.which("flock")
-pytestmark = pytest.mark.skipif(not there, reason="needs util-linux")
+has_util_linux = shutil.which("setsid") and shutil.which("flock")
+pytestmark = pytest.mark.skipif(not has_util_linux, reason="needs util-linux")
 
 
 @pytest.fixture
@@ -25,16 +28,21 @@ def pod(tmp_path):
         yield pod
 
 
-def test_plain_start(pod):
+# ------------------------------------------------------------------------- start
+
+
+def test_a_start_says_how_to_follow_and_stop_it_and_runs_to_the_end(pod):
     done = pod.start("gpt2-124m", "--max-steps", "5")
+    log = pod.wait_until_ended()
+
     assert "2 process(es)," in done.stdout and "tail -f" in done.stdout and "kill $(cat" in done.stdout
-    log = pod.ended()
     assert pod.starts() == ["gpt2-124m --resume auto --max-steps 5"]
-    assert "train.sh gpt2-124m --max-steps 5\n" in log  # what was typed
+    assert "train.sh gpt2-124m --max-steps 5\n" in log  # the command as it was typed
     assert "--standalone --nproc_per_node=2" in log and "training finished" in log
     assert "this machine stays: REMOVE_POD is not 1" in log
     assert not pod.read("pushed") and not pod.read("removed")
-    assert all(line[:4].isdigit() for line in log.splitlines() if "train.sh:" in line)  # dated
+    # every line of train.sh begins with the date
+    assert all(line[:4].isdigit() for line in log.splitlines() if "train.sh:" in line)
 
 
 @pytest.mark.parametrize(
@@ -46,107 +54,154 @@ def test_plain_start(pod):
         (["--resume", "y/model_00010.pt"], {}, 2, "y"),
     ],
 )
-def test_processes_and_run_folder(pod, args, env, processes, out):
-    said = pod.start(*args, plan="usererror", **env).stdout
-    assert f"{processes} process(es)" in said and (" on the CPU" in said) == (processes == 1)
-    assert f"--nproc_per_node={processes} " in pod.ended(out)
+def test_processes_and_run_folder_follow_from_the_arguments_and_the_gpus(pod, args, env, processes, out):
+    output = pod.start(*args, plan="user-error", **env).stdout
+
+    assert f"{processes} process(es)" in output and (" on the CPU" in output) == (processes == 1)
+    assert f"--nproc_per_node={processes} " in pod.wait_until_ended(out)
 
 
-def test_a_checkpoint_and_epochs_go_on_from_the_newest_of_that_run(pod):
-    """Also when given again, as the line `stop:` says: the run is past that checkpoint then, and --keep may have
-    removed it."""
-    (run := pod.root / "log" / "mine").mkdir(parents=True)
+def test_a_checkpoint_and_epochs_resume_from_the_newest_of_that_run(pod):
+    """Also when the same command is given again, as the line `stop:` says: the run is past that checkpoint then, and
+    --keep may have removed it."""
+    run = pod.root / "log" / "mine"
+    run.mkdir(parents=True)
     (run / "model_19072.pt").write_text("old weights")
+
     pod.start("model_19072.pt", "2", "--max-lr", "1e-4")
-    pod.ended("log/mine")
+    pod.wait_until_ended("log/mine")
     assert (run / "model_19072.pt").read_text() == "old weights"
     (run / "model_19072.pt").unlink()
     pod.start("log/mine/model_19072.pt", "2")
-    pod.ended("log/mine")
-    again = f"--resume auto --resume {run} --epochs 2"
-    assert pod.starts() == [f"{again} --max-lr 1e-4", again]
+    pod.wait_until_ended("log/mine")
+
+    resume = f"--resume auto --resume {run} --epochs 2"
+    assert pod.starts() == [f"{resume} --max-lr 1e-4", resume]
 
 
-@pytest.mark.parametrize("there, count", [([], 0), (["mine", "other"], 2)])
-def test_a_checkpoint_by_its_name_alone_is_looked_for(pod, there, count):
-    for name in there:
+@pytest.mark.parametrize("runs, count", [([], 0), (["mine", "other"], 2)])
+def test_a_checkpoint_given_by_its_name_alone_must_be_in_exactly_one_run(pod, runs, count):
+    for name in runs:
         (pod.root / "log" / name).mkdir(parents=True)
         (pod.root / "log" / name / "model_19072.pt").touch()
+
     done = pod.start("model_19072.pt", "2", check=False)
+
     assert done.returncode == 1 and done.stderr.startswith(f"error: model_19072.pt: {count} such files")
 
 
 def test_an_earlier_checkpoint_is_not_replaced_by_a_later_one(pod):
-    """To go back is not to go on: with --resume, or into another folder, the trainer sees what was typed."""
-    (run := pod.root / "log" / "mine").mkdir(parents=True)
+    """With --resume, or into another folder, the user wants that very checkpoint: the trainer sees what was typed."""
+    run = pod.root / "log" / "mine"
+    run.mkdir(parents=True)
     for name in ("model_00500.pt", "model_00900.pt"):
         (run / name).touch()
+
     pod.start("--resume", "log/mine/model_00500.pt")
-    pod.ended("log/mine")
+    pod.wait_until_ended("log/mine")
     pod.start("log/mine/model_00500.pt", "2", "--out-dir", "fork")
-    pod.ended("fork")
-    seen = [start.split("--resume ")[-1] for start in pod.starts()]
-    assert seen == ["log/mine/model_00500.pt", f"{run}/model_00500.pt"]
+    pod.wait_until_ended("fork")
 
-
-def test_survives_the_death_of_the_shell_that_started_it(pod):
-    """The launcher runs in a session of its own, which is killed as a logout does it, while it still shows the log."""
-    (pod.root / "plan").write_text("hang")
-    command = ["bash", str(pod.root / "train.sh")]
-    how = {"cwd": pod.root, "env": {**pod.env, "START_WAIT": "60"}, "stdout": subprocess.PIPE}
-    shell = subprocess.Popen(command, start_new_session=True, **how)
-    ranks = pod.hanging()
-    for number in (signal.SIGHUP, signal.SIGKILL):
-        os.killpg(shell.pid, number)
-    shell.wait()
-    os.kill(pod.pid(), signal.SIGHUP)
-    time.sleep(0.3)
-    assert alive(pod.pid()) and all(map(alive, ranks))
-    os.kill(pod.pid(), signal.SIGTERM)
-    assert "training stopped" in pod.ended()
-
-
-def test_stop_saves_and_keeps_everything_where_it_is(pod):
-    pod.start(plan="hang", PUSH_TO="me/x", REMOVE_POD="1")
-    ranks = pod.hanging()
-    os.kill(pod.pid(), signal.SIGTERM)
-    log = pod.ended()
-    assert "saved on SIGTERM" in log and "training stopped" in log and "this machine stays" in log
-    assert not any(map(alive, ranks)) and not pod.read("pushed") and not pod.read("removed")
-    assert len(pod.starts()) == 1  # a stop is not a failure
+    resumed_from = [start.split("--resume ")[-1] for start in pod.starts()]
+    assert resumed_from == ["log/mine/model_00500.pt", f"{run}/model_00500.pt"]
 
 
 def test_one_run_a_folder(pod):
     pod.start(plan="hang")
-    pod.hanging()
+    pod.wait_for_ranks()
     second = pod.start(check=False)
     assert second.returncode == 1 and "already" in second.stderr and "train.pid" in second.stderr
-    os.kill(pod.pid(), signal.SIGKILL)  # only train.sh dies: its torchrun still trains, so the folder is still taken
+
+    # Only train.sh dies: its torchrun still trains, so the folder is still in use.
+    os.kill(pod.pid(), signal.SIGKILL)
     pod.wait(lambda: not alive(pod.pid()))
     third = pod.start(check=False)
     assert third.returncode == 1 and str(pod.pid("rank0")) in third.stderr
     assert len(pod.starts()) == 1
 
 
+# ------------------------------------------------------------------------- logout and stop
+
+
+def test_survives_the_death_of_the_shell_that_started_it(pod):
+    """The shell runs in a session of its own, which is killed as a logout does it, while it still shows the log."""
+    (pod.root / "plan").write_text("hang")
+    shell = subprocess.Popen(
+        ["bash", str(pod.root / "train.sh")],
+        cwd=pod.root,
+        env={**pod.env, "START_WAIT": "60"},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    ranks = pod.wait_for_ranks()
+
+    for number in (signal.SIGHUP, signal.SIGKILL):
+        os.killpg(shell.pid, number)
+    shell.wait()
+    os.kill(pod.pid(), signal.SIGHUP)
+    time.sleep(0.3)  # the time in which it would die
+    assert alive(pod.pid()) and all(map(alive, ranks))
+
+    os.kill(pod.pid(), signal.SIGTERM)
+    assert "training stopped" in pod.wait_until_ended()
+
+
+def test_stop_saves_and_keeps_everything_where_it_is(pod):
+    pod.start(plan="hang", PUSH_TO="me/x", REMOVE_POD="1")
+    ranks = pod.wait_for_ranks()
+
+    os.kill(pod.pid(), signal.SIGTERM)
+    log = pod.wait_until_ended()
+
+    assert "saved on SIGTERM" in log and "training stopped" in log and "this machine stays" in log
+    assert not any(map(alive, ranks)) and not pod.read("pushed") and not pod.read("removed")
+    assert len(pod.starts()) == 1  # a stop is not a failure
+
+
+# ------------------------------------------------------------------------- failures and restarts
+
+
 def test_restarts_until_it_works(pod):
-    pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="diskfail savefail ok")
-    log = pod.ended("o")
+    pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="system-error save-crash finish")
+    log = pod.wait_until_ended("o")
+
     first, second, third = pod.starts()
-    assert first == second and first.endswith("--resume elsewhere/model_00005.pt --out-dir o")  # nothing of its own yet
+    # after the first failure the run has no checkpoint of its own, after the second it has
+    assert first == second and first.endswith("--resume elsewhere/model_00005.pt --out-dir o")
     assert third == first + f" --resume {pod.root}/o"
     assert log.count("exit code") == 2 and "training finished" in log
 
 
 def test_gives_up_after_max_restarts(pod):
-    pod.start(plan="fail", MAX_RESTARTS="2")
-    log = pod.ended()
+    pod.start(plan="crash", MAX_RESTARTS="2")
+    log = pod.wait_until_ended()
+
     assert len(pod.starts()) == 3 and "restart 2 of 2" in log and "training failed: exit code" in log
 
 
 def test_an_error_of_the_user_is_not_restarted_and_shown_at_once(pod):
-    done = pod.start(plan="usererror", START_WAIT="20", check=False)
+    done = pod.start(plan="user-error", START_WAIT="20", check=False)
+
     assert done.returncode == 1 and "--max-lr -1 must be positive" in done.stdout and "ended at once" in done.stderr
     assert len(pod.starts()) == 1
+
+
+def test_an_error_of_the_user_on_one_rank_outranks_the_system_error_of_another(pod):
+    pod.start(plan="one-rank-user-error finish")
+
+    assert "training failed: see the error above" in pod.wait_until_ended()
+    assert len(pod.starts()) == 1
+
+
+def test_the_status_of_an_earlier_start_is_not_taken_for_that_of_a_crash(pod):
+    pod.start(plan="user-error", START_WAIT="20", check=False)
+    assert "user_error" in pod.read("log/gpt2-124m/status.json")
+    (pod.root / "starts").unlink()  # the plan begins again
+
+    # a trainer that crashes writes no status, so that of the earlier start would still be there
+    pod.start(plan="crash finish")
+    assert "training finished" in pod.wait_until_ended()
+    assert len(pod.starts()) == 2
 
 
 REFUSED = {
@@ -156,102 +211,134 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words, says", REFUSED.items())
-def test_what_the_trainer_would_refuse_is_refused_at_once(words, says, tmp_path):
-    command = ["bash", str(ROOT / "train.sh"), *words.split()]
+@pytest.mark.parametrize("arguments, message", REFUSED.items())
+def test_what_the_trainer_would_refuse_is_refused_before_the_start(arguments, message, tmp_path):
+    command = ["bash", str(ROOT / "train.sh"), *arguments.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
+
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
     assert not any(tmp_path.iterdir())  # nothing was begun
 
 
 def test_flags_are_read_as_the_trainer_reads_them(pod):
-    """With its own parser: other spellings of a flag, and the settings that a checkpoint has saved."""
-    pod.real_parser()
-    tokens = ["--data-dir", "hf://me/tokens"]
-    said = pod.start("overfit", *tokens, "--out_dir=x", "--device", "cpu", plan="usererror").stdout
-    assert f"1 process(es) on the CPU, run folder {pod.root}/x" in said
-    pod.ended("x")
-    saved = TrainConfig(out_dir="elsewhere", data_dir=tokens[1], time_limit="3h50m").to_dict()
-    state = {"step": 5, "max_steps": 9, "optimizers": [], "rng": [], "scaler": {}, "config": saved, "data": ""}
+    """With the trainer's own parser: other spellings of a flag, and the settings that a checkpoint has saved."""
+    pod.use_real_parser()
+    data = ["--data-dir", "hf://me/tokens"]
+
+    output = pod.start("overfit", *data, "--out_dir=x", "--device", "cpu", plan="user-error").stdout
+    assert f"1 process(es) on the CPU, run folder {pod.root}/x" in output
+    pod.wait_until_ended("x")
+
+    # a checkpoint whose saved settings name another folder and a time limit
+    saved = TrainConfig(out_dir="elsewhere", data_dir=data[1], time_limit="3h50m").to_dict()
+    state = {"format": 1, "step": 5, "max_steps": 9, "optimizers": [], "scaler": {}, "config": saved, "data": ""}
+    state |= {"record": {}, "best": None, "evaluated": False, "rng": []}
     checkpoint.write(pod.root / "x" / "model_00005.pt", {"format": 1})
-    more = {"format": 1, "record": {}, "best": None, "evaluated": False}
-    checkpoint.write(pod.root / "x" / "optim_00005.pt", state | more)
-    budget = {"BUDGET_USD": "1", "GPU_HOUR_USD": "1"}  # which takes the place of the time limit of another start
-    assert f"run folder {pod.root}/x," in pod.start("x/model_00005.pt", "2", plan="usererror", **budget).stdout
-    pod.ended("x")
+    checkpoint.write(pod.root / "x" / "optim_00005.pt", state)
+
+    # a budget replaces the saved time limit
+    budget = {"BUDGET_USD": "1", "GPU_HOUR_USD": "1"}
+    output = pod.start("x/model_00005.pt", "2", plan="user-error", **budget).stdout
+    assert f"run folder {pod.root}/x," in output
+    pod.wait_until_ended("x")
 
 
-def test_what_would_fail_at_the_end_is_refused_at_once(pod):
-    """With the real hub.py: a repository that all can read, a token that may not write."""
+def test_a_repository_that_cannot_be_pushed_to_is_refused_before_the_start(pod):
+    """With the real hub.py: a repository that all can read, and a token that may not write."""
     (pod.root / "hub.py").unlink()
     (pod.root / "hub.py").symlink_to(ROOT / "hub.py")
     with hub_server.start(pod.root / "hub") as hub:
-        (pod.root / "hub" / "models" / "tester" / "x").mkdir(parents=True)  # made beforehand, and public
+        # the repository was made beforehand, and is public
+        (pod.root / "hub" / "models" / "tester" / "x").mkdir(parents=True)
 
         def start(**env):
             return pod.start(check=False, **hub.env(), PUSH_TO="tester/x", **env)
 
         assert "PUSH_PUBLIC=1" in start().stderr
+
         hub.read_only = True
         done = start(PUSH_PUBLIC="1")
         assert done.returncode == 1 and "403" in done.stderr and "write, to push" in done.stderr
         assert not pod.starts() and not (pod.root / "log").exists()
+
         hub.read_only = False
-        assert start(PUSH_PUBLIC="1", plan="usererror").returncode == 0
-        pod.ended()
+        assert start(PUSH_PUBLIC="1", plan="user-error").returncode == 0
+        pod.wait_until_ended()
 
 
 def test_killed_torchrun_leaves_no_rank_behind(pod):
-    pod.start(plan="hang ok")
-    *ranks, torchrun = pod.hanging()
+    pod.start(plan="hang finish")
+    *ranks, torchrun = pod.wait_for_ranks()
+
     os.kill(torchrun, signal.SIGKILL)
-    log = pod.ended()
+    log = pod.wait_until_ended()
+
     assert not any(map(alive, ranks)) and "processes it left" in log and "training finished" in log
     assert pod.starts() == ["--resume auto"] * 2
 
 
-# ---- publish and leave ----
+# ------------------------------------------------------------------------- publish, and remove the machine
 
 
 def test_push_then_remove(pod):
-    (pod.root / "push_fails").write_text("1")  # the network hiccups once
+    (pod.root / "push_fails").write_text("1")  # the first push fails
     pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1")
-    log = pod.ended()
+    log = pod.wait_until_ended()
+
     assert pod.read("pushed").splitlines() == [f"push-model {pod.root}/log/gpt2-124m me/gpt2 --steps newest"] * 2
     assert pod.read("removed") == "pod delete pod7\n"
     assert log.index("push to") < log.index("the weights are at me/gpt2") < log.index("running: runpodctl")
 
 
-@pytest.mark.parametrize("plan", ["limit", "savefail"])
+@pytest.mark.parametrize("plan", ["limit", "save-crash"])
 def test_a_run_that_is_not_over_is_pushed_with_what_resuming_needs(pod, plan):
-    which = {"PUSH_TO": "me/gpt2", "PUSH": "best", "PUSH_PUBLIC": "1"}
-    pod.start(plan=plan, **which, REMOVE_POD="1", MAX_RESTARTS="0")
-    log = pod.ended()
+    push = {"PUSH_TO": "me/gpt2", "PUSH": "best", "PUSH_PUBLIC": "1"}
+    pod.start(plan=plan, **push, REMOVE_POD="1", MAX_RESTARTS="0")
+    log = pod.wait_until_ended()
+
     assert pod.read("pushed") == f"push-model {pod.root}/log/gpt2-124m me/gpt2 --public --steps best --with-optimizer\n"
     assert pod.read("checked") == "me/gpt2 --public"
     assert pod.read("removed") and "training finished" not in log
+    assert len(pod.starts()) == 1
 
 
-def test_new_checkpoints_are_pushed_while_training_goes_on(pod):
-    pod.start(plan="savehang", PUSH_TO="me/mine", PUSH_EVERY="1")
+def test_new_checkpoints_are_pushed_while_training_continues(pod):
+    # a sleep that is short and leaves a line: between two lines of the pusher's sleep it has looked for new checkpoints
+    pod.add_tool("sleep", f'#!/bin/sh\necho "$1" >> {pod.root}/sleeps\nexec /bin/sleep 0.05\n')
+
+    def looks():
+        return pod.read("sleeps").splitlines().count("7")
+
+    def wait_for_looks(count):
+        before = looks()
+        pod.wait(lambda: looks() >= before + count)
+
+    # the first checkpoint is pushed once
+    pod.start(plan="save-hang", PUSH_TO="me/mine", PUSH_EVERY="7")
     pod.wait(lambda: pod.read("pushed"))
-    time.sleep(1.5)  # nothing new: nothing is pushed
+    wait_for_looks(4)
     out = pod.root / "log/gpt2-124m"
     assert pod.read("pushed").splitlines() == [f"push-model {out} me/mine --with-optimizer"]
+
+    # a new one is pushed, too
     for kind in ("optim", "model"):
         (out / f"{kind}_100000.pt").write_text("weights")
     pod.wait(lambda: len(pod.read("pushed").splitlines()) == 2)
+
+    # when asked to stop, it pushes nothing more, and no pusher is left
     os.kill(pod.pid(), signal.SIGTERM)
-    log = pod.ended()
+    log = pod.wait_until_ended()
     assert "pushing model_100000.pt to me/mine while training continues" in log and "Terminated" not in log
-    time.sleep(1.2)
-    assert len(pod.read("pushed").splitlines()) == 2  # asked to stop, it pushes nothing more
+    looks_at_end = looks()
+    time.sleep(0.3)
+    assert looks() == looks_at_end and len(pod.read("pushed").splitlines()) == 2
 
 
 def test_the_only_copy_is_never_removed(pod):
     (pod.root / "push_fails").write_text("9")
     pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1", PERSISTENT="1")
-    log = pod.ended()
+    log = pod.wait_until_ended()
+
     assert "push failed" in log and "only copy" in log and not pod.read("removed")
     assert len(pod.read("pushed").splitlines()) == 3
 
@@ -259,55 +346,68 @@ def test_the_only_copy_is_never_removed(pod):
 @pytest.mark.parametrize(
     "plan, env, removed",
     [
-        ("ok", {"PERSISTENT": "1"}, True),  # of a failure what there is was pushed, in the test before
-        ("savefail", {"PUSH_TO": "me/x", "KEEP_ON_FAILURE": "1"}, False),
-        ("fail", {"PUSH_TO": "me/x"}, True),  # nothing to lose, and the clock ticks
+        ("finish", {"PERSISTENT": "1"}, True),
+        ("save-crash", {"PUSH_TO": "me/x", "KEEP_ON_FAILURE": "1"}, False),
+        ("crash", {"PUSH_TO": "me/x"}, True),  # there are no weights to lose
     ],
 )
-def test_when_the_pod_goes(pod, plan, env, removed):
+def test_when_the_pod_is_removed(pod, plan, env, removed):
     pod.start(plan=plan, REMOVE_POD="1", MAX_RESTARTS="0", **env)
-    log = pod.ended()
+    log = pod.wait_until_ended()
+
     assert bool(pod.read("removed")) == removed, log
-    assert bool(pod.read("pushed")) == (plan == "savefail")
+    assert bool(pod.read("pushed")) == (plan == "save-crash")
 
 
 def test_shutdown_command_of_another_cloud_and_its_failure(pod):
     pod.start(REMOVE_POD="1", PERSISTENT="1", SHUTDOWN_CMD=f"echo off > {pod.root}/off; exit 4", RUNPOD_POD_ID="")
-    log = pod.ended()
+    log = pod.wait_until_ended()
+
     assert pod.read("off") == "off\n" and not pod.read("removed") and "THAT FAILED (exit code 4)" in log
 
 
-@pytest.mark.parametrize("words, gone", [("remove pod", True), ("terminate pod", False)])
-def test_a_runpodctl_of_other_words(pod, words, gone):
-    """Version 1 says `remove pod`, 2 `pod delete`; one that knows neither must not pass for success."""
-    pod.tool("runpodctl", f'#!/bin/sh\n[ "$1 $2" = "{words}" ] || exit 1\necho "$@" > {pod.root}/removed\n')
+@pytest.mark.parametrize("known_command, removed", [("remove pod", True), ("terminate pod", False)])
+def test_a_runpodctl_with_other_commands(pod, known_command, removed):
+    """Version 1 has `remove pod`, version 2 `pod delete`. One that knows neither must not pass for success."""
+    pod.add_tool("runpodctl", f'#!/bin/sh\n[ "$1 $2" = "{known_command}" ] || exit 1\necho "$@" > {pod.root}/removed\n')
     pod.start(REMOVE_POD="1", PERSISTENT="1")
-    log = pod.ended()
-    assert pod.read("removed") == ("remove pod pod7\n" if gone else "") and ("THAT FAILED" in log) != gone
+    log = pod.wait_until_ended()
+
+    assert pod.read("removed") == ("remove pod pod7\n" if removed else "")
+    assert ("THAT FAILED" in log) != removed
 
 
 def test_kill_in_the_last_seconds_keeps_the_pod(pod):
     pod.start(REMOVE_POD="1", PERSISTENT="1", REMOVE_DELAY="60")
     pod.wait(lambda: "removed in 60 seconds" in pod.log())
+
     os.kill(pod.pid(), signal.SIGTERM)
-    assert "stays: asked to stop" in pod.ended() and not pod.read("removed")
+
+    assert "stays: asked to stop" in pod.wait_until_ended() and not pod.read("removed")
 
 
 def test_budget_becomes_a_time_limit(pod):
-    pod.start(BUDGET_USD="10", GPU_HOUR_USD="2.5", plan="fail ok")
-    assert "7200 seconds" in pod.ended()  # two GPUs at 2.5 an hour
-    limits = [int(s.rsplit(" ", 1)[1]) for s in pod.starts()]
+    pod.start(BUDGET_USD="10", GPU_HOUR_USD="2.5", plan="crash finish")
+    assert "7200 seconds" in pod.wait_until_ended()  # two GPUs at 2.5 an hour
+    limits = [int(start.rsplit(" ", 1)[1]) for start in pod.starts()]
     assert 7190 <= limits[1] <= limits[0] <= 7200
-    assert all(s.startswith("--resume auto --gpu-hour-usd 2.5 --time-limit ") for s in pod.starts())
+    assert all(start.startswith("--resume auto --gpu-hour-usd 2.5 --time-limit ") for start in pod.starts())
+
+    # both a budget and a time limit
     both = pod.start("--time-limit=3h50m", check=False, BUDGET_USD="10", GPU_HOUR_USD="2.5")
     assert both.returncode == 1 and "leave out --time-limit 3h50m" in both.stderr
+
+    # a time limit alone
     pod.start("--time-limit", "3h50m", "--out-dir", "b")
-    pod.ended("b")
+    pod.wait_until_ended("b")
     assert pod.starts()[-1] == "--resume auto --time-limit 3h50m --out-dir b"
 
 
+# ------------------------------------------------------------------------- settings and help
+
+
 @pytest.mark.parametrize(
-    "env, says",
+    "env, message",
     [
         ({"REMOVE_POD": "1"}, "only copy"),
         ({"REMOVE_POD": "1", "PERSISTENT": "1", "RUNPOD_POD_ID": ""}, "SHUTDOWN_CMD"),
@@ -322,19 +422,22 @@ def test_budget_becomes_a_time_limit(pod):
         ({"NPROC": "two"}, "NPROC=two"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_starts(pod, env, says):
+def test_bad_settings_are_refused_before_anything_starts(pod, env, message):
     done = pod.start(check=False, **env)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and says in done.stderr
+
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and message in done.stderr
     assert not pod.starts() and not (pod.root / "log").exists()
 
 
-def test_help(pod):
+def test_help_explains_every_variable(pod):
     text = pod.start("--help").stdout
-    names = "NPROC MAX_RESTARTS BUDGET_USD PUSH_TO REMOVE_POD SHUTDOWN_CMD PERSISTENT KEEP_ON_FAILURE START_WAIT"
+
+    names = "NPROC START_WAIT MAX_RESTARTS RESTART_DELAY BUDGET_USD GPU_HOUR_USD PUSH_TO PUSH PUSH_PUBLIC PUSH_EVERY"
+    names += " REMOVE_POD SHUTDOWN_CMD PERSISTENT REMOVE_DELAY KEEP_ON_FAILURE"
     assert all(name in text for name in names.split())
     assert "set -euo" not in text and not pod.starts()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck():
+def test_shellcheck_accepts_the_scripts():
     subprocess.run(["shellcheck", ROOT / "train.sh", ROOT / "cloud" / "slurm.sbatch", ROOT / ".ci" / "run"], check=True)
