@@ -5,14 +5,18 @@
     _, loss = model(idx, targets)                   # mean cross-entropy in nats per token
     out = model.generate(idx, 64, temperature=0.8)  # (B, T + 64), through the key-value cache
 
-Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size, V vocabulary.
+Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * hs), V vocabulary.
+
+Every script uses this network, and it imports nothing else of the project. Training compiles the blocks and replaces
+the head by one that never holds all the logits (training/step.py, training/head.py); sampling is in
+training/sampling.py.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -23,72 +27,143 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabulary to a round size
-# For changing lengths: cuDNN's, torch's choice on Hopper and Blackwell, plans each one: 0.4 s (modelscope/FunASR#3704).
-ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-
-def check_choices(config: object) -> None:
-    """Raise ValueError for a value that is none of its field's Literal: a file of a newer version may have one."""
-    for name, hint in get_type_hints(type(config)).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            raise ValueError(f"{name} {getattr(config, name)!r} must be one of {', '.join(map(str, get_args(hint)))}")
+# The attention kernels for lengths that change from call to call. cuDNN's, which torch prefers on Hopper and Blackwell,
+# would plan each new length, which takes 0.4 s (modelscope/FunASR#3704).
+ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on.
+    """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on."""
 
-    half_rope: half of the channel pairs stand still. attention_scale 0: one over the square root of the head size.
-    softcap: the logits x become x / sqrt(1 + (x / softcap)^2). value_tables: that many first layers mix embeddings of
-    the tokens, each its own, into their values, and as many last layers the same ones (modded-nanogpt, record 17)."""
-
-    block_size: int = 1024
+    block_size: int = 1024  # longest sequence
     vocab_size: int = VOCAB_SIZE
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    bias: bool = True
-    tied_head: bool = True
+    bias: bool = True  # in linear layers and LayerNorms
+    tied_head: bool = True  # the head shares the token embedding's weight
 
-    positions: Literal["learned", "rope", "half_rope"] = "learned"
+    positions: Literal["learned", "rope", "half_rope"] = "learned"  # half_rope: half of the channel pairs stand still
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
     activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # GPT-2's tanh; nanoGPT's, exact; modded-nanogpt's
-    qk_norm: bool = False
-    attention_scale: float = 0.0
-    zero_init_projections: bool = False
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    attention_scale: float = 0.0  # 0: one over the square root of the head size
+    zero_init_projections: bool = False  # blocks start as the identity
     head_bias: bool = False
-    softcap: float = 0.0
-    value_tables: int = 0
+    softcap: float = 0.0  # the logits z become z / sqrt(1 + (z / softcap)^2); 0: off
 
     @property
     def head_size(self) -> int:
         return self.n_embd // self.n_head
 
     @staticmethod
-    def from_dict(saved: dict) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError or TypeError if no network can have it, or none of this
-        version: a setting unknown here may mean another network with the same weights, unless it is off."""
+    def from_dict(saved: dict[str, Any]) -> "GPTConfig":
+        """The config stored in a checkpoint. Raises ValueError or TypeError if no network of this version can have it.
+        A setting that is unknown here may mean another network with the same weights, so it must be off."""
         known = {f.name for f in fields(GPTConfig)}
+        removed = ("logit_softcap", "unet_skips", "value_tables")  # of versions up to November 2026
         for name in saved.keys() - known:
-            if name not in ("logit_softcap", "unet_skips") or saved[name]:  # of versions up to November 2026
+            if name not in removed or saved[name]:
                 raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
         return GPTConfig(**{name: value for name, value in saved.items() if name in known})
 
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""
+        # A config may come from a file: without an upper limit it could ask for all memory.
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if not 1 <= getattr(self, name) <= 2**20:  # a config may come from a file
+            if not 1 <= getattr(self, name) <= 2**20:
                 raise ValueError(f"{name} {getattr(self, name)} must lie between 1 and {2**20}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
-        for name in ("attention_scale", "softcap", "value_tables"):
-            if not getattr(self, name) >= 0:
+        for name in ("attention_scale", "softcap"):
+            if not getattr(self, name) >= 0:  # NaN is refused, too
                 raise ValueError(f"{name} {getattr(self, name)} must not be negative")
-        if 2 * self.value_tables > self.n_layer:
-            raise ValueError(f"value_tables {self.value_tables} must be at most {self.n_layer // 2}, half of n_layer")
-        check_choices(self)
+
+
+# ------------------------------------------------------------------------- parts that depend on the config
+
+
+def has_rope(config: GPTConfig) -> bool:
+    """Whether positions are rotations of queries and keys; otherwise they are learned embeddings."""
+    match config.positions:
+        case "learned":
+            return False
+        case "rope" | "half_rope":
+            return True
+        case _:
+            raise ValueError(f"no positions {config.positions!r}: add a case here")
+
+
+def rope_table(config: GPTConfig) -> Tensor:
+    """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
+    hs = config.head_size
+    match config.positions:
+        case "rope":  # wavelengths from 2 pi to 10,000 * 2 pi (Su et al. 2021)
+            frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
+        case "half_rope":  # modded-nanogpt's since 2025: a quarter of the channels' pairs turn, the rest do not
+            frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
+            frequencies = F.pad(frequencies, (0, hs // 2 - hs // 4))
+        case _:
+            raise ValueError(f"no rotation for positions {config.positions!r}: add a case here")
+    positions = torch.arange(config.block_size, device="cpu").float()
+    angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): rotate channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs / 2).
+    Channel i is paired with channel i + hs / 2."""
+    cos, sin = cos_sin.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)  # (B, T, nh, hs) -> two of (B, T, nh, hs / 2)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    match config.norm:
+        case "layernorm":
+            return nn.LayerNorm(config.n_embd, bias=config.bias)
+        case "rmsnorm":
+            return nn.RMSNorm(config.n_embd, elementwise_affine=False)
+        case "rmsnorm_gain":
+            return nn.RMSNorm(config.n_embd, elementwise_affine=True)
+        case _:
+            raise ValueError(f"no norm {config.norm!r}: add a case here")
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """So et al. 2021 (Primer)."""
+    return F.relu(x).square()
+
+
+def choose_activation(config: GPTConfig) -> Callable[[Tensor], Tensor]:
+    match config.activation:
+        case "gelu":
+            return gelu_tanh
+        case "gelu_erf":
+            return F.gelu
+        case "relu2":
+            return relu_squared
+        case _:
+            raise ValueError(f"no activation {config.activation!r}: add a case here")
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """The logits z or, with a cap, z / sqrt(1 + (z / cap)^2): modded-nanogpt's."""
+    if not cap:
+        return logits
+    z = logits.float()
+    return cap * z * (z.square() + cap**2).rsqrt()
+
+
+# ------------------------------------------------------------------------- the network
 
 
 class KVCache:
@@ -97,60 +172,56 @@ class KVCache:
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
         self.k, self.v = torch.zeros((2, *shape), device=device, dtype=dtype)
-        self.length = 0
+        self.length = 0  # positions filled; GPT.hidden advances it once all layers have appended theirs
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nh, T, hs); return all so far (B, nh, length + T, hs)."""
+        """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
         start, end = self.length, self.length + k.size(2)
-        self.k[layer, :, :, start:end], self.v[layer, :, :, start:end] = k, v
+        self.k[layer, :, :, start:end] = k
+        self.v[layer, :, :, start:end] = v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
-def rope_table(config: GPTConfig) -> Tensor:
-    """Cosine and sine (2, block_size, hs/2) of the rotation angle of each channel pair at each position."""
-    hs = config.head_size
-    frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
-    if config.positions == "half_rope":  # modded-nanogpt's since 2025
-        frequencies = F.pad((1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu"), (0, hs // 2 - hs // 4))
-    angles = torch.outer(torch.arange(config.block_size, device="cpu").float(), frequencies)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): rotate channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs/2)."""
-    cos, sin = cos_sin.to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
-
-
 class Attention(nn.Module):
+    """Causal self-attention with all heads in one matrix product."""
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer, self.config = layer, config
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # queries, keys, values together
+        self.layer = layer
+        self.config = config
+        # Queries, keys and values of all heads together; training/muon.py knows this weight by its name.
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        if not config.value_tables <= layer < config.n_layer - config.value_tables:
-            self.value_mix = nn.Parameter(torch.full((2,), 0.5))  # parts of the values and of the table's
 
-    def forward(
-        self, x: Tensor, cos_sin: Tensor | None, values: Tensor | None, cache: KVCache | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """x (B, T, C) -> (B, T, C). cos_sin: RoPE's angles, if used. cache: keys and values of earlier positions. mask:
+        bool, broadcastable to (B, nh, T, S), true where a position attends to another; None: causal."""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.config.n_head, self.config.head_size).unbind(2)  # (B, T, nh, hs)
-        if values is not None:
-            v = self.value_mix[0] * v + self.value_mix[1] * values.view_as(v).to(v.dtype)
+        nh, hs = self.config.n_head, self.config.head_size
+
+        # (B, T, C) -> (B, T, 3C) -> (B, T, 3, nh, hs) -> three of (B, T, nh, hs)
+        q, k, v = self.c_attn(x).view(B, T, 3, nh, hs).unbind(2)
         if self.config.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         if cos_sin is not None:
             q, k = rotate(q, cos_sin), rotate(k, cos_sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, T, nh, hs) -> (B, nh, T, hs)
+
+        # With a cache, the new positions attend to the S = length + T seen so far. It may have a precision of its own.
         if cache is not None:
-            k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))
+            k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))  # (B, nh, S, hs)
             q = q.to(k.dtype)
-        causal, scale = T > 1 and mask is None, self.config.attention_scale or None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+        # A single new position attends to everything; otherwise the mask, or else causality, decides.
+        is_causal = T > 1 and mask is None
+        scale = self.config.attention_scale or None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+
+        # (B, nh, T, hs) -> (B, T, nh, hs) -> (B, T, C)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return self.c_proj(y if cache is None else y.to(x.dtype))  # the cache's precision may differ
+        if cache is not None:
+            y = y.to(x.dtype)
+        return self.c_proj(y)
 
 
 class MLP(nn.Module):
@@ -158,19 +229,11 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.activation = config.activation
+        self.activation = choose_activation(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_fc(x)
-        if self.activation == "relu2":
-            return self.c_proj(F.relu(x).square())
-        return self.c_proj(F.gelu(x, approximate="tanh" if self.activation == "gelu" else "none"))
-
-
-def make_norm(config: GPTConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return nn.RMSNorm(config.n_embd, elementwise_affine=config.norm == "rmsnorm_gain")
+        """(B, T, C) -> (B, T, 4C) -> (B, T, C)"""
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -181,70 +244,85 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, *context) -> Tensor:
-        """x (B, T, C); the context is that of Attention."""
-        x = x + self.attn(self.ln_1(x), *context)
+    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """x (B, T, C) -> (B, T, C); the other arguments are Attention's."""
+        x = x + self.attn(self.ln_1(x), cos_sin, cache, mask)
         return x + self.mlp(self.ln_2(x))
 
 
-def softcap(logits: Tensor, cap: float) -> Tensor:
-    """The logits z or, with a cap, z / sqrt(1 + (z / cap)^2): modded-nanogpt's."""
-    return cap * logits.float() * (logits.float().square() + cap**2).rsqrt() if cap else logits
+class SkipInit(TorchFunctionMode):
+    """A context in which torch.nn.init does nothing: on the meta device there is nothing to initialize, and the attempt
+    would load torch's compiler, which takes a second."""
 
-
-class NoInit(TorchFunctionMode):  # random init on the meta device only loads torch's compiler, which takes a second
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return None if getattr(func, "__module__", "") == "torch.nn.init" else func(*args, **(kwargs or {}))
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019); parameter names match the public checkpoints."""
+    """GPT-2 (Radford et al. 2019). Parameter names match the public checkpoints."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
-        layers = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
-        if config.positions == "learned":
+
+        # Embeddings, blocks, final norm. RMSNorm networks also normalize the embedding (ln_0).
+        layers: dict[str, nn.Module] = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        if not has_rope(config):
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        tables = [nn.Embedding(config.vocab_size, config.n_embd) for _ in range(config.value_tables)]
-        layers["vte"] = nn.ModuleList(tables)
         layers["ln_0"] = nn.Identity() if config.norm == "layernorm" else make_norm(config)
         layers["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         layers["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(layers)
+
+        # The head, which GPT-2 ties to the token embedding.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
-        if config.positions != "learned":
-            self.register_buffer("cos_sin", rope_table(config), persistent=False)
+        if has_rope(config):
+            self.register_buffer("cos_sin", rope_table(config), persistent=False)  # (2, block_size, hs / 2)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """Random weights as in GPT-2, or as in modded-nanogpt with zero_init_projections. The order of the draws is
+        part of what a seed means."""
+        config = self.config
+
+        # All matrices and embeddings, then zero biases.
+        std = (3 * config.n_embd) ** -0.5 if config.zero_init_projections else 0.02
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                std = (3 * config.n_embd) ** -0.5 if config.zero_init_projections else 0.02  # modded-nanogpt's
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for name, p in self.named_parameters():  # residual projections: variance must not grow with depth
+
+        # Each layer adds two projections to the residual stream; its variance must not grow with the depth.
+        for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
-        # normalized next, so an embedding's scale only sets its effective learning rate; but a head's matters
+
+        # An embedding that is normalized next may have any scale, which only sets its effective learning rate; but the
+        # scale of one that is also the head matters.
         if config.norm != "layernorm" and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
-        for table in self.transformer.vte:
-            nn.init.normal_(table.weight)
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
         """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises ValueError or
         RuntimeError if they do not match `config`."""
+        # Checked before building as many layers as the config asks for: both may come from a file.
         layers = {name.split(".")[2] for name in state if name.startswith("transformer.h.")}
-        if len(layers) != config.n_layer:  # checked before building as many as the config asks for
+        if len(layers) != config.n_layer:
             raise ValueError(f"{len(layers)} layers of weights for a config with {config.n_layer}")
-        if odd := [name for name, t in state.items() if not (isinstance(t, Tensor) and t.dtype == torch.float32)]:
-            raise ValueError(f"{odd[0]} is not a float32 tensor")
-        with torch.device("meta"), NoInit():
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+                raise ValueError(f"{name} is not a float32 tensor")
+
+        with torch.device("meta"), SkipInit():
             model = cls(config)
         model.load_state_dict(state, assign=True)
         if config.tied_head:
@@ -258,38 +336,50 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Training FLOPs per token: 6 per parameter used in a matmul (the head counts, embedding lookups do not) plus
         12 * n_layer * n_embd * T for attention (PaLM, Chowdhery et al. 2022, appendix B)."""
-        looked_up = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        head = self.lm_head.weight.numel() if self.config.tied_head else 0
-        return 6 * (self.num_params() - looked_up + head) + 12 * self.config.n_layer * self.config.n_embd * T
+        embeddings = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
+        tied_head = self.lm_head.weight.numel() if self.config.tied_head else 0
+        in_matmuls = self.num_params() - embeddings + tied_head
+        return 6 * in_matmuls + 12 * self.config.n_layer * self.config.n_embd * T
 
     def hidden(
-        self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | slice | None = None,
-        mask: Tensor | None = None, blocks: Sequence[Callable] = (),
-    ) -> Tensor:  # fmt: skip
-        """Hidden states (B, T, C) of idx (B, T), the input of `logits`. With a cache, idx continues the text it holds.
-        A row may be a tree of texts instead of one text: then pass positions (B, T) and a bool mask (B, 1, T, T), true
-        where i attends to j. `blocks` replace the model's own: the same blocks, compiled."""
-        T, config = idx.size(1), self.config
+        self,
+        idx: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | slice | None = None,
+        mask: Tensor | None = None,
+        blocks: Sequence[Callable] = (),
+    ) -> Tensor:
+        """Hidden states (B, T, C) of idx (B, T) int64, the input of `logits`.
+
+        cache: idx continues the text that the cache holds. positions (B, T) and mask (B, 1, T, T), both or neither: a
+        row is a tree of texts instead of one text (HellaSwag's endings after a shared context); the mask is true where
+        position i attends to j. blocks: the model's own, compiled.
+        """
+        T = idx.size(1)
         start = cache.length if cache is not None else 0
-        if start and T > 1:  # new position i attends to all old ones and to new ones up to i
+
+        # With a cache, new position i attends to all earlier ones and to the new ones up to i: (T, start + T).
+        if start > 0 and T > 1:
             mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
         if positions is None:
-            assert start + T <= config.block_size, f"{start + T} positions, block_size {config.block_size}"
+            assert start + T <= self.config.block_size, f"{start + T} positions, block_size {self.config.block_size}"
             positions = slice(start, start + T)
-        x = self.transformer.ln_0(self.transformer.wte(idx))
+
+        # Embeddings: learned positions are added here, rotations are applied in the attention.
+        x = self.transformer.ln_0(self.transformer.wte(idx))  # (B, T) -> (B, T, C)
         cos_sin = None
-        if config.positions == "learned":
-            x = x + self.transformer.wpe.weight[positions]
+        if has_rope(self.config):
+            cos_sin = self.cos_sin[:, positions, None]  # (2, T, 1, hs / 2), or (2, B, T, 1, hs / 2)
         else:
-            cos_sin = self.cos_sin[:, positions, None]
-        tables = [table(idx) for table in self.transformer.vte]
-        tables += [None] * (config.n_layer - 2 * len(tables)) + tables  # one for each layer
-        with sdpa_kernel(ANY_SHAPE) if cache is not None or mask is not None else nullcontext():
-            for block, values in zip(blocks or self.transformer.h, tables, strict=True):
+            x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
+
+        # The blocks. Lengths vary from call to call where there is a cache or a mask.
+        with sdpa_kernel(ANY_LENGTH_KERNELS) if cache is not None or mask is not None else nullcontext():
+            for block in blocks or self.transformer.h:
                 if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(block, x, cos_sin, values, None, mask, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, cos_sin, values, cache, mask)
+                    x = block(x, cos_sin, cache, mask)
         if cache is not None:
             cache.length += T
         return x
@@ -303,23 +393,32 @@ class GPT(nn.Module):
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None
+        # (B, T, V) -> (B * T, V), (B, T) -> (B * T,)
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache in autocast's precision or, without autocast, the weights'; float32 on a CPU: faster there."""
+        """An empty cache. Its precision is autocast's or, without autocast, the weights'; on a CPU it is float32, which
+        is faster there."""
         weight = self.lm_head.weight
-        kind = weight.device.type
-        dtype = torch.float32 if kind == "cpu" else weight.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        device_type = weight.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        elif device_type == "cpu":
+            dtype = torch.float32
+        else:
+            dtype = weight.dtype
         return KVCache(self.config, batch, max_len, weight.device, dtype)
 
     def generate(
-        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
-        top_p: float | None = None, generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
-        """idx (B, T) continued to (B, T + max_new_tokens). For the other arguments see Sampler in
-        training/sampling.py."""
-        from training import sampling  # imported late: importing model.py loads nothing else of the project
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = 50,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """idx (B, T) continued to (B, T + max_new_tokens), drawn as training/sampling.py describes."""
+        from training.sampling import generate  # here, so that importing the network imports nothing else
 
-        return sampling.generate(self, idx, max_new_tokens, temperature, top_k, top_p, generator)
+        return generate(self, idx, max_new_tokens, temperature, top_k, top_p, generator)

@@ -18,7 +18,6 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-import hellaswag
 from model import GPT
 from system import distributed, machine
 from system.cli import UserError, print0, require
@@ -27,168 +26,214 @@ from system.files import lock_folder
 from system.units import format_duration
 from tokens.hub_data import pull_data
 from tokens.loader import Loader
-from training import checkpoint, plan, precision, predict, resume
+from training import checkpoint, hellaswag_eval, plan, precision, predict, resume
 from training.config import TrainConfig
-from training.evaluator import Evals, EvaluationFailed, val_windows, validate
-from training.metrics import Record
+from training.evaluator import Evaluator, num_val_sequences, validate
+from training.metrics import MetricsLogger
 from training.open_model import open_model
-from training.presets import model_from_init, parse
-from training.resume import Run
-from training.step import Forward, Refused, Step
-from training.stop import FailedElsewhere, Stop, Stopped
+from training.presets import parse
+from training.run_state import RunState
+from training.step import Forward, TrainStep, UpdateRefused
+from training.stop import Stopped, StopRequest
 
 
-def train(cfg: TrainConfig, rt: Runtime, stop: Stop) -> None:
-    """One run, from its first or resumed step to its last, or until `stop` is asked for."""
+def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
+    """One run, from its first or resumed step to its last, or until `stop` is requested."""
+    # Where the run starts: which checkpoint, which network, which data, which step.
+    saved = resume.find_checkpoint(cfg)
+    cfg, initial_model = resume.resolve_network(cfg, saved)
     data, val_data = open_data(cfg, rt)
-    run = resume.find(cfg, rt, data)
-    if run.complete:
-        mend = "to train further: the same command with --resume auto and a larger --max-steps or --epochs"
-        return print0(f"{cfg.run_dir} is complete at step {run.step}; {mend}")
-    step = open_step(cfg, rt, run.saved)
-    plan.describe(step, data, run)
-    plan.check_disk(step, run)
-    plan.write_config(step, run)
-    evals, record = Evals(step, data, val_data), Record(step, run)
-    batches = data.batches(run.step, cfg.sequences_per_step, step.B, rt, fixed=cfg.overfit_single_batch)
+    run = resume.load_or_start(cfg, rt, data, saved)
+    if run.is_complete:
+        fix = "to train further: the same command with --resume auto and a larger --max-steps or --epochs"
+        print0(f"{cfg.run_dir} is complete at step {run.step}; {fix}")
+        return finish("finished", rt)
+
+    # What trains it, and what the run will do and cost, printed before it begins.
+    train_step = build_train_step(cfg, rt, saved, initial_model)
+    plan.print_plan(train_step, data, run)
+    plan.check_disk(train_step, run)
+    plan.write_config(train_step, run)
+    evaluator = Evaluator(train_step, data, val_data)
+    metrics = MetricsLogger(train_step, run)
+    batches = data.batches(
+        run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
+    )
+
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
-        save = partial(save_run, step, run, record, writer)
+        save = partial(save_checkpoint, train_step, run, metrics, writer)
         try:
-            halt = rt.any_rank(stop.signal)
+            stop_requested = rt.any_rank(stop.signal)
             while True:
-                if halt:
+                if stop_requested:
                     raise Stopped
-                # save, evaluate, sample; a resumed run skips what is done
-                if run.save_due(cfg.save_every):
-                    save()  # first, because an evaluation may fail
+
+                # Save, evaluate, sample. Saving comes first, because an evaluation may take long or fail. A resumed run
+                # skips what is done.
+                if run.is_save_due(cfg.save_every):
+                    save()
                 if not run.evaluated:
-                    run.measured |= evals.measure(run, partial(stop.check, rt, timed=run.step > run.start))
+                    check_stop = partial(stop.check, rt, timed=run.step > run.start_step)
+                    run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
-                    run.note_best()
-                    if rt.is_main and run.step and run.due(evals.sample_every):
-                        record.text(run.step, evals.samples(stop.asked))
-                if run.last:
+                    run.update_best()
+                    if rt.is_main and run.step > 0 and run.is_due(evaluator.sample_every):
+                        metrics.log_text(run.step, evaluator.sample_text(stop.is_requested))
+                if run.is_last_step:
                     break
-                # accumulate, clip; set the rates; step
+
+                # One optimizer step: accumulate and clip the gradients, set the learning rates, update.
                 batch = next(batches)
-                began = time.perf_counter()
-                result = step.gradients(batch, stop.asked())
-                lr = step.set_rates(run.step, run.max_steps)
-                if result.finite:
-                    step.update()
+                start_time = time.perf_counter()
+                result = train_step.compute_gradients(batch, stop.is_requested())
+                lr = train_step.set_learning_rates(run.step, run.max_steps)
+                if result.is_finite:
+                    train_step.update()
                 else:
-                    step.refuse(run.step, result, data)
-                # on a GPU the update is still running, and its time counts toward the next step
-                record.step(run, result, lr, time.perf_counter() - began)
-                halt = result.halt
+                    train_step.refuse_update(run.step, result, data)
+
+                # On a GPU the update is still running here; its time counts toward the next step.
+                metrics.log_step(run, result, lr, time.perf_counter() - start_time)
+                stop_requested = result.stop_requested
                 run.advance()
-            record.write(run.measured)
-            ending = done(cfg, run, stop)
+
+            # The evaluations of the last step have no training step to be logged with.
+            metrics.write(run.measured)
+            status, reason = "finished", ""
+            message = describe_result(cfg, run, stop)
         except Stopped:
             save()
-            ending = f"stopped by {stop.why()} at step {run.step}, all saved; go on: the same command and --resume auto"
-        except EvaluationFailed as failed:
-            saved = save_before_an_error(save, writer, rt)
-            if isinstance(failed.__cause__, FailedElsewhere):
-                raise SystemExit(f"rank {rt.rank}: an evaluation failed on another rank; {saved}") from None
-            raise failed.__cause__ from None
-        except Refused as refused:
-            saved = save_before_an_error(save, writer, rt)
-            mend = "to go on without it: the same command, --resume auto and --skip-bad-steps 5"
-            raise UserError(
-                f"{refused}; {saved}; {mend}; if it happens again, lower --max-lr with --allow-drift"
-            ) from None
-        record.close()
+            status, reason = "stopped", stop.reason()
+            outcome = f"stopped by {stop.reason()} at step {run.step}; checkpoint saved"
+            message = f"{outcome}. To resume, run the same command with --resume auto"
+        except UpdateRefused as refused:
+            outcome = save_before_error(save, writer, rt)
+            fix = "to continue without it: the same command, --resume auto and --skip-bad-steps 5"
+            hint = "if it happens again, lower --max-lr with --allow-drift"
+            raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
+        metrics.close()
         writer.wait(run.best_step)
         rt.barrier(hours=2)  # a rank that exits, or times out here, would end the one that is still writing
-    print0(ending)
+    print0(message)
+    finish(status, rt, reason)
 
 
-def open_step(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> Step:
-    """The model and all that trains it: as `saved`, or new from the seed."""
+def finish(status: str, rt: Runtime, reason: str = "") -> None:
+    """Tell the program that started this run how it ended (system/cli.py)."""
+    if rt.is_main:
+        cli.write_status(status, reason)
+
+
+def build_train_step(
+    cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None, initial_model: GPT | None = None
+) -> TrainStep:
+    """The model and all that trains it: as `saved`, or with the weights of `initial_model`, or random from the seed."""
     rt = precision.agree_on_dtype(cfg, rt, saved)
     torch.manual_seed(cfg.seed)
-    step = Step(cfg, rt, make_model(cfg, rt, saved))
     if saved:
-        step.restore(saved)
-    return step
+        model = open_model(saved["model_file"])
+        print0(f"resumed from {saved['model_file']}")
+    else:
+        model = initial_model or GPT(cfg.model)
+    model.recompute = cfg.recompute
+    train_step = TrainStep(cfg, rt, model.to(rt.device).train())
+    if saved:
+        train_step.load_state_dict(saved)
+    return train_step
 
 
-def save_run(step: Step, run: Run, record: Record, writer: checkpoint.CheckpointWriter) -> None:
-    """Save the run as it is, unless it was. Every rank must call it: parts of the state are gathered."""
-    if run.stored == run.step:
+def save_checkpoint(
+    train_step: TrainStep, run: RunState, metrics: MetricsLogger, writer: checkpoint.CheckpointWriter
+) -> None:
+    """Save the run as it is, unless that has been done. Every rank must call it: parts of the state are gathered."""
+    if run.last_saved_step == run.step:
         return
-    cfg = step.cfg
-    state = {**run.state(), **step.state(), "config": cfg.to_dict(), "versions": machine.versions()}
-    if step.rt.is_main:
-        weights = step.weights.state_dict()
+    cfg = train_step.cfg
+    train_state = {
+        **run.state_dict(),
+        **train_step.state_dict(),
+        "config": cfg.to_dict(),
+        "versions": machine.versions(),
+    }
+    if train_step.rt.is_main:
         facts = {"val_loss": run.measured.get("val_loss"), "preset": cfg.preset}
-        file = checkpoint.model_file(step.model, run.step, **facts) | {"model": weights}
-        record.flush()
-        writer.save(run.step, file, state, run.best_step)
-    run.stored = run.step
-    run.note_best()
+        model_file = checkpoint.model_file(train_step.model, run.step, **facts)
+        model_file["model"] = train_step.weights.state_dict()  # in float32, whatever the model computes in
+        metrics.flush()
+        writer.save(run.step, model_file, train_state, run.best_step)
+    run.last_saved_step = run.step
+    run.update_best()
 
 
-def save_before_an_error(save: Callable[[], None], writer: checkpoint.CheckpointWriter, rt: Runtime) -> str:
+def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWriter, rt: Runtime) -> str:
     """Save the run as it is and wait for it on every rank: one that exits would end the one that is still writing.
-    Returns what became of it; every rank must call it."""
+    Returns what became of it. Every rank must call it."""
     save()
     try:
         writer.wait()
-        told = "all before it is saved"
+        outcome = "everything before it is saved"
     except UserError as e:
-        told = str(e)
+        outcome = str(e)
     rt.barrier(hours=2)
-    return told
+    return outcome
 
 
-def done(cfg: TrainConfig, run: Run, stop: Stop) -> str:
+def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
     """What a finished run prints."""
-    text = (
-        f"done: {run.step} steps in {format_duration(stop.seconds())}; {checkpoint.model_path(cfg.run_dir, run.step)}"
-    )
+    path = checkpoint.model_path(cfg.run_dir, run.step)
+    text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
     if run.best and run.best_step < run.step:
-        text += f"\nbest val loss {run.best['val_loss']:.4f}: {checkpoint.model_path(cfg.run_dir, run.best_step)}"
+        best_path = checkpoint.model_path(cfg.run_dir, run.best_step)
+        text += f"\nbest val loss {run.best['val_loss']:.4f}: {best_path}"
     return text
 
 
+# ------------------------------------------------------------------------- without training
+
+
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
-    """--dry-run: the plan and its cost; needs no data if the preset fixes the number of steps. With --card it is
+    """--dry-run: print the plan and its cost. Needs no data if the preset fixes the number of steps. With --card it is
     predicted, for 1,000 steps if only the data would tell how many."""
-    data, fixed = None, cfg.max_steps or cfg.steps_per_epoch
+    steps_are_fixed = bool(cfg.max_steps or cfg.steps_per_epoch)
     if cfg.card:
-        max_steps = cfg.horizon(0) if fixed else 1000
+        max_steps = cfg.total_steps(0) if steps_are_fixed else 1000
         return print0(predict.report(cfg, predict.predict(cfg, cfg.card), max_steps))
-    if Path(cfg.data_dir).is_dir() or not fixed:
+    cfg, initial_model = resume.resolve_network(cfg, saved=None)
+    data = None
+    if Path(cfg.data_dir).is_dir() or not steps_are_fixed:
         data = train_loader(cfg, cfg.data_dir)
-    run = Run(cfg.horizon(data.order.per_epoch if data else 0), data_id="")
-    rt = precision.agree_on_dtype(cfg, rt)
-    step = Step(cfg, rt, make_model(cfg, rt))
-    plan.describe(step, data, run)
-    plan.estimate(step, run.max_steps)
+    run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
+    train_step = build_train_step(cfg, rt, initial_model=initial_model)
+    plan.print_plan(train_step, data, run)
+    plan.print_estimate(train_step, run.max_steps)
 
 
 def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
-    """--eval-only: val loss and HellaSwag of the weights named by --init-from, as a run reports them."""
-    mend = "add --init-from gpt2, a run folder or a model_*.pt"
-    require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {mend}")
+    """--eval-only: print val loss and HellaSwag of the weights named by --init-from, as a run reports them."""
+    fix = "add --init-from gpt2, a run folder or a model_*.pt"
+    require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
-    data = Loader(
-        local_data(cfg, rt), "val", min(cfg.sequence_length, model.config.block_size), model.config.vocab_size
-    )
-    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # not compiled: compiling would cost more time
-    loss = validate(Forward(model, compiles=False), data, cfg, rt, B)
-    tokens = val_windows(data, cfg) * data.T
-    print0(f"{cfg.init_from} on {tokens:,} tokens of {data.paths[0]} | val loss: {loss:.4f}")
+
+    # Validation loss. Not compiled: compiling would take longer than it saves.
+    T = min(cfg.sequence_length, model.config.block_size)
+    val_data = Loader(local_data(cfg, rt), "val", T, model.config.vocab_size)
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
+    tokens = num_val_sequences(val_data, cfg) * T
+    print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
+
+    # HellaSwag, if its rows are here.
     if cfg.hellaswag_every or cfg.hellaswag_data:
-        examples = hellaswag.examples_at_hand(cfg.hellaswag_data, model.config)
+        examples = hellaswag_eval.available_examples(cfg.hellaswag_data, model.config)
         if examples:
-            print0(hellaswag.summary_line(hellaswag.evaluate(model, examples, rt.device, rt)))
+            print0(hellaswag_eval.summary_line(hellaswag_eval.evaluate(model, examples, rt.device, rt)))
+
+
+# ------------------------------------------------------------------------- data
 
 
 def open_data(cfg: TrainConfig, rt: Runtime) -> tuple[Loader, Loader | None]:
-    """The windows to train on, and those to validate on if the run does."""
+    """The sequences to train on, and those to validate on if the run does."""
     folder = local_data(cfg, rt)
     val_data = Loader(folder, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
     return train_loader(cfg, folder), val_data
@@ -199,7 +244,7 @@ def train_loader(cfg: TrainConfig, folder: str | Path) -> Loader:
 
 
 def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
-    """The shard folder; hf://OWNER/NAME is pulled and verified first (by one rank per machine)."""
+    """The shard folder. hf://OWNER/NAME is pulled and verified first, by one rank per machine."""
     if not cfg.data_dir.startswith("hf://"):
         return Path(cfg.data_dir)
     repo = cfg.data_dir.removeprefix("hf://")
@@ -210,35 +255,20 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
     return folder
 
 
-def make_model(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None) -> GPT:
-    """The model on its device: from the checkpoint, from --init-from, or random from the seed."""
-    if saved:
-        model = open_model(saved["model_file"])
-        print0(f"resumed from {saved['model_file']}")
-    elif cfg.init_from == "scratch":
-        model = GPT(cfg.model)
-    else:
-        model = open_model(cfg.init_from)
-        print0(f"weights of {cfg.init_from}")
-    found, asked = vars(model.config), vars(cfg.model)
-    other = [f"{k} is {found[k]}, not {asked[k]}" for k in found if found[k] != asked[k] and k != "vocab_size"]
-    mend = "drop the --model flags"
-    require(not other or model_from_init(cfg), f"in --init-from {cfg.init_from}, {', '.join(other)}; {mend}")
-    T, limit = cfg.sequence_length, model.config.block_size
-    require(T <= limit, f"--sequence-length {T} is too long for {cfg.init_from}; use --sequence-length {limit}")
-    model.recompute = cfg.recompute
-    return model.to(rt.device).train()
-
-
 def main() -> None:
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
-    dtype = cfg.dtype if cfg.eval_only else "float32"  # a run's is settled once its ranks are here: training/precision
+    # A run chooses its precision once its ranks are there (training/precision.py).
+    dtype = cfg.dtype if cfg.eval_only else "float32"
     session = distributed.session(cfg.device, dtype, cfg.deterministic)
-    if cfg.dry_run or cfg.eval_only:  # nothing to save: Ctrl-C just ends it
+
+    # Nothing to save: Ctrl-C just ends it.
+    if cfg.dry_run or cfg.eval_only:
         with session as rt:
             return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)
-    stop = Stop(cfg.time_limit)
-    with stop.signals(), session as rt:
+
+    # One process at a time may write to the run folder: rank 0 holds its lock.
+    stop = StopRequest(cfg.time_limit)
+    with stop.handle_signals(), session as rt:
         with lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
             train(cfg, rt, stop)
 

@@ -24,8 +24,8 @@ from system import cli, distributed
 from training import checkpoint
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.resume import Run
-from training.step import Step
+from training.run_state import RunState
+from training.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ def main() -> None:
             PRESETS[args.preset], sequence_length=T, micro_batch_size=B, total_batch_size=B * T * rt.world_size,
             compile=False,
         )  # fmt: skip
-        step = Step(cfg, rt, train_gpt2.make_model(cfg, rt))
+        step = TrainStep(cfg, rt, train_gpt2.make_model(cfg, rt))
         batch = torch.randint(cfg.model.vocab_size, (1, B, T + 1)).to(torch.uint16)
         writer, path = checkpoint.CheckpointWriter(out, keep=1), checkpoint.model_path(out, 0)
 
         def one_step() -> None:
-            step.gradients(batch)
+            step.compute_gradients(batch)
             step.update()
 
         def content(n: int) -> tuple[dict, dict]:
-            state = {**Run(n, data_id="", step=n).state(), **step.state(), "config": cfg.to_dict()}
+            state = {**RunState(n, data_id="", step=n).state(), **step.state(), "config": cfg.to_dict()}
             return checkpoint.model_file(step.model, n), {"format": checkpoint.FORMAT, **state}
 
         def synchronous() -> None:

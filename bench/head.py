@@ -55,7 +55,7 @@ def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
         return (logits @ w).sum() + (logits.T @ x).sum()
 
     if args.chunk:
-        head.chunks = lambda rows, kind: max(1, rows // args.chunk)
+        head.num_chunks = lambda rows, kind: max(1, rows // args.chunk)
     if way == "ours compiled":  # as the trainer has it: the loop is not part of the graph
         return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
     base = {"plain": plain, "ours": ours, "products alone": products}

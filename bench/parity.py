@@ -40,7 +40,7 @@ from tokens import shards
 from tokens.loader import Loader
 from training import optim
 from training.presets import parse
-from training.step import Step
+from training.step import TrainStep
 
 T, BATCH, MICRO = 128, 8, 4  # of both sides: tokens in a sequence, sequences in a step and in a micro-step
 LAYERS, WIDTH, VOCAB = 3, 256, 512  # few words: each comes often, and the head takes little time
@@ -280,7 +280,7 @@ def run_ours(flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] |
     cfg = parse(flags.split(), lambda path: {})
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model) if state is None else GPT.from_state_dict(cfg.model, state)
-    step = Step(cfg, rt, model.train())
+    step = TrainStep(cfg, rt, model.train())
     for group in [g for optimizer in step.optimizers for g in optimizer.param_groups]:
         if plant == "rate":
             group["peak_lr"] *= 1.01
@@ -298,11 +298,11 @@ def run_ours(flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] |
         mock.patch.object(optim, "NEWTON_SCHULZ_DTYPE", rt.dtype),
     ):
         for at, batch in enumerate(data.batches(0, cfg.sequences_per_step, step.B, rt)):
-            result = step.gradients(batch)
+            result = step.compute_gradients(batch)
             curve.append((result.loss, result.norm))
             if len(curve) == cfg.max_steps:
                 return curve
-            step.set_rates(at, cfg.max_steps)
+            step.set_learning_rates(at, cfg.max_steps)
             step.update()
 
 

@@ -27,7 +27,7 @@ import tyro
 from system.cli import require, run_cli
 from tokens import shards
 from tokens.tokenizer import EOT
-from training import metrics
+from training import metrics_file
 
 SIZES = {  # flags shared by every recipe
     "cpu": "--model.block-size 128 --model.n-layer 4 --model.n-embd 128 --sequence-length 128 --total-batch-size 4096 "
@@ -104,7 +104,7 @@ def train(args: Args, shared: str, name: str, recipe: tuple[str, str], steps: in
     command += f"--val-every {max(1, args.steps // 20)} --hellaswag-every 0 --sample-every 0 --save-every 0".split()
     done = subprocess.run([*command, "--resume", "auto"], capture_output=True, text=True)
     require(done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-1500:]}")
-    lines = metrics.read_lines(out / "metrics.jsonl")
+    lines = metrics_file.read_metrics(out / "metrics.jsonl")
     usual = statistics.median(line["step_ms"] for line in lines if "step_ms" in line)  # leaves out compiling
     batch = json.loads((out / "config.json").read_text())["total_batch_size"]
     return [

@@ -30,9 +30,9 @@ import train_gpt2
 from bench import turns
 from system import cards, cli, distributed, machine
 from tokens.loader import to_device
-from training.microbatch import micro_batch_size
+from training.microbatch import choose_micro_batch_size
 from training.presets import parse
-from training.step import Step
+from training.step import TrainStep
 
 CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute")
 OWN_FLAGS = {"ours": [], "ours-eager": ["--no-compile"], "ours-recompute": ["--recompute"]}
@@ -97,7 +97,7 @@ class Peer:
             self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, (0.9, 0.95), rt.device.type)
         self.forward = torch.compile(self.model) if name.endswith("compiled") else self.model
         self.model.num_params = lambda: sum(p.numel() for p in self.model.parameters())
-        self.B = micro_batch_size(cfg, rt, self.model, self.forward)
+        self.B = choose_micro_batch_size(cfg, rt, self.model, self.forward)
 
     def gradients(self, batch):
         loss = torch.zeros((), device=self.rt.device)
@@ -123,8 +123,8 @@ def child(args: Args) -> None:
         torch.manual_seed(0)
         data, _ = train_gpt2.open_data(cfg, rt)
         if args.child in OWN_FLAGS:
-            contender = Step(cfg, rt, train_gpt2.make_model(cfg, rt))
-            contender.set_rates(cfg.warmup_steps, cfg.horizon(data.order.sequences_per_epoch))
+            contender = TrainStep(cfg, rt, train_gpt2.make_model(cfg, rt))
+            contender.set_learning_rates(cfg.warmup_steps, cfg.total_steps(data.order.sequences_per_epoch))
         else:
             contender = Peer(args.child, args.peers, cfg, rt)
         batches = data.batches(0, cfg.sequences_per_step, contender.B, rt)

@@ -10,8 +10,8 @@ from helpers import ROOT
 from model import GPTConfig
 from system.cli import UserError
 from system.units import parse_duration
-from training.config import MAY_CHANGE, TrainConfig, drift
-from training.presets import PRESETS, RENAMED, model_from_init, parse
+from training.config import MAY_CHANGE, TrainConfig, config_drift
+from training.presets import PRESETS, RENAMED, is_network_from_init, parse
 
 
 def nothing_saved(path):
@@ -59,7 +59,7 @@ def test_presets_resolve_to_their_ancestors_numbers():
     """Printed, too: pytest -s -k ancestors shows every preset's resolved values."""
     for name, (ancestor, wanted) in ANCESTORS.items():
         c = PRESETS[name]
-        derived = {"horizon": c.horizon(10_300_000_000 // 1024), "embed_lr": round(c.max_lr * c.embed_lr_scale, 9)}
+        derived = {"horizon": c.total_steps(10_300_000_000 // 1024), "embed_lr": round(c.max_lr * c.embed_lr_scale, 9)}
         derived["vector_lr"] = round(c.max_lr * c.vector_lr_scale, 9)
         derived["cooldown_steps"] = round(c.cooldown * c.max_steps)
         print(f"\n{name}, after {ancestor}:")
@@ -129,9 +129,9 @@ def test_the_last_resume_counts_and_brings_its_config_and_folder(tmp_path):
 
 def test_horizon():
     c = dataclasses.replace(PRESETS["gpt2-124m"], epochs=2)
-    assert c.horizon(10**9) == 2 * 19073
-    assert dataclasses.replace(c, steps_per_epoch=0).horizon(1000) == 2 * 1000 // 512
-    assert dataclasses.replace(c, max_steps=5).horizon(1000) == 5
+    assert c.total_steps(10**9) == 2 * 19073
+    assert dataclasses.replace(c, steps_per_epoch=0).total_steps(1000) == 2 * 1000 // 512
+    assert dataclasses.replace(c, max_steps=5).total_steps(1000) == 5
 
 
 @pytest.mark.parametrize("text, seconds", [("3h50m", 13800), ("90m", 5400), ("45s", 45), ("1d", 86400), ("7.5", 7.5)])
@@ -181,7 +181,7 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch):
 def test_drift_names_fields():
     old = PRESETS["quickstart"]
     new = dataclasses.replace(old, seed=2, val_every=7)
-    harmless, refused = drift(old, new)
+    harmless, refused = config_drift(old, new)
     assert harmless == ["val_every: 40 -> 7"] and refused == ["seed: 1337 -> 2"]
     assert MAY_CHANGE < {f.name for f in dataclasses.fields(TrainConfig)}
 
@@ -200,14 +200,14 @@ def test_epochs_count_where_they_are_given():
     for words in (["--epochs", "2"], ["--epochs=2"], ["--resume", "a/model_00001.pt", "--epochs", "2"]):
         preset = [] if "--resume" in words else ["quickstart"]
         cfg = parse([*preset, *words], lambda path: PRESETS["quickstart"].to_dict())
-        assert cfg.horizon(1000) == 2 * 1000 // cfg.sequences_per_step
-    assert parse(["quickstart", "--epochs", "2", "--max-steps", "7"], None).horizon(1000) == 7
+        assert cfg.total_steps(1000) == 2 * 1000 // cfg.sequences_per_step
+    assert parse(["quickstart", "--epochs", "2", "--max-steps", "7"], None).total_steps(1000) == 7
     with pytest.raises(UserError, match="less than one step"):
-        PRESETS["gpt2-124m"].__class__(epochs=3).horizon(100)
+        PRESETS["gpt2-124m"].__class__(epochs=3).total_steps(100)
 
 
 def test_the_network_is_that_of_init_from_unless_a_flag_says_otherwise():
-    assert model_from_init(PRESETS["finetune"]) and not model_from_init(PRESETS["gpt2-124m"])
-    assert not model_from_init(parse(["finetune", "--model.n-layer", "3"], nothing_saved))
+    assert is_network_from_init(PRESETS["finetune"]) and not is_network_from_init(PRESETS["gpt2-124m"])
+    assert not is_network_from_init(parse(["finetune", "--model.n-layer", "3"], nothing_saved))
     later = dataclasses.replace(PRESETS["finetune"], preset="of a later version")  # as a checkpoint may say
-    assert not model_from_init(later)
+    assert not is_network_from_init(later)

@@ -77,7 +77,7 @@ def test_compiled_it_is_the_same():
     model, idx, targets = make(softcap=3.0, tied_head=False, head_bias=True)
     x, found = model.hidden(idx).detach().requires_grad_(), []
     for chunk_loss in (head.chunk_loss, torch.compile(head.chunk_loss, dynamic=False)):
-        loss = head.loss(model, x, targets, chunk_loss)
+        loss = head.mean_loss(model, x, targets, chunk_loss)
         found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -99,7 +99,7 @@ def test_no_more_than_a_chunk_of_logits_is_ever_there(learns):
 
     with torch.set_grad_enabled(learns), Widest() as widest:
         x = torch.zeros(B, T, 32, requires_grad=learns)
-        loss = head.loss(model, x, targets)
+        loss = head.mean_loss(model, x, targets)
         if learns:
             loss.backward()
     assert widest.numbers == -(-B * T // 4) * 320

@@ -1,4 +1,8 @@
-"""Scores equal a plain scorer that takes one ending at a time; ranks, crops and broken files are handled."""
+"""The HellaSwag scorer (training/hellaswag_eval.py) and its command line (hellaswag.py).
+
+The scores equal those of a plain scorer that reads one ending at a time, and those of the LM Evaluation Harness. Ranks,
+contexts that are too long, files that are broken and downloads that fail are handled.
+"""
 
 import json
 import shlex
@@ -17,263 +21,304 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import tokenizer
-from training import checkpoint
+from training import checkpoint, hellaswag_eval
+from training.convert import save_hf
+from training.hellaswag_eval import Example
 
 CPU = torch.device("cpu")
+SIZES = {"block_size": 256, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
 @pytest.fixture
-def main(monkeypatch, capsys):
-    """main("--model", path, ...): hellaswag.py in this process; returns what it printed."""
+def run_main(monkeypatch, capsys):
+    """run_main("--model", path, ...) -> what hellaswag.py prints, run in this process."""
 
-    def call(*args):
+    def run(*args):
         monkeypatch.setattr(sys, "argv", ["hellaswag.py", *map(str, args)])
         hellaswag.main()
         return capsys.readouterr().out
 
-    return call
+    return run
 
 
 @pytest.fixture
-def refuses(main):
-    """refuses("--model", path, ..., says=["part", "of the message"])"""
+def expect_error(run_main):
+    """expect_error("--model", path, ..., mentions=["parts", "of it"]) -> the message of the UserError that ends it."""
 
-    def call(*args, says=()):
-        with pytest.raises(UserError) as e:
-            main(*args)
-        for s in says:
-            assert s in str(e.value), f"{s!r} not in: {e.value}"
-        return str(e.value)
+    def run(*args, mentions=()):
+        with pytest.raises(UserError) as error:
+            run_main(*args)
+        message = str(error.value)
+        for words in mentions:
+            assert words in message, f"{words!r} not in: {message}"
+        return message
 
-    return call
+    return run
 
 
-@pytest.fixture(scope="module")
-def model():
+def make_model(**options) -> GPT:
+    """A tiny model with random weights, so large that its choices are not close calls, which rounding could flip."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=256, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
+    model = GPT(GPTConfig(**{**SIZES, **options})).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model
 
 
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+# ------------------------------------------------------------------------- the scores
+
+
 @torch.no_grad()
-def oracle(model, rows) -> torch.Tensor:
-    """Loss of every token of every ending, one row at a time, float32, from the raw text: (n, 4) sums and means."""
-    enc, out = tokenizer.encoding(), []
+def score_plainly(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of each ending, summed and mean over its tokens, each (n, 4): one ending at a time, from the raw text."""
+    encode = tokenizer.encoding().encode_ordinary
+    sums, means = [], []
     for row in rows:
-        ctx = enc.encode_ordinary(row["ctx"])
-        for ending in row["endings"]:
-            tail = enc.encode_ordinary(" " + ending)
-            idx = torch.tensor([ctx + tail])
-            loss = F.cross_entropy(model(idx[:, :-1])[0][0], idx[0, 1:], reduction="none")[-len(tail) :]
-            out.append([loss.sum(), loss.mean()])
-    return torch.tensor(out).view(-1, 4, 2)
+        context = encode(row["ctx"])
+        for text in row["endings"]:
+            ending = encode(" " + text)
+            ids = torch.tensor([context + ending])  # (1, T)
+            logits, _ = model(ids[:, :-1])
+            token_losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")  # (T - 1,)
+            ending_losses = token_losses[-len(ending) :]
+            sums.append(ending_losses.sum())
+            means.append(ending_losses.mean())
+    return torch.tensor(sums).view(-1, 4), torch.tensor(means).view(-1, 4)
 
 
-def compare(model, path, limit=0):
-    rows = [json.loads(line) for line in path.read_text().splitlines()][: limit or None]
+def assert_equals_plain_scorer(model, path, limit=0):
+    """Losses, predictions and summary of the first `limit` rows (0: all) of a file equal those of score_plainly."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = rows[:limit] if limit else rows
     examples = hellaswag_eval.load_examples(path, limit)
-    losses, truth = hellaswag_eval.score(model, examples, CPU), oracle(model, rows)
-    torch.testing.assert_close(losses, truth[..., 0], atol=1e-3, rtol=1e-5)
-    units = torch.tensor([e.units for e in examples])
-    assert torch.equal(losses.argmin(1), truth[..., 0].argmin(1))  # row for row
-    assert torch.equal((losses / units).argmin(1), truth[..., 1].argmin(1))
-    label = torch.tensor([int(r["label"]) for r in rows])
+    sums, means = score_plainly(model, rows)
+    labels = torch.tensor([int(row["label"]) for row in rows])
+
+    losses = hellaswag_eval.score(model, examples, CPU)
     result = hellaswag.evaluate(model, examples, CPU)
+
+    # Losses to rounding; predictions row for row.
+    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
+    assert torch.equal(losses.argmin(1), sums.argmin(1))
+    assert torch.equal(hellaswag_eval.normalize(losses, examples).argmin(1), means.argmin(1))
+
+    # The summary.
+    acc = (sums.argmin(1) == labels).double().mean().item()
+    acc_norm = (means.argmin(1) == labels).double().mean().item()
     assert result["n"] == len(rows)
-    assert result["acc"] == pytest.approx((truth[..., 0].argmin(1) == label).float().mean().item())
-    p = (truth[..., 1].argmin(1) == label).double().mean().item()
-    assert result["acc_norm"] == pytest.approx(p)
-    assert result["stderr"] == pytest.approx((p * (1 - p) / (len(rows) - 1)) ** 0.5)
+    assert result["acc"] == pytest.approx(acc)
+    assert result["acc_norm"] == pytest.approx(acc_norm)
+    assert result["stderr"] == pytest.approx((acc_norm * (1 - acc_norm) / (len(rows) - 1)) ** 0.5)
 
 
-def test_predictions_equal_the_plain_scorer(model, tmp_path):
-    compare(model, write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40)))
+def test_scores_equal_the_plain_scorer(model, tmp_path):
+    assert_equals_plain_scorer(model, write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40)))
 
 
-def test_predictions_equal_the_plain_scorer_on_real_rows(model, shared_data):
-    compare(model, shared_data / "hellaswag_val_1k.jsonl", limit=40)
+def test_scores_equal_the_plain_scorer_on_real_rows(model, shared_data):
+    assert_equals_plain_scorer(model, shared_data / "hellaswag_val_1k.jsonl", limit=40)
 
 
-def test_modern_options_and_bfloat16(model, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(24))
-    examples = hellaswag_eval.load_examples(path)
-    sizes = {"block_size": 256, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    rope = GPT(GPTConfig(**sizes, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
-    truth = oracle(rope, make_hellaswag_rows(24))[..., 0]
-    torch.testing.assert_close(hellaswag_eval.score(rope, examples, CPU), truth, atol=1e-3, rtol=1e-5)
-    half = hellaswag_eval.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
-    torch.testing.assert_close(half, hellaswag_eval.score(model, examples, CPU), atol=0.3, rtol=0.02)
+def test_a_model_with_rope_equals_the_plain_scorer(tmp_path):
+    rows = make_hellaswag_rows(24)
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
+    torch.manual_seed(0)
+    rope = GPT(GPTConfig(**SIZES, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
+
+    losses = hellaswag_eval.score(rope, examples, CPU)
+
+    sums, _ = score_plainly(rope, rows)
+    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
+
+
+def test_bfloat16_scores_are_close_to_float32(model, tmp_path):
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(24)))
+    exact = hellaswag_eval.score(model, examples, CPU)
+    rounded = hellaswag_eval.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, atol=0.3, rtol=0.02)
 
 
 def test_ranks_share_the_work_exactly(model, tmp_path):
     examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(37)))
+    one_rank = hellaswag_eval.score(model, examples, CPU)
+    contributions: list[torch.Tensor] = []
 
-    class Rank(Runtime):
+    class LoneRank(Runtime):
+        """A rank whose collectives return at once; what it contributes is kept."""
+
         def all_reduce(self, tensor, op="sum"):
-            parts.append(tensor.clone())
+            contributions.append(tensor.clone())
             return tensor
 
-    whole = hellaswag_eval.score(model, examples, CPU)
-    for world_size in (2, 3, 50):  # 50: some ranks have nothing to do, and still reduce
-        parts: list[torch.Tensor] = []
+    for world_size in (2, 3, 50):  # of 50 ranks some have nothing to score, and still reduce
+        contributions.clear()
         for rank in range(world_size):
-            hellaswag_eval.score(model, examples, CPU, Rank(CPU, torch.float32, rank, rank, world_size))
-        assert len(parts) == world_size
-        assert torch.equal(sum(parts), whole)
-
-
-def test_shapes_are_few_and_batches_keep_to_their_budget():
-    g, rows = torch.Generator().manual_seed(0), []
-    for _ in range(2000):
-        n = torch.randint(1, 60, (5,), generator=g).tolist()
-        rows.append(hellaswag_eval.Example([1] * n[0], [[2] * k for k in n[1:]], n[1:], 0))
-    batches = hellaswag.plan_batches(rows, 256, 4096)
-    assert sorted(row.index for batch in batches for row in batch) == list(range(2000))
-    tokens, _, targets = zip(*(hellaswag.make_batch(batch, rows) for batch in batches), strict=True)
-    assert all(t[0].numel() <= 4096 for t in tokens)
-    assert len({t.shape for t in tokens}) < 50
-    assert sum(t.numel() for t in targets) == sum(len(e) for r in rows for e in r.endings)
+            hellaswag_eval.score(model, examples, CPU, LoneRank(CPU, torch.float32, rank, rank, world_size))
+        assert len(contributions) == world_size
+        assert torch.equal(sum(contributions), one_rank)
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):
     torch.manual_seed(0)
     small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
-    row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60}
-    row["endings"] = [" ".join(["cat"] * n) for n in (3, 5, 7, 9)]
+    endings = [" ".join(["cat"] * n) for n in (3, 5, 7, 9)]
+    row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": endings}
     examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
-    longest = max(len(e) for e in examples[0].endings)
-    kept = row | {"ctx": " dog" * (33 - longest)}
-    torch.testing.assert_close(hellaswag_eval.score(small, examples, CPU), oracle(small, [kept])[..., 0], atol=1e-3, rtol=0)
-    long = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row | {"endings": ["cat " * 50] * 4}]))
+
+    losses = hellaswag_eval.score(small, examples, CPU)
+
+    # Each " dog" is one token. With the longest ending, whose last token is not read, they fill the 32 positions.
+    longest = max(len(ending) for ending in examples[0].endings)
+    shortened = row | {"ctx": " dog" * (33 - longest)}
+    sums, _ = score_plainly(small, [shortened])
+    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=0)
+
+
+def test_an_ending_longer_than_the_context_is_an_error(tmp_path):
+    small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
+    row = make_hellaswag_rows(1)[0] | {"endings": ["cat " * 50] * 4}
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
     with pytest.raises(UserError, match="the model reads 32"):
-        hellaswag_eval.score(small, long, CPU)
+        hellaswag_eval.score(small, examples, CPU)
 
 
-def test_lm_eval_style(tmp_path):
-    row = {"activity_label": "Cooking", "ctx_a": "Heat the pan. [title] Add [step] oil.", "ctx_b": "a man"}
-    row |= {"endings": ["stirs [substeps] it.", "naïve runs.", "sits.", "goes  home."], "label": "2"}
-    (e,) = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]), style="lm-eval")
-    decode = tokenizer.encoding().decode
-    assert decode(e.ctx) == "Cooking: Heat the pan.. Add oil. A man"
-    assert [decode(t) for t in e.endings] == [" stirs it.", " naïve runs.", " sits.", " goes home."]
-    assert e.units == [9, 11, 5, 10] and e.label == 2
-    del row["ctx_a"]
-    with pytest.raises(UserError, match="ctx_a"):
-        hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]), style="lm-eval")
+def harness_example(requests: list[list[str]], label: int) -> Example:
+    """An Example with the tokens that the LM Evaluation Harness scores, from its four [context, ending] texts. It
+    tokenizes both as one text, and takes what follows the context's tokens as the ending."""
+    encode = tokenizer.encoding().encode_ordinary
+    endings = []
+    for text, ending in requests:
+        context = encode(text.rstrip())
+        endings.append(encode(text + ending)[len(context) :])
+    return Example(context, endings, label)
 
 
-def test_the_lm_evaluation_harness_agrees_on_every_row(shared_data, tmp_path, monkeypatch):
-    """The exported folder under lm-eval (pip install "lm-eval[hf]") and our scorer on the same real rows."""
+def test_the_lm_evaluation_harness_agrees_on_an_exported_model(shared_data, tmp_path, monkeypatch):
+    """The real harness (pip install "lm-eval[hf]") evaluates the exported folder, as a user would for a score that is
+    comparable with published ones. It cleans the texts of a row first, so it scores other tokens than hellaswag.py; our
+    scorer finds the same losses and the same accuracy for those tokens."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
 
-    from training.convert import save_hf
-
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    real = [json.loads(line) for line in (shared_data / "hellaswag_val_1k.jsonl").read_text().splitlines()[:100]]
-    halves = [row["ctx"].rpartition(". ") for row in real]  # these rows carry the context in one piece only
-    for row, (a, dot, b) in zip(real, halves, strict=True):
-        row |= {"ctx_a": a + dot.strip() or b, "ctx_b": b if a else ""}
-    rows = write_jsonl(tmp_path / "rows.jsonl", real)
-    task = tmp_path / "task"
-    task.mkdir()
-    shipped = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
-    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"validation": str(rows)}}}
-    local |= {"task": "hellaswag_local", "training_split": None, "include": str(shipped)}
-    (task / "hellaswag_local.yaml").write_text(json.dumps(local))  # JSON is YAML
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=32)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
+    model = make_model(vocab_size=50257)
     save_hf(model, tmp_path / "hf")
+
+    # Real rows. The harness reads a context in two pieces, ctx_a and ctx_b, and these rows have it in one: split it.
+    rows = [json.loads(line) for line in (shared_data / "hellaswag_val_1k.jsonl").read_text().splitlines()[:100]]
+    for row in rows:
+        sentences, dot, rest = row["ctx"].rpartition(". ")
+        row["ctx_a"] = sentences + "." if dot else rest
+        row["ctx_b"] = rest if dot else ""
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    # The task is the harness's own; only its data come from this file instead of the Hub.
+    shipped_task = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
+    local_task = {
+        "task": "hellaswag_local",
+        "include": str(shipped_task),
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"validation": str(data)}},
+        "training_split": None,
+    }
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "hellaswag_local.yaml").write_text(json.dumps(local_task))  # JSON is YAML
+
     found = lm_eval.simple_evaluate(
-        "hf", f"pretrained={tmp_path / 'hf'},dtype=float32", tasks=["hellaswag_local"], device="cpu", batch_size=8,
-        task_manager=TaskManager(include_path=str(task)), bootstrap_iters=0,
-    )  # fmt: skip
-    examples = hellaswag_eval.load_examples(rows, style="lm-eval")
+        "hf",
+        f"pretrained={tmp_path / 'hf'},dtype=float32",
+        tasks=["hellaswag_local"],
+        device="cpu",
+        batch_size=8,
+        task_manager=TaskManager(include_path=str(tmp_path / "task")),
+        bootstrap_iters=0,
+    )
+
+    # The same tokens in our scorer: `arguments` are the texts that the harness scored, `resps` its log-likelihoods.
+    samples = found["samples"]["hellaswag_local"]
+    assert len(samples) == 100
+    examples = [harness_example(sample["arguments"], int(sample["target"])) for sample in samples]
     losses = hellaswag_eval.score(model, examples, CPU)
-    for sample in found["samples"]["hellaswag_local"]:
-        theirs = torch.tensor([-float(r[0][0]) for r in sample["resps"]])
-        torch.testing.assert_close(losses[sample["doc_id"]].float(), theirs, atol=2e-3, rtol=1e-4)
-    result, theirs = hellaswag.evaluate(model, examples, CPU), found["results"]["hellaswag_local"]
-    assert (result["acc"], result["acc_norm"], result["n"]) == (theirs["acc,none"], theirs["acc_norm,none"], 100)
+    harness_losses = torch.tensor([[-float(response[0][0]) for response in sample["resps"]] for sample in samples])
+    torch.testing.assert_close(losses, harness_losses, atol=2e-3, rtol=1e-4)
+    result = hellaswag_eval.summarize(losses, examples)
+    assert result["acc"] == found["results"]["hellaswag_local"]["acc,none"]
 
 
-def test_command_line(run_script, refuses, model, tmp_path):
-    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
-    run = tmp_path / "run"
-    run.mkdir()
-    checkpoint.write(run / "model_00001.pt", checkpoint.model_file(model, 1))
-    how = ("-m", run, "-d", "cpu", "--data", data, "--limit", 16, "--dtype", "float32")  # as in build-nanogpt
-    last = run_script("hellaswag.py", *how, "--per-example", tmp_path / "out.jsonl").stdout.splitlines()[-1]
-    r = hellaswag.evaluate(model, hellaswag_eval.load_examples(data, 16), CPU)
-    assert last == f"hellaswag acc {r['acc']:.4f} acc_norm {r['acc_norm']:.4f} n 16"
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len(rows) == 16 and sum(r["pred"] == r["label"] for r in rows) == round(r["acc"] * 16)
-    assert all(r["losses"].index(min(r["losses"])) == r["pred"] for r in rows)
-    refuses("--model", run, "--data", tmp_path / "none", says=["none", "python hellaswag.py"])
-    few = GPT(GPTConfig(block_size=256, vocab_size=50256, n_layer=1, n_head=2, n_embd=16))
-    checkpoint.write(tmp_path / "few.pt", checkpoint.model_file(few, 1))
-    refuses("--model", tmp_path / "few.pt", "--data", data, says=["50256 tokens, fewer than GPT-2's"])
-    data.write_text(data.read_text() + "{")
-    refuses("--model", run, "--data", data, says=["line 21", "JSON"])
+# ------------------------------------------------------------------------- batches
+
+
+def test_an_example_becomes_the_prefix_tree_of_the_picture():
+    """The picture is in the docstring of training/hellaswag_eval.py; here its words are numbers."""
+    A, man, sits, down, now, on, a, chair, up, to, sing = range(101, 112)
+    examples = [Example([A, man, sits], [[down, now], [on, a, chair], [up], [to, sing]], 0)]
+
+    ((tree,),) = hellaswag_eval.plan_batches(examples, block_size=16, max_positions=512)
+    batch = hellaswag_eval.make_batch([tree], examples)
+
+    assert batch.ids.tolist() == [[A, man, sits, down, on, a, to, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 3, 4, 3, 0]]
+    assert batch.parts.tolist() == [[0, 0, 0, 1, 2, 2, 4, 5]]
+    assert batch.rows.tolist() == [0] * 8
+    predicted_by = [sits, down, sits, on, a, sits, sits, to]
+    assert batch.ids[0, batch.columns].tolist() == predicted_by
+    assert batch.targets.tolist() == [down, now, on, a, chair, up, to, sing]
+    assert batch.ending_numbers.tolist() == [0, 0, 1, 1, 1, 2, 3, 3]
+    assert hellaswag_eval.tree_mask(batch.parts)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 1, 0, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0, 0, 1, 0],
+        [1, 1, 1, 0, 0, 0, 0, 1],
+    ]
+
+
+def test_shapes_are_few_and_batches_keep_to_their_budget():
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for _ in range(2000):
+        context_length, *ending_lengths = torch.randint(1, 60, (5,), generator=generator).tolist()
+        examples.append(Example([1] * context_length, [[2] * n for n in ending_lengths], 0))
+
+    plan = hellaswag_eval.plan_batches(examples, block_size=256, max_positions=4096)
+    batches = [hellaswag_eval.make_batch(trees, examples) for trees in plan]
+
+    assert sorted(tree.index for trees in plan for tree in trees) == list(range(2000))
+    assert all(batch.ids.numel() <= 4096 for batch in batches)
+    assert len({batch.ids.shape for batch in batches}) < 50
+    ending_tokens = sum(len(ending) for example in examples for ending in example.endings)
+    assert sum(batch.targets.numel() for batch in batches) == ending_tokens
+
+
+# ------------------------------------------------------------------------- files of rows
 
 
 def test_a_run_without_readable_rows_trains_without_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert hellaswag.examples_at_hand("", GPTConfig()) == []
-    assert "HellaSwag is off: no data/hellaswag" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)  # where nothing has been downloaded
     data = str(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3)))
-    assert len(hellaswag.examples_at_hand(data, GPTConfig())) == 3
-    assert hellaswag.examples_at_hand(data, GPTConfig(vocab_size=256)) == []
-    assert hellaswag.examples_at_hand(data, GPTConfig(block_size=2)) == []
-    said = capsys.readouterr().out
-    assert "the model has 256 tokens" in said and "but the model reads 2" in said
 
+    assert hellaswag_eval.available_examples("", GPTConfig()) == []
+    assert "HellaSwag is off: no data/hellaswag" in capsys.readouterr().out
 
-@pytest.fixture
-def server():
-    """A web server on loopback: server.body is what it gives, server.breaks how many answers stop half-way."""
+    assert len(hellaswag_eval.available_examples(data, GPTConfig())) == 3
+    assert capsys.readouterr().out == ""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            web.asked += 1
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(web.body)))
-            self.end_headers()
-            self.wfile.write(web.body[: len(web.body) // (2 if web.asked <= web.breaks else 1)])
+    assert hellaswag_eval.available_examples(data, GPTConfig(vocab_size=256)) == []
+    assert "HellaSwag is off: the model has 256 tokens" in capsys.readouterr().out
 
-        def log_message(self, *_):
-            pass
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    web.body, web.breaks, web.asked = b"", 0, 0
-    web.url = f"http://127.0.0.1:{web.server_port}/hellaswag_val.jsonl"
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    yield web
-    web.shutdown()
-    web.server_close()
-
-
-def test_download_is_whole_and_counts_the_rows(server, main, refuses, tmp_path):
-    row = json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 0}) + "\n"
-    server.body, server.breaks, path = row.encode() * hellaswag.VAL_ROWS, 1, tmp_path / "data" / "my rows.jsonl"
-    command = shlex.split(refuses("--model", "gpt2", "--data", path).rpartition(": python hellaswag.py ")[2])
-    refuses(*command, "--url", server.url, says=["cannot download", "same command"])
-    assert not path.exists()
-    assert "10042 rows" in main(*command, "--url", server.url)
-    assert path.read_bytes() == server.body and server.asked == 2
-    main("--data", path, "--url", server.url)
-    assert server.asked == 2  # what is there is not fetched again
-    server.body = row.encode() * 5
-    refuses("--data", tmp_path / "few", "--url", server.url, says=["5 rows", "10042"])
-    refuses("--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", says=["download", "network"])
-    path.write_text("")
-    assert "remove it and run: python hellaswag.py" in refuses("--model", "gpt2", "--data", path)
+    assert hellaswag_eval.available_examples(data, GPTConfig(block_size=2)) == []
+    assert "but the model reads 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -281,7 +326,109 @@ def test_download_is_whole_and_counts_the_rows(server, main, refuses, tmp_path):
     [{"ctx": None}, {"ctx": " "}, {"endings": ["a", "b", "c"]}, {"endings": ["a", "b", "c", ""]}, {"label": 4}],
 )
 def test_rows_with_missing_fields_name_line_and_field(tmp_path, change):
-    rows = make_hellaswag_rows(3)
-    for second in (rows[1] | change, {k: v for k, v in rows[1].items() if k not in change}):
-        with pytest.raises(UserError, match=f"line 2: field '{min(change)}'"):
-            hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [rows[0], second]))
+    good, row, _ = make_hellaswag_rows(3)
+    (field,) = change
+    with_bad_field = row | change
+    without_field = {name: value for name, value in row.items() if name != field}
+    for bad in (with_bad_field, without_field):
+        path = write_jsonl(tmp_path / "rows.jsonl", [good, bad])
+        with pytest.raises(UserError, match=f"line 2: field '{field}'"):
+            hellaswag_eval.load_examples(path)
+
+
+# ------------------------------------------------------------------------- the command line
+
+
+def test_command_line_reports_the_score_and_writes_each_row(run_script, model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.write(run / "model_00001.pt", checkpoint.model_file(model, 1))
+    expected = hellaswag.evaluate(model, hellaswag_eval.load_examples(data, 16), CPU)
+
+    # -m and -d are the short flags of build-nanogpt's hellaswag.py.
+    flags = ("-m", run, "-d", "cpu", "--data", data, "--limit", 16, "--dtype", "float32")
+    done = run_script("hellaswag.py", *flags, "--per-example", tmp_path / "out.jsonl")
+
+    last_line = done.stdout.splitlines()[-1]
+    assert last_line == f"hellaswag acc {expected['acc']:.4f} acc_norm {expected['acc_norm']:.4f} n 16"
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(16))
+    assert sum(row["pred"] == row["label"] for row in rows) == round(expected["acc"] * 16)
+    assert sum(row["pred_norm"] == row["label"] for row in rows) == round(expected["acc_norm"] * 16)
+    assert all(row["losses"].index(min(row["losses"])) == row["pred"] for row in rows)
+    assert all(row["losses_norm"].index(min(row["losses_norm"])) == row["pred_norm"] for row in rows)
+
+
+def test_rows_that_cannot_be_scored_are_a_clear_error(expect_error, model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
+    checkpoint.write(tmp_path / "model.pt", checkpoint.model_file(model, 1))
+    small_vocabulary = GPT(GPTConfig(block_size=256, vocab_size=50256, n_layer=1, n_head=2, n_embd=16))
+    checkpoint.write(tmp_path / "few.pt", checkpoint.model_file(small_vocabulary, 1))
+
+    expect_error("--model", tmp_path / "model.pt", "--data", tmp_path / "none", mentions=["none", "hellaswag.py"])
+    expect_error("--model", tmp_path / "few.pt", "--data", data, mentions=["50256 tokens, fewer than GPT-2's"])
+    data.write_text(data.read_text() + "{")
+    expect_error("--model", tmp_path / "model.pt", "--data", data, mentions=["line 21", "JSON"])
+    data.write_text("")
+    expect_error("--model", "gpt2", "--data", data, mentions=["remove it and run: python hellaswag.py"])
+
+
+# ------------------------------------------------------------------------- the download
+
+
+@pytest.fixture
+def server():
+    """A web server on loopback. server.url is where it serves server.body; its first server.broken_answers answers stop
+    half-way; server.request_count counts all."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            web.request_count += 1
+            is_broken = web.request_count <= web.broken_answers
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(web.body)))
+            self.end_headers()
+            self.wfile.write(web.body[: len(web.body) // 2] if is_broken else web.body)
+
+        def log_message(self, *_):
+            pass  # the default prints each request
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    web.body, web.broken_answers, web.request_count = b"", 0, 0
+    web.url = f"http://127.0.0.1:{web.server_port}/hellaswag_val.jsonl"
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    yield web
+    web.shutdown()
+    web.server_close()
+
+
+ONE_ROW = json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 0}).encode() + b"\n"
+
+
+def test_the_command_of_the_error_downloads_all_rows(server, run_main, expect_error, tmp_path):
+    path = tmp_path / "data" / "my rows.jsonl"  # a space, which the command must quote
+    server.body = ONE_ROW * hellaswag.VAL_ROWS
+    server.broken_answers = 1
+
+    # The error for missing rows names a command; the first time its download breaks off, and nothing is written.
+    message = expect_error("--model", "gpt2", "--data", path)
+    flags = shlex.split(message.rpartition(": python hellaswag.py ")[2])
+    expect_error(*flags, "--url", server.url, mentions=["cannot download", "same command"])
+    assert not path.exists()
+
+    # The same command again.
+    assert "10042 rows" in run_main(*flags, "--url", server.url)
+    assert path.read_bytes() == server.body
+    assert server.request_count == 2
+
+    # What is there is not fetched again.
+    run_main("--data", path, "--url", server.url)
+    assert server.request_count == 2
+
+
+def test_a_download_that_is_not_the_data_set_is_an_error(server, expect_error, tmp_path):
+    server.body = ONE_ROW * 5
+    expect_error("--data", tmp_path / "few", "--url", server.url, mentions=["5 rows", "10042"])
+    expect_error("--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", mentions=["download", "network"])
+    assert not (tmp_path / "few").exists()

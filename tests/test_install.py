@@ -235,7 +235,7 @@ def test_a_cpu_index_that_is_not_there_costs_a_line_and_no_more(calls, indexes, 
         index = indexes.url("empty")
     (installed,) = calls("CUDA=", f"TORCH_CPU_INDEX={index}")
     assert installed.endswith("-r requirements.txt -c constraints.txt")
-    assert f"no torch==2.13.0 from {index}: going on" in calls.done.stdout and calls.done.seconds < 15
+    assert f"no torch==2.13.0 from {index}: using the usual index" in calls.done.stdout and calls.done.seconds < 15
 
 
 @linux

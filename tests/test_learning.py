@@ -29,9 +29,9 @@ from tokens.loader import Loader
 from training import checkpoint, convert, evaluator
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.resume import Run
-from training.step import Step
-from training.stop import Stop
+from training.run_state import RunState
+from training.step import TrainStep
+from training.stop import StopRequest
 
 
 def test_it_learns_and_records(tiny_args, tmp_path, capsys):
@@ -79,9 +79,9 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
             return None, torch.ones((), requires_grad=True) * len(seen)
 
     cfg, seen = parse_config("quickstart", *tiny_args), []
-    step = Step(cfg, CPU, GPT(cfg.model))
+    step = TrainStep(cfg, CPU, GPT(cfg.model))
     step.ddp_forward = Forward()
-    result = step.gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))
+    result = step.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))
     assert seen == [False, False, True] and result.loss == pytest.approx(2)
 
 
@@ -90,7 +90,7 @@ def test_overfit_preset_collapses(tiny_args, tmp_path):
     tiny = tiny_args[:at] + tiny_args[at + 2 :]
     cfg = parse_config("overfit", *tiny, "--val-every", "0", "--save-every", "0", "--out-dir", tmp_path / "run")
     assert cfg.max_steps == 200 and cfg.overfit_single_batch
-    train_gpt2.train(cfg, CPU, Stop())
+    train_gpt2.train(cfg, CPU, StopRequest())
     assert load_curve(tmp_path / "run")[199][0] < 0.1
 
 
@@ -106,7 +106,7 @@ def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_pa
     if preset == "sprint-124m":
         args += ["--model.value-tables", "1"]  # its three need six layers
     for steps in ("3", "5"):
-        train_gpt2.train(parse_config(*args, "--max-steps", steps), CPU, Stop())
+        train_gpt2.train(parse_config(*args, "--max-steps", steps), CPU, StopRequest())
     assert "sample 3:" in capsys.readouterr().out
     found = load_curve(tmp_path / "run")
     assert list(found) == list(range(6)) and found[5][1] < 11
@@ -156,8 +156,8 @@ def test_a_run_like_the_public_ones_says_whether_it_is_on_track(tiny_args, monke
     edu = "fineweb-edu_train_000001.npy"
     for preset, name in (("gpt2-124m", "tiny_train_000001.npy"), ("quickstart", edu), ("gpt2-124m", edu)):
         step = SimpleNamespace(cfg=dataclasses.replace(cfg, preset=preset), rt=CPU, model=None, forward=None, B=4)
-        e = evaluator.Evals(step, SimpleNamespace(paths=[Path(name)]), None)
-        assert e.measure(Run(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
+        e = evaluator.Evaluator(step, SimpleNamespace(paths=[Path(name)]), None)
+        assert e.measure(RunState(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
         assert ("off track" in capsys.readouterr().out) == ((preset, name) == ("gpt2-124m", edu))
 
 
@@ -201,7 +201,7 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
 
     def tune(*words, run="run"):
         more = ["--total-batch-size", 256, "--sample-every", 0, "--out-dir", tmp_path / run]
-        train_gpt2.train(parse_config(*words, *more), CPU, Stop())
+        train_gpt2.train(parse_config(*words, *more), CPU, StopRequest())
 
     tune(*begin, *short, "--max-steps", 2)
     assert open_model(tmp_path / "run").config == model

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from model import GPT, VOCAB_SIZE, GPTConfig, NoInit, rope_table
+from model import GPT, VOCAB_SIZE, GPTConfig, SkipInit, rope_table
 from training.sampling import Sampler, stream
 
 TINY = GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
@@ -78,12 +78,12 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tied):
 )
 def test_every_size_has_its_published_parameters(size, expected):
     n_layer, n_head, n_embd = size
-    with torch.device("meta"), NoInit():
+    with torch.device("meta"), SkipInit():
         assert GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)).num_params() == expected
 
 
 def test_flops_a_token():
-    with torch.device("meta"), NoInit():
+    with torch.device("meta"), SkipInit():
         model = GPT(GPTConfig(vocab_size=50304))
     weights = 12 * 12 * 768**2 + 50304 * 768  # in matmuls: 12 C^2 a layer, and the head
     assert model.flops_per_token(1024) == pytest.approx(6 * weights + 12 * 12 * 768 * 1024, rel=1e-3)

@@ -10,7 +10,8 @@ import torch
 
 from model import GPT, GPTConfig
 from system.distributed import Runtime
-from training import optim
+from training import muon, optim, schedule
+from training.master_weights import MasterWeights
 from training.presets import PRESETS
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
@@ -36,7 +37,7 @@ def test_weight_decay_touches_matrices_only():
 
 
 def test_cosine_is_build_nanogpts():
-    lr = lambda step: BASE.max_lr * optim.lr_factor(step, 19073, BASE)
+    lr = lambda step: BASE.max_lr * schedule.lr_factor(step, 19073, BASE)
     assert lr(0) == pytest.approx(6e-4 / 715)
     assert lr(714) == pytest.approx(6e-4) and lr(715) == pytest.approx(6e-4)
     middle = 715 + (19073 - 715) / 2
@@ -47,7 +48,7 @@ def test_cosine_is_build_nanogpts():
 
 def test_trapezoid():
     cfg = dataclasses.replace(BASE, schedule="trapezoid", warmup_steps=10, cooldown=0.25, min_lr=0.0)
-    factor = [optim.lr_factor(s, 100, cfg) for s in range(101)]
+    factor = [schedule.lr_factor(s, 100, cfg) for s in range(101)]
     assert factor[9] == 1 and factor[10:76] == [1] * 66
     assert factor[100] == 0 and factor[88] == pytest.approx(12 / 25)
     assert all(a >= b for a, b in pairwise(factor[10:]))
@@ -56,9 +57,9 @@ def test_trapezoid():
 def test_each_rate_of_the_speedrun_reaches_its_parameters():
     cfg = PRESETS["speedrun-124m"]
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, n_layer=2, n_head=2, n_embd=16, vocab_size=64))
-    weights = optim.Weights(GPT(cfg.model), cfg)
-    optimizers = optim.build(weights, cfg, CPU)
-    assert optim.set_rates(optimizers, 0, 3250, cfg) == 0.004
+    weights = MasterWeights(GPT(cfg.model), cfg.weights == "bfloat16")
+    optimizers = optim.build_optimizers(weights.named, cfg, CPU)
+    assert schedule.set_learning_rates(optimizers, 0, 3250, cfg) == 0.004
     rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
     for name, p in weights.named.items():
         of_blocks = 0.025 if ".h." in name else 0.004
@@ -69,9 +70,9 @@ def test_each_rate_of_the_speedrun_reaches_its_parameters():
 
 def test_muons_momentum_warms_up():
     cfg = dataclasses.replace(BASE, optimizer="muon", muon_momentum_warmup=300)
-    optimizers = optim.build(optim.Weights(GPT(SMALL), cfg), cfg, CPU)
+    optimizers = optim.build(MasterWeights(GPT(SMALL), cfg.weights == "bfloat16"), cfg, CPU)
     for step, momentum in ((0, 0.85), (150, 0.9), (300, 0.95), (2000, 0.95)):
-        optim.set_rates(optimizers, step, 3000, cfg)
+        schedule.set_learning_rates(optimizers, step, 3000, cfg)
         assert optimizers[1].param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
@@ -84,19 +85,19 @@ def test_state_round_trip_continues_bit_for_bit(kind, dtype):
         idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
         weights.model(idx, idx)[1].backward()
         weights.take_gradients()
-        optim.set_rates(optimizers, seed, 10, cfg)
+        schedule.set_learning_rates(optimizers, seed, 10, cfg)
         for o in optimizers:
             o.step()
             o.zero_grad()
         weights.copy_to_model()
 
     torch.manual_seed(0)
-    a = optim.Weights(GPT(SMALL), cfg)
-    oa = optim.build(a, cfg, CPU)
+    a = MasterWeights(GPT(SMALL), cfg.weights == "bfloat16")
+    oa = optim.build_optimizers(a.named, cfg, CPU)
     step(a, oa, 0)
     saved = {k: v.clone() for k, v in a.state_dict().items()}
-    b = optim.Weights(GPT.from_state_dict(SMALL, saved), cfg)
-    ob = optim.build(b, cfg, CPU)
+    b = MasterWeights(GPT.from_state_dict(SMALL, saved), cfg.weights == "bfloat16")
+    ob = optim.build_optimizers(b.named, cfg, CPU)
     optim.load_state(ob, copy.deepcopy(optim.full_state(oa, CPU)))
     for s in (1, 2):
         step(a, oa, s)
@@ -123,8 +124,8 @@ def test_bfloat16_weights_keep_float32_twins():
     """Updates too small for bfloat16 add up in the twins; the model is the twins, rounded; a tied head stays tied."""
     cfg = dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0)
     model = GPT(SMALL)
-    weights = optim.Weights(model, cfg)
-    optimizers = optim.build(weights, cfg, CPU)
+    weights = MasterWeights(model, cfg.weights == "bfloat16")
+    optimizers = optim.build_optimizers(weights.named, cfg, CPU)
     before = weights.state_dict()["transformer.h.0.attn.c_attn.weight"].clone()
     for _ in range(3):
         for p in model.parameters():
@@ -146,7 +147,7 @@ def test_bfloat16_weights_keep_float32_twins():
 def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
     """As where a record drops the first attention layer; with float32 weights torch's optimizers see to it."""
     weights = optim.Weights(model := GPT(SMALL), cfg := dataclasses.replace(BASE, weights="bfloat16"))
-    optimizers = optim.build(weights, cfg, CPU)
+    optimizers = optim.build_optimizers(weights.named, cfg, CPU)
     before = {k: v.clone() for k, v in weights.state_dict().items()}
     for name, p in model.named_parameters():
         p.grad = None if ".h.0.attn" in name else torch.ones_like(p)
@@ -164,8 +165,8 @@ def test_muon_is_torchs_for_each_matrix():
     parts = [t for name, p in ours.items() for t in p.detach().clone().chunk(3 if name == "qkv" else 1)]
     theirs = [torch.nn.Parameter(t) for t in parts]
     settings = {"lr": 0.02, "momentum": 0.9}
-    mine = optim.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
-    torchs = torch.optim.Muon([{"params": theirs, "weight_decay": 0.1}], **settings)
+    mine = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
+    torchs = torch.muon.Muon([{"params": theirs, "weight_decay": 0.1}], **settings)
     for step in range(4):
         for p in ours.values():
             p.grad = torch.randn(p.shape)
@@ -183,7 +184,7 @@ def test_muon_is_torchs_for_each_matrix():
             buffers = [torch.cat(buffers[:3]), *buffers[3:]]
             state["state"] = {i: {"momentum_buffer": b.clone()} for i, b in enumerate(buffers)}
             state["param_groups"][0]["params"] = list(range(len(buffers)))
-            mine = optim.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
+            mine = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
             optim.load_state([mine], [state])
 
 
@@ -192,7 +193,7 @@ def test_normuon_evens_out_the_rows_and_keeps_the_norm():
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((48, 16), (64, 16), (64, 16), (16, 64))]
     plain = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    normuon, muon = (kind(ps, lr=1.0, momentum=0.9) for kind, ps in ((optim.NorMuon, params), (optim.Muon, plain)))
+    normuon, muon = (kind(ps, lr=1.0, momentum=0.9) for kind, ps in ((optim.NorMuon, params), (muon.Muon, plain)))
     squares = {}
     for _ in range(3):
         before = [p.detach().clone() for p in params]
@@ -228,9 +229,9 @@ def test_an_optimizer_of_ones_own(monkeypatch):
     """It resumes, is not taken for another one, and ZeRO-1, which could not save it, says so before the first step
     (it once failed at the first save, which in speedrun-124m is the last step)."""
     weights = optim.Weights(GPT(SMALL), BASE)
-    adamw = optim.build(weights, BASE, CPU)
+    adamw = optim.build_optimizers(weights.named, BASE, CPU)
     monkeypatch.setattr(torch.optim, "AdamW", Sign)
-    ours, again = (optim.build(weights, BASE, CPU) for _ in range(2))
+    ours, again = (optim.build_optimizers(weights.named, BASE, CPU) for _ in range(2))
     idx = torch.zeros((2, 16), dtype=torch.int64)
     weights.model(idx, idx)[1].backward()
     ours[0].step()
@@ -240,4 +241,4 @@ def test_an_optimizer_of_ones_own(monkeypatch):
         optim.load_state(adamw, optim.full_state(ours, CPU))
     cfg, two = dataclasses.replace(BASE, zero_stage=1), dataclasses.replace(CPU, world_size=2)
     with pytest.raises(AssertionError, match="OPTIMIZER_STATE what Sign keeps"):
-        optim.build(weights, cfg, two)
+        optim.build_optimizers(weights.named, cfg, two)

@@ -14,7 +14,8 @@ from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from training import microbatch, optim, plan
-from training.resume import Run
+from training.master_weights import MasterWeights
+from training.run_state import RunState
 
 
 def test_micro_batch_auto_halves_until_it_fits_on_every_rank(tiny_args):
@@ -43,7 +44,7 @@ def test_micro_batch_auto_halves_until_it_fits_on_every_rank(tiny_args):
     with pytest.raises(UserError, match="--recompute"):
         microbatch.probe(model, partial(forward, room=0), cfg, CPU, choices)
     with pytest.raises(UserError, match=r"8 sequences of 32, which do not split evenly over 3 ranks; use .* 288"):
-        microbatch.micro_batch_size(cfg, dataclasses.replace(CPU, world_size=3), model, model)
+        microbatch.choose_micro_batch_size(cfg, dataclasses.replace(CPU, world_size=3), model, model)
 
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
@@ -69,7 +70,7 @@ def test_only_a_lack_of_memory_is_taken_for_one(tiny_args):
     with pytest.MonkeyPatch.context() as m:  # what the first step will allocate is there while it is tried out
         m.setattr(torch, "empty", lambda n, device: moments.append(n))
         microbatch.fits_in_memory(model, model, cfg, CPU, 2)
-    (adamw,) = optim.build(optim.Weights(model, cfg), cfg, CPU)
+    (adamw,) = optim.build(MasterWeights(model, cfg.weights == "bfloat16"), cfg, CPU)
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[1].backward()
     adamw.step()
     assert moments == [sum(t.numel() for s in adamw.state.values() for t in s.values() if t.dim())]
@@ -96,12 +97,12 @@ def test_a_plan_says_what_would_be_in_vain(tiny_args, capsys):
     # of 8 sequences each; an epoch has 267, and a preset may need more than was pulled, as with --limit-shards
     for steps, epochs, many in ((12, 1, False), (33, 1, False), (50, 1, True), (50, 2, False), (200, 1, True)):
         step.cfg = dataclasses.replace(cfg, epochs=epochs)
-        plan.describe(step, data, Run(steps, ""))
+        plan.describe(step, data, RunState(steps, ""))
         said = capsys.readouterr().out
         assert f"{steps * 8 / 267:.2f} epochs of this data" in said
         assert ("passes over this data" in said and "hub.py pull-data without --limit-shards" in said) == many
     step.cfg = dataclasses.replace(cfg, overfit_single_batch=True)
-    plan.describe(step, data, Run(200, ""))
+    plan.describe(step, data, RunState(200, ""))
     assert "passes" not in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""--dry-run --card: counted shapes are the model's, costs move as they must, predictions stand by published runs.
+"""--dry-run --card: parameters and memory are the model's, and times are those of published runs, within the error that
+training/predict.py promises.
 
 PYTHONPATH=. python tests/test_predict.py     # writes the tables of docs/costs.md again
 """
@@ -8,14 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, parse_config
+from helpers import ROOT, config
 
 import train_gpt2
-from model import GPT, NoInit
-from system.cards import CARDS
+from model import GPT, SkipInit
+from system.cards import BEFORE_AMPERE, CARDS
 from system.cli import UserError
 from training import predict
-from training.predict import Work
 from training.presets import PRESETS
 
 PAGE = ROOT / "docs" / "costs.md"
@@ -87,6 +87,15 @@ def published_table():
     return "\n".join(lines)
 
 
+def mfu_table():
+    """Markdown: the achieved MFU of every architecture, and its cards."""
+    lines = ["| architecture | compiled | not compiled | cards |", "|---|---|---|---|"]
+    for name, architecture in predict.ARCHITECTURES.items():
+        mfu, cards = architecture.mfu, ", ".join(architecture.cards)
+        lines.append(f"| {name} | {mfu.compiled:.0%} | {mfu.eager:.0%} | {cards} |")
+    return "\n".join(lines)
+
+
 def costs_table():
     """Markdown: hours of every preset with a fixed length on cards people rent, and GPU-hours."""
     cards = "T4 3090 4090 A100-40GB H100 2xH100 8xA100-80GB 8xH100".split()
@@ -101,7 +110,7 @@ def costs_table():
             except UserError:
                 cells.append("does not fit")
             else:
-                hours = cfg.horizon(0) * p.step_s / 3600
+                hours = cfg.total_steps(0) * p.step_s / 3600
                 cells.append(f"{hours:,.1f}" if p.ranks == 1 else f"{hours:,.1f} ({hours * p.ranks:,.1f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -109,21 +118,47 @@ def costs_table():
 
 def test_the_page_holds_what_the_code_predicts():
     page = PAGE.read_text()
-    for table in (published_table(), costs_table()):
+    for table in (published_table(), mfu_table(), costs_table()):
         assert table in page, "run PYTHONPATH=. python tests/test_predict.py"
+    assert f"half are predicted within {predict.USUAL_ERROR:.0%}, all within {predict.WORST_ERROR:.0%}" in page
 
 
 def test_published_runs_are_within_the_promised_error():
     checked = [abs(error(cfg, cards, ms)) for _, _, cfg, cards, ms, _ in CHECKED]
     assert statistics.median(checked) <= predict.USUAL_ERROR and max(checked) <= predict.WORST_ERROR
-    fitted = [abs(error(cfg, cards, ms)) for _, _, cfg, cards, ms, _ in FITTED]
-    assert max(fitted) <= 0.15
+
+
+def test_the_achieved_mfu_is_that_of_the_runs_that_set_it():
+    for _, _, cfg, cards, ms, _ in FITTED:
+        # to the two digits that it is given with
+        assert error(cfg, cards, ms) == pytest.approx(0, abs=0.02)
+    hopper, ampere = predict.HOPPER_MFU, predict.AMPERE_MFU
+    assert ampere.eager / ampere.compiled == pytest.approx(hopper.eager / hopper.compiled, rel=0.02)
+
+
+def test_every_card_has_one_architecture():
+    listed = [card for architecture in predict.ARCHITECTURES.values() for card in architecture.cards]
+    assert sorted(listed) == sorted(name for name, card in CARDS.items() if card.gb)
+    before_ampere = predict.ARCHITECTURES["Volta"].cards + predict.ARCHITECTURES["Turing"].cards
+    assert sorted(before_ampere) == sorted(BEFORE_AMPERE)
+
+
+def test_cards_without_a_published_run_are_named_in_the_report():
+    published = {predict.find_card(cards)[1] for _, _, _, cards, _, _ in FITTED + CHECKED}
+    assert published == set(predict.PUBLISHED_CARDS)
+    cfg = PRESETS["gpt2-124m"]
+    for card in ("H100", "L4"):
+        line = f"no published run used this card ({card})"
+        assert (line in predict.report(cfg, predict.predict(cfg, card), 1000)) == (card not in published)
+    # nor is there a published run of a network as small as quickstart's
+    small = PRESETS["quickstart"]
+    assert "lower MFU" in predict.report(small, predict.predict(small, "H100"), 1000)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_model(name):
     cfg = PRESETS[name]
-    with torch.device("meta"), NoInit():
+    with torch.device("meta"), SkipInit():
         model = GPT(cfg.model)
     assert predict.predict(cfg, "H200").parameters == model.num_params()
 
@@ -132,18 +167,19 @@ def test_flops_are_those_that_torch_counts():
     """Of both passes, but for attention: torch counts what the causal mask leaves out."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    cfg = parse_config("quickstart", "--sequence-length", "64", "--total-batch-size", "128")
-    work, idx = Work(cfg, "H100"), torch.zeros(2, 64, dtype=torch.int64)
+    cfg = config("quickstart", "--sequence-length", "64", "--total-batch-size", "128")
+    model, idx = GPT(cfg.model), torch.zeros(2, 64, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        GPT(cfg.model)(idx, idx)[1].backward()
+        model(idx, idx)[1].backward()
     products = {k: v for k, v in counter.get_flop_counts()["Global"].items() if "mm" in str(k)}
+    attention = 12 * cfg.model.n_layer * cfg.model.n_embd * 64
     # flops_per_token also counts the biases and gains, 1% here
-    assert sum(products.values()) / idx.numel() == pytest.approx(work.matmul, rel=0.02)
+    assert sum(products.values()) / idx.numel() == pytest.approx(model.flops_per_token(64) - attention, rel=0.02)
 
 
 def test_memory_is_what_autograd_keeps():
     """Uncompiled, which is all that can be counted without a GPU; the weights' casts are counted apart."""
-    cfg = parse_config("quickstart", "--no-compile", "--model.n-layer", "8", "--model.vocab-size", "256")
+    cfg = config("quickstart", "--no-compile", "--model.n-layer", "8", "--model.vocab-size", "256")
     B, T, kept = 4, 256, {}
     model = GPT(cfg.model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -159,39 +195,66 @@ def test_memory_is_what_autograd_keeps():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
         x = model.transformer.ln_f(model.hidden(idx))
     kept["head"] = 2 * x.nbytes  # its input, cast, and that input's gradient
-    assert sum(kept.values()) / (B * T) == pytest.approx(Work(cfg, "H100").kept, rel=0.25) and x.requires_grad
+    predicted = predict.activation_bytes_per_token(cfg, residual_size=predict.FLOAT32)
+    assert sum(kept.values()) / (B * T) == pytest.approx(predicted, rel=0.25) and x.requires_grad
 
 
-def test_costs_move_as_they_must():
+def test_time_and_memory_change_with_cards_and_settings():
     cfg = PRESETS["gpt2-124m"]
-    one, two, eight = (predict.predict(cfg, f"{n}xH100") for n in (1, 2, 8))
-    assert one.all_reduce_s == 0 < two.all_reduce_s < eight.all_reduce_s
-    for n, p in ((2, two), (8, eight)):  # all but the update is shared out
-        assert (p.step_s - p.all_reduce_s - p.update_s) * n == pytest.approx(one.step_s - one.update_s, rel=0.01)
-    slow = predict.predict(cfg, "8x4090")
-    assert slow.all_reduce_s > eight.all_reduce_s
 
     def at(card="H100", **changes):
         return predict.predict(replace(cfg, **changes), card)
 
-    memories = [at(micro_batch_size=B).memory for B in (1, 2, 4, 8, 16, 32)]
-    assert memories == sorted(memories) and memories[-1] > 10 * memories[0] / 2
-    assert at(recompute=True, micro_batch_size=32).memory < at(micro_batch_size=32).memory
-    assert 1.1 < at(recompute=True).step_s / one.step_s < 4 / 3
-    assert at(compile=False).step_s > 1.3 * one.step_s
+    # GPUs share the compute, and wait for gradients: the longer, the more GPUs there are and the slower their links
+    one, two, eight, slow = (at(cards) for cards in ("H100", "2xH100", "8xH100", "8x4090"))
+    assert two.compute_s * 2 == pytest.approx(one.compute_s) and eight.compute_s * 8 == pytest.approx(one.compute_s)
+    assert one.all_reduce_s == 0 < two.all_reduce_s < eight.all_reduce_s < slow.all_reduce_s
     assert at("8x4090", weights="bfloat16").all_reduce_s < slow.all_reduce_s
-    assert at("T4", weights="bfloat16").step_s == at("T4").step_s  # which has no bfloat16
-    tiny = PRESETS["quickstart"]
-    assert predict.predict(tiny, "B200").launch_s > 0 == at("B200").launch_s
+    assert eight.step_s == eight.compute_s + eight.all_reduce_s + eight.weight_broadcast_s
+
+    # ZeRO-1 sends weights, if there is another GPU
+    assert at(zero_stage=1).weight_broadcast_s == eight.weight_broadcast_s == 0
+    assert at("8xH100", zero_stage=1).weight_broadcast_s > 0
+
+    # a larger micro-batch takes more memory, recompute less, for more time
+    memories = [at(micro_batch_size=B).memory_bytes for B in (1, 2, 4, 8, 16, 32)]
+    assert memories == sorted(memories) and memories[-1] > 5 * memories[0]
+    assert at(recompute=True, micro_batch_size=32).memory_bytes < at(micro_batch_size=32).memory_bytes
+    assert 1.1 < at(recompute=True).step_s / one.step_s < 4 / 3
+
+    # eager is slower, and a T4 has no bfloat16
+    assert at(compile=False).step_s > 1.3 * one.step_s
+    assert at("2xT4", weights="bfloat16") == at("2xT4")
+
+
+def test_the_mfu_of_the_whole_step_counts_no_recomputed_flops():
+    cfg = PRESETS["gpt2-124m"]
+    assert predict.predict(cfg, "H100").mfu == pytest.approx(predict.HOPPER_MFU.compiled)
+    assert predict.predict(replace(cfg, recompute=True), "H100").mfu < predict.HOPPER_MFU.compiled
+
+
+@pytest.mark.parametrize("section, setting", [
+    ("run", "optimizer"), ("run", "weights"), ("network", "positions"), ("network", "activation"),
+])  # fmt: skip
+def test_a_setting_whose_cost_is_not_known_is_refused(section, setting):
+    """TrainConfig refuses unknown choices: one gets here only if it is added there and forgotten here."""
+    cfg = replace(PRESETS["gpt2-124m"], model=replace(PRESETS["gpt2-124m"].model))
+    object.__setattr__(cfg if section == "run" else cfg.model, setting, "new")
+    # GPT is not what is tested: it may refuse the network itself
+    model = GPT(PRESETS["quickstart"].model)
+    with pytest.raises(ValueError, match="'new'"):
+        predict.check_optimizer(cfg)
+        predict.memory_bytes(cfg, model, predict.bytes_per_weight(cfg, "H100"), micro_batch_size=1)
 
 
 def test_the_micro_batch_is_a_divisor_that_fits():
     cfg = PRESETS["gpt2-124m"]
-    sizes = {card: predict.predict(cfg, card).B for card in ("3090", "A100-40GB", "H100", "H200")}
+    sizes = {card: predict.predict(cfg, card).micro_batch_size for card in ("3090", "A100-40GB", "H100", "H200")}
     assert list(sizes.values()) == sorted(sizes.values()) and sizes["H200"] == 64
     assert all(512 % B == 0 for B in sizes.values())
     # 64 is what build-nanogpt runs on 80 GB; 32, not 64, is what fitted llm.c's on a 3090
-    assert predict.predict(BUILD, "A100-80GB").B == 64 and sizes["A100-40GB"] >= 16 and sizes["3090"] == 32
+    assert predict.predict(BUILD, "A100-80GB").micro_batch_size == 64
+    assert sizes["A100-40GB"] >= 16 and sizes["3090"] == 32
 
 
 @pytest.mark.parametrize("text, count, name", [
@@ -227,15 +290,15 @@ def test_a_dry_run_with_a_card_needs_no_data(capsys, monkeypatch, tmp_path):
     assert f"${2 * 1.5 * hours:.2f}" in out and "124,475,904 parameters on 2 x A100-80GB" in out
     assert out.count("predict") >= 4 and "docs/costs.md" in out and "on the card itself measures" in out
     assert not list(tmp_path.iterdir())
-    train_gpt2.dry_run(parse_config("finetune", "--dry-run", "--card", "4090", "--init-from", "gpt2-xl"), None)
+    train_gpt2.dry_run(config("finetune", "--dry-run", "--card", "4090", "--init-from", "gpt2-xl"), None)
     out = capsys.readouterr().out
     assert "1000 steps" in out and "gpt2-xl" in out
     with pytest.raises(UserError, match="add --dry-run"):
-        parse_config("gpt2-124m", "--card", "8xH100")
+        config("gpt2-124m", "--card", "8xH100")
 
 
 if __name__ == "__main__":
-    page, tables = PAGE.read_text().split("\n"), iter([published_table(), costs_table()])
+    page, tables = PAGE.read_text().split("\n"), iter([published_table(), mfu_table(), costs_table()])
     lines, inside = [], False
     for line in page:  # each table there is replaced by the new one
         if line.startswith("|") and not inside:

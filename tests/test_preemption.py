@@ -14,23 +14,32 @@ from types import SimpleNamespace
 import numpy as np
 import processes
 import pytest
-from helpers import CPU, ROOT, assert_close, config, curve, fit, make_rows, write_rows
-from processes import agent, ranks_of, wait_for
+from helpers import (
+    CPU,
+    ROOT,
+    assert_curves_close,
+    load_curve,
+    make_hellaswag_rows,
+    parse_config,
+    train_quickstart,
+    write_jsonl,
+)
+from processes import rank_pids, start_torchrun, wait_for
 
 from model import GPT
 from tokens import shards, tokenizer
 from training import checkpoint
-from training.evaluator import Evals
-from training.metrics import read_lines
-from training.step import Step
-from training.stop import Stop
+from training.evaluator import Evaluator
+from training.metrics_file import read_metrics
+from training.step import TrainStep
+from training.stop import StopRequest
 
 GO_ON = "the same command and --resume auto"
 
 
 def last_step(out):
     """The last step in metrics.jsonl, -1 before there is one."""
-    return max([-1, *(line["step"] for line in read_lines(out / "metrics.jsonl"))])
+    return max([-1, *(line["step"] for line in read_metrics(out / "metrics.jsonl"))])
 
 
 @pytest.fixture
@@ -40,28 +49,30 @@ def long_validation(tiny_data):
     return ["--val-tokens", "4000000"]
 
 
-def test_a_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, long_validation, log):
+def test_a_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, long_validation, new_log_path):
     """Soon, with exit code 0 and nothing half logged; resumed, on one rank, the evaluation is made."""
     out = tmp_path / "out"
     run = ["quickstart", *tiny_args, *long_validation, "--out-dir", out]
-    first, second = processes.ranks(2, "train_gpt2.py", *run, log=log())
-    assert first.until((out / "metrics.jsonl").exists)
+    first, second = processes.start_ranks(2, "train_gpt2.py", *run, log=new_log_path())
+    assert first.wait_until((out / "metrics.jsonl").exists)
     time.sleep(0.5)
     assert second.send(signal.SIGTERM)
-    assert second.wait(10).code == 0
-    assert f"another rank's signal at step 0, all saved; go on: {GO_ON}" in first.ended_well().said
+    assert second.wait(10).exit_code == 0
+    assert f"another rank's signal at step 0, all saved; go on: {GO_ON}" in first.wait_for_success().output
     assert last_step(out) == -1 and not checkpoint.read_train_state(out)["evaluated"]
-    fit(tiny_args, out, "--resume", "auto")
-    assert_close(curve(out), curve(fit(tiny_args, tmp_path / "whole")))
+    train_quickstart(tiny_args, out, "--resume", "auto")
+    assert_curves_close(load_curve(out), load_curve(train_quickstart(tiny_args, tmp_path / "whole")))
 
 
 def test_a_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
     """As Slurm sends it, and a terminal: torchrun passes it on to ranks that have it already."""
     out = tmp_path / "out"
     run = ["quickstart", *tiny_args, "--max-steps", "100000", "--save-every", "0", "--val-every", "0"]
-    process = agent("--standalone", "--nproc_per_node=2", str(ROOT / "train_gpt2.py"), *run, "--out-dir", str(out))
+    process = start_torchrun(
+        "--standalone", "--nproc_per_node=2", str(ROOT / "train_gpt2.py"), *run, "--out-dir", str(out)
+    )
     wait_for(lambda: last_step(out) >= 5)
-    for pid in [*ranks_of(process.pid), process.pid]:
+    for pid in [*rank_pids(process.pid), process.pid]:
         os.kill(pid, signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
     # rank 0 may learn of it from rank 1 before its own signal comes
@@ -72,16 +83,16 @@ def test_a_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path
 def talk():
     """Print without end, but for the seconds that the command line says."""
     end = time.monotonic() + float(sys.argv[1])
-    with Stop().signals():
+    with StopRequest().signals():
         while time.monotonic() < end:
             print("words " * 999, flush=True)
 
 
 @pytest.mark.parametrize("seconds", [0, 2.5])
-def test_a_second_signal_kills_unless_it_is_the_same_again(tmp_path, start, seconds):
+def test_a_second_signal_kills_unless_it_is_the_same_again(tmp_path, start_script, seconds):
     """The first comes while a print waits for its reader: the handler then runs inside that print."""
     os.mkfifo(tmp_path / "pipe")
-    script = start(talk, 2 + 3 * seconds, out=tmp_path / "pipe")
+    script = start_script(talk, 2 + 3 * seconds, out=tmp_path / "pipe")
     with open(tmp_path / "pipe", "rb") as pipe:
         pipe.readline()
         time.sleep(0.3)  # until the pipe is full
@@ -90,26 +101,26 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(tmp_path, start, seco
         reader.start()
         time.sleep(seconds)
         script.send(signal.SIGTERM)
-        assert script.wait().code == (-signal.SIGTERM if seconds else 0)
+        assert script.wait().exit_code == (-signal.SIGTERM if seconds else 0)
         reader.join()
 
 
-def test_a_signal_ends_hellaswag(tiny_args, tmp_path, start):
-    out, rows = tmp_path / "out", write_rows(tmp_path / "rows.jsonl", make_rows(4000))
+def test_a_signal_ends_hellaswag(tiny_args, tmp_path, start_script):
+    out, rows = tmp_path / "out", write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(4000))
     run = ["quickstart", *tiny_args, "--model.vocab-size", "50304", "--out-dir", out]
-    script = start("train_gpt2.py", *run, "--hellaswag-every", "4", "--hellaswag-data", rows)
-    assert script.until("val loss"), script.said
+    script = start_script("train_gpt2.py", *run, "--hellaswag-every", "4", "--hellaswag-data", rows)
+    assert script.wait_until("val loss"), script.output
     time.sleep(0.2)
     script.send(signal.SIGINT)
-    assert script.wait(10).code == 0 and "SIGINT" in script.said and "hellaswag acc" not in script.said
+    assert script.wait(10).exit_code == 0 and "SIGINT" in script.output and "hellaswag acc" not in script.output
     saved = checkpoint.read_train_state(out)
     assert saved["record"] == {"step": 0} and not saved["evaluated"]
 
 
 def test_a_signal_ends_sampling(tiny_args):
-    cfg, polls = config("quickstart", *tiny_args, "--model.vocab-size", "50304"), iter([False] * 3 + [True])
+    cfg, polls = parse_config("quickstart", *tiny_args, "--model.vocab-size", "50304"), iter([False] * 3 + [True])
     data = SimpleNamespace(paths=[Path("x")])
-    said = Evals(Step(cfg, CPU, GPT(cfg.model)), data, None).samples(lambda: next(polls))
+    said = Evaluator(TrainStep(cfg, CPU, GPT(cfg.model)), data, None).samples(lambda: next(polls))
     encode = tokenizer.encoding().encode_ordinary
     assert all(len(encode(s.split(": ", 1)[1])) <= len(encode(cfg.sample_prompt)) + 9 for s in said.splitlines())
 

@@ -20,7 +20,7 @@ from system.units import parse_duration
 from tokens import shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
-from training import optim, presets
+from training import presets, schedule
 from training.config import TrainConfig
 from training.presets import PRESETS
 
@@ -142,10 +142,10 @@ def test_any_config_is_one_or_is_refused(preset, changed):
             TrainConfig.from_dict({**PRESETS[preset].to_dict(), **changed})
         return
     assert TrainConfig.from_dict(cfg.to_dict()) == cfg
-    steps = cfg.horizon(cfg.sequences_per_step)
+    steps = cfg.total_steps(cfg.sequences_per_step)
     assert steps >= 1 and cfg.sequences_per_step >= 1
     for step in (0, 1, 10**6):
-        assert 0 <= optim.lr_factor(step, steps, cfg) <= 1
+        assert 0 <= schedule.lr_factor(step, steps, cfg) <= 1
 
 
 @settings(max_examples=100)
@@ -186,7 +186,7 @@ SHARE = st.floats(0, 1)
 def test_schedules_are_bounded_smooth_and_end_at_min_lr(max_lr, low, warmup, steps, schedule, cooldown):
     rates = {"max_lr": max_lr, "min_lr": low * max_lr, "warmup_steps": warmup, "cooldown": cooldown}
     cfg = dataclasses.replace(PRESETS["quickstart"], schedule=schedule, **rates)
-    f, floor = [optim.lr_factor(s, steps, cfg) for s in range(steps + 2)], cfg.min_lr / max_lr
+    f, floor = [schedule.lr_factor(s, steps, cfg) for s in range(steps + 2)], cfg.min_lr / max_lr
     assert all(0 <= x <= 1 + 1e-12 for x in f) and all(x >= floor - 1e-12 for x in f[warmup:])
     risen = f[: min(warmup, steps + 2)]
     assert risen == sorted(risen) and len(set(risen)) == len(risen)

@@ -27,8 +27,9 @@ from model import GPT
 from system import cli, distributed
 from system.cli import UserError
 from tokens import shards
-from training import checkpoint, evaluator, optim, resume
-from training.resume import Run
+from training import checkpoint, evaluator, optim, resume, schedule
+from training.master_weights import MasterWeights
+from training.run_state import RunState
 
 
 def test_world_size_and_micro_batch_are_invisible(tiny_args, tmp_path, run_ranks):
@@ -65,10 +66,10 @@ def share():
                 "quickstart", *size, "--optimizer", name, "--zero-stage", "1", "--muon-momentum-warmup", "2"
             )
             model = GPT(cfg.model)
-            optimizers = optim.build(optim.Weights(model, cfg), cfg, rt)
+            optimizers = optim.build(MasterWeights(model, cfg.weights == "bfloat16"), cfg, rt)
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-            optim.set_rates(optimizers, 1, 10, cfg)
+            schedule.set_learning_rates(optimizers, 1, 10, cfg)
             for o in optimizers:
                 o.step()
                 momentum = o.optim.param_groups[0].get("momentum", 0.9)  # AdamW has none
@@ -233,7 +234,7 @@ def test_ranks_that_see_different_runs_are_told_so():
             torch.device("cpu"), lambda t: [t, other + change]
         )
 
-    saved, run = {"step": 3}, Run(12, "abc")
+    saved, run = {"step": 3}, RunState(12, "abc")
     resume.check_ranks(differ(torch.tensor([0, 0, 0])), saved, run)
     for i, what in enumerate(("checkpoint", "max-steps", "data")):
         with pytest.raises(UserError, match=f"rank 1 and rank 0 differ in {what}.*same --out-dir"):

@@ -317,7 +317,7 @@ def test_the_sizes_of_checkpoints_are_what_the_presets_come_to():
             for p in g["params"]
         )
         size = (12 * model.num_params() - 4 * muon) / 1e9
-        steps = cfg.horizon(10_000_000_000 // cfg.sequence_length)
+        steps = cfg.total_steps(10_000_000_000 // cfg.sequence_length)
         saves = -(-steps // cfg.save_every)
         assert (f"{model.num_params():,}", f"{size:.2f}", str(saves)) == (parameters, step, kept), name
         assert f"{size * saves:.1f}" == total, name

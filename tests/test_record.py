@@ -11,13 +11,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, ROOT, config, fit, keep_steps, make_rows, metrics, write_rows
+from helpers import (
+    CPU,
+    ROOT,
+    delete_checkpoints_after,
+    load_metrics,
+    make_hellaswag_rows,
+    parse_config,
+    train_quickstart,
+    write_jsonl,
+)
 
 from model import GPT, GPTConfig
 from system import machine
 from system.units import format_duration
-from training.metrics import Pace, Record, read_lines
-from training.resume import Run
+from training.metrics import MetricsLogger, Throughput, read_metrics
+from training.run_state import RunState
 from training.step import Result
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
@@ -25,12 +34,12 @@ SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16
 
 def step(folder, tracker="none", rt=CPU):
     """As much of a Step as a Record asks for."""
-    cfg = replace(config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20"), tracker=tracker)
+    cfg = replace(parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20"), tracker=tracker)
     return SimpleNamespace(cfg=cfg, rt=rt, model=GPT(SMALL))
 
 
 def record(folder, start=0, tracker="none", rt=CPU):
-    return Record(step(folder, tracker, rt), Run(19073, "", step=start))
+    return MetricsLogger(step(folder, tracker, rt), RunState(19073, "", step=start))
 
 
 def test_resumed_log_has_no_step_twice_and_forgives_a_torn_line(tmp_path):
@@ -44,7 +53,7 @@ def test_resumed_log_has_no_step_twice_and_forgives_a_torn_line(tmp_path):
     log.write({"step": 3, "train_loss": 30.0})
     log.close()
     wanted = [{"step": at, "train_loss": loss} for at, loss in enumerate([0.0, 1.0, 2.0, 30.0])]
-    assert read_lines(tmp_path / "metrics.jsonl") == metrics(tmp_path) == wanted
+    assert read_metrics(tmp_path / "metrics.jsonl") == load_metrics(tmp_path) == wanted
 
 
 def test_a_refused_update_leaves_a_line_that_is_json(tmp_path):
@@ -67,7 +76,7 @@ def test_console_line(tmp_path, capsys, monkeypatch, known):
         peak = GPT(SMALL).flops_per_token(1024) * 524288 / 0.4123
         monkeypatch.setattr(machine, "peak_flops", lambda device: peak)
     log = record(tmp_path)
-    run = Run(7208, "", step=7, measured={"step": 7})
+    run = RunState(7208, "", step=7, measured={"step": 7})
     result = Result(3.5, 0.25, finite=True, halt=False, local_loss=3.5)
     log.pace.step(1.0)
     log.began -= 3600
@@ -79,11 +88,11 @@ def test_console_line(tmp_path, capsys, monkeypatch, known):
         run.advance()
         log.step(run, result, 6e-4, 1.0)
     assert not capsys.readouterr().out  # a line a second at most
-    assert [line["step"] for line in metrics(tmp_path)] == list(range(7, 68))
+    assert [line["step"] for line in load_metrics(tmp_path)] == list(range(7, 68))
 
 
 def test_time_to_go_follows_recent_steps_after_the_first(tmp_path):
-    pace, eta = Pace(step(tmp_path)), []
+    pace, eta = Throughput(step(tmp_path)), []
     for seconds in (60.0, 2.0, 2.0, 3.0):
         assert pace.step(seconds)["tokens_per_second"] == 524288 / seconds
         eta.append(pace.eta_s(100))
@@ -94,7 +103,9 @@ def test_time_to_go_follows_recent_steps_after_the_first(tmp_path):
 
 
 def test_config_json_names_the_code(tiny_args, tmp_path):
-    made = json.loads((fit(tiny_args, tmp_path / "run", "--max-steps", "1") / "config.json").read_text())["versions"]
+    made = json.loads((train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1") / "config.json").read_text())[
+        "versions"
+    ]
     assert made["torch"] == str(torch.__version__)
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     assert head.returncode or made["commit"].removesuffix("-dirty") == head.stdout.strip()
@@ -113,13 +124,13 @@ def test_code_that_differs_from_its_commit_is_kept_with_the_run(tiny_args, tmp_p
         path.write_text("an idea\n")
     machine.versions()  # of the real code: it is asked once per process
     monkeypatch.setattr(machine, "__file__", str(code))
-    fit(tiny_args, run, "--max-steps", "1", "--save-every", "0")
+    train_quickstart(tiny_args, run, "--max-steps", "1", "--save-every", "0")
     found = (run / "code_00000.diff").read_text()
     assert "+an idea\n" in found and "private" not in found
     for path in run.glob("*.pt"):
         path.unlink()
     code.write_text("as it was\n")
-    fit(tiny_args, run, "--max-steps", "1")
+    train_quickstart(tiny_args, run, "--max-steps", "1")
     assert not (run / "code_00000.diff").exists()
 
 
@@ -130,13 +141,13 @@ def test_tensorboard_has_every_curve_and_resumes_without_doubled_points(tiny_arg
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setattr(machine, "peak_flops", lambda device: 1e12)  # as on a card in the table
-    rows = write_rows(tmp_path / "rows.jsonl", make_rows(2))
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(2))
     flags = ["--tracker", "tensorboard", "--sample-every", "4", "--model.vocab-size", "50304", "--hellaswag-every", "6"]
     flags += ["--hellaswag-data", rows, "--total-batch-size", "64", "--micro-batch-size", "2"]
-    run = fit(tiny_args, tmp_path / "run", *flags, "--max-steps", "8")
-    keep_steps(run, 3)  # as if killed at step 8: 3 to 7 come again
-    fit(tiny_args, run, *flags, "--resume", "auto")
-    events, lines = EventAccumulator(str(run / "tensorboard")).Reload(), metrics(run)
+    run = train_quickstart(tiny_args, tmp_path / "run", *flags, "--max-steps", "8")
+    delete_checkpoints_after(run, 3)  # as if killed at step 8: 3 to 7 come again
+    train_quickstart(tiny_args, run, *flags, "--resume", "auto")
+    events, lines = EventAccumulator(str(run / "tensorboard")).Reload(), load_metrics(run)
     keys = "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss hellaswag_acc hellaswag_acc_norm"
     for key in keys.split():
         tag = f"loss/{key}" if key.endswith("_loss") else f"run/{key}"  # TensorBoard opens two groups: these

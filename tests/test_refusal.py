@@ -27,8 +27,8 @@ from model import GPT
 from system.cli import UserError
 from tokens.loader import Loader
 from training import checkpoint
-from training.step import Forward, Result, Step
-from training.stop import Stop
+from training.step import Forward, TrainStep
+from training.stop import StopRequest
 
 HALF = ["--dtype", "float16"]
 
@@ -86,11 +86,11 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
 def test_the_rank_at_fault_is_named(tiny_args, tiny_data, capsys):
     """By its loss or, if all are finite, by its norm: one bad loss makes the norm bad on all."""
     cfg = parse_config("quickstart", *tiny_args, "--total-batch-size", "384", "--skip-bad-steps", "9")
-    step, data = Step(cfg, CPU, GPT(cfg.model)), Loader(tiny_data, "train", 32, 256)
+    step, data = TrainStep(cfg, CPU, GPT(cfg.model)), Loader(tiny_data, "train", 32, 256)
     for losses, norms in (([5, 5, 5], [1, 1, math.inf]), ([5, 5, math.nan], [math.nan] * 3)):
         found = list(torch.tensor([losses, norms]).T)
         step.rt = SimpleNamespace(device=CPU.device, world_size=3, gather=lambda mine, found=found: found)
-        step.refuse(7, Result(5.0, 1.0, finite=False, halt=False, local_loss=5.0), data)
+        step.refuse(7, StepResult(5.0, 1.0, finite=False, halt=False, local_loss=5.0), data)
         assert "on rank 2, whose data starts" in capsys.readouterr().out
 
 
@@ -155,6 +155,6 @@ def test_bad_input_is_one_message(tiny_args, tmp_path, flags, says):
     with pytest.raises(UserError) as e:
         cfg = parse_config("quickstart", *tiny_args, "--out-dir", tmp_path / "x", *flags)
         rt = dataclasses.replace(CPU, device=train_gpt2.machine.choose_device(cfg.device))
-        train_gpt2.train(cfg, rt, Stop())
+        train_gpt2.train(cfg, rt, StopRequest())
     for s in says:
         assert s in str(e.value)

@@ -7,11 +7,11 @@ from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
 from training import checkpoint, evaluator
-from training.step import Step
-from training.stop import Stop
+from training.step import TrainStep
+from training.stop import StopRequest
 
 
-class After(Stop):
+class After(StopRequest):
     """A signal that the loop meets when it looks for the nth time, in an evaluation or after a step."""
 
     def __init__(self, n):
@@ -42,15 +42,15 @@ def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(tiny_args, tmp_p
 
 def test_a_stop_is_saved_under_its_own_step(tiny_args, tmp_path, monkeypatch):
     """The signal comes while step 5 trains: that update is made, step 6 is saved, and nothing is done twice."""
-    whole, out, stop, steps = train_quickstart(tiny_args, tmp_path / "whole"), tmp_path / "out", Stop(), []
+    whole, out, stop, steps = train_quickstart(tiny_args, tmp_path / "whole"), tmp_path / "out", StopRequest(), []
 
-    def gradients(self, batch, asked, real=Step.gradients):
+    def gradients(self, batch, asked, real=TrainStep.compute_gradients):
         steps.append(len(steps))
         if len(steps) == 6:
             stop.signal = "SIGTERM"
         return real(self, batch, stop.asked())
 
-    monkeypatch.setattr(Step, "gradients", gradients)
+    monkeypatch.setattr(TrainStep, "compute_gradients", gradients)
     train_quickstart(tiny_args, out, stop=stop)
     assert steps == list(range(6)) == list(load_curve(out)) and checkpoint.latest_step(out) == 6
     stop.signal = None
@@ -98,7 +98,7 @@ def test_a_trapezoid_is_extended_as_if_it_had_been_planned_so(tiny_args, tmp_pat
 
 
 def test_time_limit(tiny_args, tmp_path, capsys):
-    run = train_quickstart(tiny_args, tmp_path / "run", "--time-limit", "0.0001", stop=Stop("0.0001"))
+    run = train_quickstart(tiny_args, tmp_path / "run", "--time-limit", "0.0001", stop=StopRequest("0.0001"))
     said = capsys.readouterr().out
     assert checkpoint.latest_step(run) == 1 and "the time limit" in said and "same command and --resume auto" in said
 

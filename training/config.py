@@ -1,15 +1,21 @@
-"""The settings of a run: one dataclass owns every default."""
+"""The settings of a run: one frozen dataclass owns every default, and the command line is generated from it.
+
+    cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
+
+training/presets.py holds the presets and parses the command line. A field's docstring is its help text. Adding a field
+adds a flag; decide below whether it may change on resume.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from model import GPTConfig, check_choices
+from model import GPTConfig
 from system.cli import UserError, require
 from system.units import parse_duration
 
@@ -20,6 +26,10 @@ preset data_dir out_dir epochs steps_per_epoch max_steps micro_batch_size val_ev
 hellaswag_data sample_every sample_prompt save_every keep resume allow_drift init_from device dtype
 deterministic compile recompute zero_stage tracker time_limit skip_bad_steps gpu_hour_usd dry_run card eval_only
 """.split())  # fmt: skip
+
+# Settings of earlier versions that no longer exist, with the value that means "off". Any other is refused: it would
+# resume as another run.
+REMOVED = {"muon_momentum_warmup": 0}
 
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
 
@@ -38,7 +48,7 @@ class TrainConfig:
     seed: int = 1337
     """Seeds the weights and the order of the data."""
     shuffle: bool = True
-    """Two-level shuffle (shards, then windows within a shard, or several small ones); off: shards front to back."""
+    """Two-level shuffle: shards, then the sequences of a shard or of several small ones; off: front to back."""
     epochs: int = 1
     """Passes over the data, each of steps-per-epoch; given without --max-steps, it overrides the preset's max-steps."""
     steps_per_epoch: int = 0
@@ -65,17 +75,15 @@ class TrainConfig:
     """Of biases and gains."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    optimizer: Literal["adamw", "muon", "normuon"] = "adamw"
-    """muon, normuon: for the blocks' matrices, Adam for everything else."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the blocks' matrices, AdamW for everything else."""
     beta1: float = 0.9
     beta2: float = 0.95
     adam_eps: float = 1e-8
     muon_lr: float = 0.02
-    """Peak learning rate of the blocks' matrices with --optimizer muon or normuon; max-lr then applies to the rest."""
+    """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
     muon_weight_decay: float = 0.0
     muon_momentum: float = 0.95
-    muon_momentum_warmup: int = 0
-    """Steps over which it rises from 0.85."""
     newton_schulz: Literal["fast", "exact"] = "fast"
     """Muon's iterations: five, or twelve that converge."""
     embed_lr_scale: float = 1.0
@@ -134,12 +142,14 @@ class TrainConfig:
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
         T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
-        whole = max(1, round(tokens / max(T, 1))) * T
+        nearest_batch = max(1, round(tokens / max(T, 1))) * T
+
+        # (field, whether its rule holds, the rule)
         rules = [
             ("sequence_length", T >= 1, "must be at least 1"),
             ("sequence_length", T <= self.model.block_size, f"exceeds the model's context: add --model.block-size {T}"),
             ("total_batch_size", tokens >= T and tokens % max(T, 1) == 0,
-             f"is not a whole number of sequences of {T} tokens; use --total-batch-size {whole}"),
+             f"is not a whole number of sequences of {T} tokens; use --total-batch-size {nearest_batch}"),
             ("micro_batch_size", B == "auto" or B >= 1, "must be at least 1, or auto"),
             ("cooldown", 0 <= self.cooldown <= 1, "must be a fraction of the steps, between 0 and 1"),
             ("min_lr", self.max_lr >= self.min_lr >= 0, f"must lie between 0 and --max-lr {self.max_lr}"),
@@ -147,15 +157,20 @@ class TrainConfig:
             ("card", self.dry_run or not self.card, "is not here to train on: add --dry-run to predict what it costs"),
             ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
         ]  # fmt: skip
-        for name in ("max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep "
-                     "grad_clip skip_bad_steps weight_decay vector_weight_decay muon_lr muon_weight_decay adam_eps "
-                     "muon_momentum_warmup embed_lr_scale vector_lr_scale gpu_hour_usd").split():  # fmt: skip
-            rules.append((name, getattr(self, name) >= 0, "must not be negative"))
+        not_negative = """
+            max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep grad_clip
+            skip_bad_steps weight_decay vector_weight_decay muon_lr muon_weight_decay adam_eps embed_lr_scale
+            vector_lr_scale gpu_hour_usd
+        """.split()
+        rules += [(name, getattr(self, name) >= 0, "must not be negative") for name in not_negative]
         for name in ("beta1", "beta2", "muon_momentum"):
             rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))
         for name, holds, rule in rules:
             require(holds, f"--{name.replace('_', '-')} {getattr(self, name)} {rule}")
+
+        # A config saved by another version may name a choice that does not exist here.
         check_choices(self)
+        check_choices(self.model)
         parse_duration(self.time_limit)
 
     @property
@@ -166,40 +181,56 @@ class TrainConfig:
     def sequences_per_step(self) -> int:
         return self.total_batch_size // self.sequence_length
 
-    def horizon(self, windows_per_epoch: int) -> int:
-        """Optimizer steps of the whole run, for data with this many training sequences per epoch."""
+    def total_steps(self, sequences_per_epoch: int) -> int:
+        """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if
+        the data are less than one step."""
         if self.max_steps:
             return self.max_steps
         if self.steps_per_epoch:
             return self.epochs * self.steps_per_epoch
-        if steps := self.epochs * windows_per_epoch // self.sequences_per_step:
+        steps = self.epochs * sequences_per_epoch // self.sequences_per_step
+        if steps > 0:
             return steps
-        data = f"--epochs {self.epochs} of this data ({windows_per_epoch} sequences of {self.sequence_length} tokens)"
-        step = f"one step of --total-batch-size {self.total_batch_size}"
-        raise UserError(f"{data} is less than {step}; lower it, or set --max-steps")
+        data = f"--epochs {self.epochs} of this data ({sequences_per_epoch} sequences of {self.sequence_length} tokens)"
+        batch = f"one step of --total-batch-size {self.total_batch_size}"
+        raise UserError(f"{data} is less than {batch}; lower it, or set --max-steps")
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_dict(saved: dict) -> TrainConfig:
-        """The config stored in a checkpoint; fields unknown to this version are dropped, new ones get defaults."""
+    def from_dict(saved: dict[str, Any]) -> TrainConfig:
+        """The config stored in a checkpoint. Fields unknown to this version are dropped, new ones get defaults. Raises
+        UserError for values that are not valid here."""
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         values = {k: v for k, v in saved.items() if k in known}
         try:
+            for name, off in REMOVED.items():
+                require(saved.get(name, off) == off, f"{name} no longer exists: use the version that saved it")
             return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
         except (UserError, ValueError, TypeError, AttributeError) as e:
             raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
 
 
-def drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
-    """Differences between a checkpoint's config and this run's: (harmless, refused), each "field: old -> new"."""
+def check_choices(config: object) -> None:
+    """Raise ValueError if a field of a dataclass has a value that is not in its Literal. The type says what is allowed,
+    but nothing checks it for values that come from a file."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            choices = ", ".join(map(str, get_args(hint)))
+            raise ValueError(f"{name} {getattr(config, name)!r} must be one of {choices}")
+
+
+def config_drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
+    """Differences between a checkpoint's config and this run's, each "field: old -> new": those that may change, and
+    those that shape the result."""
     harmless, refused = [], []
-    for f in dataclasses.fields(TrainConfig):
-        a, b = getattr(old, f.name), getattr(new, f.name)
-        if f.name == "model":
-            refused += [f"model.{k}: {x} -> {vars(b)[k]}" for k, x in vars(a).items() if x != vars(b)[k]]
+    for field in dataclasses.fields(TrainConfig):
+        a, b = getattr(old, field.name), getattr(new, field.name)
+        if field.name == "model":
+            networks = [(name, value, vars(b)[name]) for name, value in vars(a).items()]
+            refused += [f"model.{name}: {x} -> {y}" for name, x, y in networks if x != y]
         elif a != b:
-            kind = harmless if f.name in MAY_CHANGE else refused
-            kind.append(f"{f.name}: {a} -> {b}")
+            changes = harmless if field.name in MAY_CHANGE else refused
+            changes.append(f"{field.name}: {a} -> {b}")
     return harmless, refused

@@ -1,4 +1,11 @@
-"""A run's evaluations: validation loss, HellaSwag, samples, each with its own period."""
+"""A run's evaluations: validation loss, HellaSwag and samples, each with its own period.
+
+    evaluator = Evaluator(train_step, data, val_data)
+    run.measured |= evaluator.evaluate(run, check_stop)
+    text = evaluator.sample_text(stop.is_requested)
+
+Called by train_gpt2.py between two steps. Nothing here changes the model, the gradients or the order of the data.
+"""
 
 import traceback
 from collections.abc import Callable
@@ -8,129 +15,156 @@ import numpy as np
 import torch
 from torch import nn
 
-import hellaswag
 from model import VOCAB_SIZE
-from system.cli import UserError, print0, printable
+from system.cli import print0, printable
 from system.distributed import Runtime, is_lost_rank_error
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
+from training import hellaswag_eval, sampling
 from training.config import TrainConfig
 from training.reference import find_reference
-from training.resume import Run
-from training.sampling import Sampler, stream
-from training.step import Step
-from training.stop import FailedElsewhere, Stopped, failed
+from training.run_state import RunState
+from training.step import TrainStep
+from training.stop import EvaluationFailedElsewhere, Stopped, report_failed_evaluation
+
+NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 
 
-class EvaluationFailed(Exception):
-    """An evaluation ended with an error, such as a lack of memory, on this rank or another; its cause says which. All
-    ranks raise it at the same place."""
+class Evaluator:
+    """Measures a run where it is due. HellaSwag and samples call the model itself, because their shapes vary;
+    validation
+    calls the compiled forward pass."""
 
+    def __init__(self, train_step: TrainStep, data: Loader, val_data: Loader | None):
+        cfg = train_step.cfg
+        self.cfg, self.rt = cfg, train_step.rt
+        self.train_step, self.data, self.val_data = train_step, data, val_data
 
-class Evals:
-    """HellaSwag and samples call the model itself, because their shapes vary; validation calls the compiled forward."""
-
-    def __init__(self, step: Step, data: Loader, val_data: Loader | None):
-        cfg = step.cfg
-        self.step, self.data, self.val_data = step, data, val_data
-        self.examples = hellaswag.examples_at_hand(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
+        # Without rows, or with a model that cannot read them, HellaSwag is off, and the reason is printed.
+        self.examples = hellaswag_eval.available_examples(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
         self.sample_every = cfg.sample_every
         if cfg.sample_every and cfg.model.vocab_size < VOCAB_SIZE:
             self.sample_every = 0
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
-    def measure(self, run: Run, check: Callable[[], None]) -> dict[str, Any]:
-        """Measure what is due: val_loss, hellaswag_acc, hellaswag_acc_norm. `check` is Stop.check. Raises
-        EvaluationFailed, but not twice at the same step: a run that resumes there goes on without."""
-        note = self.step.cfg.run_dir / "failed_evaluation"
-        failed_here = note.exists() and note.read_text().split(":")[0] == f"step {run.step}"
-        if self.step.rt.any_rank(failed_here):
-            print0(f"{note} says that the evaluation of this step failed: going on without it")
-            return {}
+    def evaluate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
+        """Measure what is due at this step: any of val_loss, hellaswag_acc, hellaswag_acc_norm. Every rank must call
+        it.
+
+        An evaluation that fails is printed, with its reason and a way to turn it off, and training continues. All ranks
+        give up the same one: `check_stop` (StopRequest.check), which is called between batches, tells them. Raises
+        Stopped, and errors after which no rank could continue.
+        """
+        found = {}
+        if run.is_due(self.cfg.val_every):
+            found |= self._evaluate_one("validation", "--val-every 0", run, check_stop, self._validate)
+        if self.examples and run.is_due(self.cfg.hellaswag_every):
+            found |= self._evaluate_one("HellaSwag", "--hellaswag-every 0", run, check_stop, self._score_hellaswag)
+        return found
+
+    def _evaluate_one(
+        self, name: str, off_switch: str, run: RunState, check_stop: Callable[[], None], measure: Callable
+    ) -> dict[str, Any]:
+        """The result of `measure(run, check_stop)`; empty if it fails on any rank."""
         try:
-            return self._measure(run, check)
-        except (Stopped, OSError):  # the latter: nothing can be printed
+            return measure(run, check_stop)
+        except (Stopped, OSError):  # the latter: nothing can be printed or read, see system/cli.py
             raise
+        except EvaluationFailedElsewhere:
+            return {}
         except Exception as e:
             if is_lost_rank_error(e):
                 raise
-            if not isinstance(e, FailedElsewhere):
-                traceback.clear_frames(e.__traceback__)  # the memory that the failed pass held
-                failed(self.step.rt)
-                if not isinstance(e, UserError):
-                    note.write_text(f"step {run.step}: {type(e).__name__}: {e}\n")
-            raise EvaluationFailed from e
+            traceback.clear_frames(e.__traceback__)  # frees the tensors that the failed pass held
+            report_failed_evaluation(self.rt)
+            reason = f"{type(e).__name__}: {printable(str(e)):.500}"
+            # Not print0: it may be another rank's, and nobody else knows the reason.
+            print(
+                f"warning: {name} failed at step {run.step} on rank {self.rt.rank} ({reason}). Training continues; "
+                f"to turn {name} off, resume with {off_switch}",
+                flush=True,
+            )
+            return {}
 
-    def _measure(self, run: Run, check: Callable[[], None]) -> dict[str, Any]:
-        cfg, rt = self.step.cfg, self.step.rt
-        head = f"step {run.step:5d}/{run.max_steps}"
-        found = {}
-        if run.due(cfg.val_every):
-            loss = validate(self.step.forward, self.val_data, cfg, rt, self.step.B, check)
-            found["val_loss"] = loss
-            print0(f"{head} | val loss: {loss:.4f}")
-            known = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.data.paths[0].name)
-            if known and (line := known.on_track(run.step, loss)):
-                print0(line)
-        if self.examples and run.due(cfg.hellaswag_every):
-            score = hellaswag.evaluate(self.step.model, self.examples, rt.device, rt, check=check)
-            found |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
-            print0(f"{head} | {hellaswag.summary_line(score)}")
-        return found
+    def _validate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
+        cfg, step = self.cfg, self.train_step
+        loss = validate(step.forward, self.val_data, cfg, self.rt, step.micro_batch_size, check_stop)
+        print0(f"step {run.step:5d}/{run.max_steps} | val loss: {loss:.4f}")
 
-    def samples(self, asked_to_stop: Callable[[], bool]) -> str:
-        """Four continuations of the sample prompt, labeled `sample i:`, cut short when this rank is asked to stop; or
-        why there are none: only this rank samples, and its error would end the run on all."""
+        # How public runs of the same recipe stood at this step.
+        reference = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.data.paths[0].name)
+        verdict = reference.on_track(run.step, loss) if reference else None
+        if verdict:
+            print0(verdict)
+        return {"val_loss": loss}
+
+    def _score_hellaswag(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
+        model, rt = self.train_step.model, self.rt
+        score = hellaswag_eval.evaluate(model, self.examples, rt.device, rt, check=check_stop)
+        print0(f"step {run.step:5d}/{run.max_steps} | {hellaswag_eval.summary_line(score)}")
+        return {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
+
+    def sample_text(self, stop_requested: Callable[[], bool]) -> str:
+        """Continuations of the sample prompt, one a line, cut short when this rank is asked to stop. If sampling fails,
+        the reason instead: only rank 0 samples, and its error would end the run on all."""
         try:
-            return self._samples(asked_to_stop)
+            return self._sample_text(stop_requested)
         except Exception as e:
-            traceback.clear_frames(e.__traceback__)  # the memory that the failed pass held
+            traceback.clear_frames(e.__traceback__)  # frees the tensors that the failed pass held
             return f"no samples: {type(e).__name__}: {printable(str(e)):.300}"
 
     @torch.no_grad()
-    def _samples(self, asked_to_stop: Callable[[], bool]) -> str:
-        """Their own generator leaves training's random state alone."""
-        cfg, rt, enc = self.step.cfg, self.step.rt, tokenizer.encoding()
-        prompt = enc.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
-        idx = torch.tensor([prompt] * 4, device=rt.device)
-        sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
-        columns = list(idx.T)
+    def _sample_text(self, stop_requested: Callable[[], bool]) -> str:
+        cfg, rt, model = self.cfg, self.rt, self.train_step.model
+        encoding = tokenizer.encoding()
+
+        # The prompt's last tokens, as many as the model reads; an empty prompt starts a document.
+        prompt = encoding.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
+        idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (4, T)
+
+        # A generator of their own: samples are the same at every step, and nothing else draws from it.
+        sampler = sampling.Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+        columns = list(idx.T)  # T tensors (4,), to which each new token is appended
         with rt.autocast():
-            for new in stream(self.step.model, idx, 48, sampler):
-                if asked_to_stop():
+            for new_ids in sampling.stream(model, idx, SAMPLE_TOKENS, sampler):
+                if stop_requested():
                     break
-                columns.append(new)
-        rows = torch.stack(columns, dim=1).tolist()
-        return "\n".join(f"sample {i}: {printable(enc.decode(row))}" for i, row in enumerate(rows))
+                columns.append(new_ids)
+        rows = torch.stack(columns, dim=1).tolist()  # (4, T + new tokens)
+        return "\n".join(f"sample {i}: {printable(encoding.decode(row))}" for i, row in enumerate(rows))
 
 
-def val_windows(data: Loader, cfg: TrainConfig) -> int:
-    """Number of val sequences to evaluate."""
-    return min(cfg.val_tokens // data.T, data.order.per_epoch)
+def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
+    """How many sequences of the val split --val-tokens asks for, and the data has."""
+    return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
 
 
 @torch.no_grad()
 def validate(
     forward: nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None] = lambda: None
 ) -> float:
-    """Mean cross-entropy (nats per token) over the first val_tokens of the val split, for any ranks and B. All batches
-    have one shape, so nothing is compiled twice: rows past the end are padding that the loss ignores. `check` is
-    called before each batch, equally often on all ranks."""
-    count = val_windows(data, cfg)
+    """Mean cross-entropy (nats per token) over the first val_tokens of the val split, whatever the number of ranks and
+    B, the sequences of a forward pass.
+
+    All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
+    `check` is called before each batch, equally often on all ranks. Every rank must call this.
+    """
+    count = num_val_sequences(data, cfg)
+    sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
-    windows = data.order.span(0, count)
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
     for i in range(0, count, stride):
         check()
-        rows = data.read(windows[i : i + stride][rt.rank :: rt.world_size])
-        if not len(rows):
+        # The ranks take turns within a stride, so that the last one is shared, too.
+        own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
+        if len(own) == 0:
             continue
-        tokens = np.zeros((B, data.T + 1), np.uint16)
-        tokens[: len(rows)] = rows
-        x, y = to_device(torch.from_numpy(tokens), rt.device)
-        y[len(rows) :] = -100  # cross_entropy's ignore_index
+        padded = np.zeros((B, data.T + 1), np.uint16)
+        padded[: len(own)] = own
+        x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each
+        y[len(own) :] = -100  # ignored by the loss, as in F.cross_entropy
         with rt.autocast():
-            _, loss = forward(x, y)
-        total += loss.to(total.dtype) * len(rows)
+            _, loss = forward(x, y)  # the mean over the rows that count
+        total += loss.to(total.dtype) * len(own)
     check()
     return rt.all_reduce(total).item() / count

@@ -1,10 +1,12 @@
 """The head and its loss without all the logits: a chunk of rows at a time, forward and backward at once.
 
-    loss = head.loss(model, x, targets)     # GPT.forward's, and its gradients, to rounding
+    loss = head.mean_loss(model, x, targets)     # GPT.forward's loss, and its gradients, to rounding
 
-Logits are the widest tensor of a step. A chunk's are made, their loss and gradient taken, both products of the backward
-pass done, and the next chunk's take their place: nothing is computed twice. Liger Kernel (Hsu et al. 2024) does this in
-kernels of its own; here a graph of a few lines does the softmax and the library multiplies.
+Logits (B * T, V) are the widest tensor of a step: for GPT-2 124M with 64 sequences of 1,024 tokens they would take 13
+GB in float32. So the rows are taken in chunks. The logits of a chunk are computed, their loss and gradient taken, both
+products of the backward pass done, and the next chunk takes their memory: nothing is computed twice. Liger Kernel (Hsu
+et al. 2024) does this in kernels of its own; here a small compiled graph does the softmax, and the library's matrix
+products do the rest. Called by training/step.py for training and validation.
 """
 
 from collections.abc import Callable
@@ -15,64 +17,90 @@ from torch import Tensor
 from model import GPT, softcap
 
 
-def chunks(rows: int, kind: str) -> int:
-    """Into how many chunks rows on that kind of device are split. 512 rows fill a CPU (bench/head.py); on a GPU each
-    chunk costs a pass over the weight's gradient in memory, so it gets more: assumed, not measured."""
-    return max(1, rows // (512 if kind == "cpu" else 8192))
+def num_chunks(rows: int, device_type: str) -> int:
+    """How many chunks so many rows are split into. 512 rows fill a CPU (bench/head.py). On a GPU each chunk costs a
+    pass over the weight's gradient in memory, so chunks are larger there: assumed, not measured."""
+    rows_per_chunk = 512 if device_type == "cpu" else 8192
+    return max(1, rows // rows_per_chunk)
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> Tensor:
-    """The summed cross-entropy, in nats, of logits (R, V) before their soft-cap and targets (R,); rows whose target is
-    -100 are left out. With `backward`, the logits are overwritten with their gradient."""
-    capped, pull = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
-    kept, targets = (targets >= 0).float()[:, None], targets.clamp(min=0)[:, None]
-    total = capped.logsumexp(-1, keepdim=True)
-    loss = ((total - capped.gather(-1, targets)) * kept).sum()
+    """The summed cross-entropy, in nats, of logits (R, V) before their soft-cap and targets (R,). Rows whose target is
+    -100 are left out. With `backward`, the storage of `logits` is reused for their gradient: it is as large as the
+    logits, which are not needed again."""
+    # The soft-cap and its vector-Jacobian product; without a cap it is the identity.
+    capped, softcap_vjp = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
+
+    # cross-entropy = logsumexp(logits) - logit of the target, for the rows that count.
+    counts = (targets >= 0).float()[:, None]  # (R, 1)
+    targets = targets.clamp(min=0)[:, None]  # (R, 1)
+    normalizer = capped.logsumexp(-1, keepdim=True)  # (R, 1)
+    loss = ((normalizer - capped.gather(-1, targets)) * counts).sum()
+
+    # d loss / d logits = softmax(logits) - one_hot(target), back through the soft-cap.
     if backward:
-        hit = torch.arange(logits.size(-1), device=logits.device) == targets
-        (gradient,) = pull(((capped - total).exp() - hit.float()) * kept)
-        logits.copy_(gradient)
+        one_hot = (torch.arange(logits.size(-1), device=logits.device) == targets).float()  # (R, V)
+        d_capped = ((capped - normalizer).exp() - one_hot) * counts
+        (d_logits,) = softcap_vjp(d_capped)
+        logits.copy_(d_logits)
     return loss
 
 
-class Loss(torch.autograd.Function):
-    """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,), by `chunk_loss`
-    or its compiled twin. The gradients are those of the sum: the backward pass divides. In float16 that keeps the loss
-    scale out of them, and their products in range; the parameters' are summed over the chunks in float32."""
+class ChunkedHeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,).
+
+    `chunk_loss` is the function above or its compiled version. The gradients kept are those of the sum; the backward
+    pass divides by the number of targets. In float16 that keeps the loss scale out of the products, and the products in
+    range. The gradients of weight and bias are summed over the chunks in float32.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, cap, backward, chunk_loss):
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        w, n = weight.to(dtype), chunks(len(x), kind)
-        total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
-        dw, db = (
-            torch.zeros_like(p, dtype=torch.float32) if backward and p is not None else None for p in (weight, bias)
-        )
-        for rows, labels, d_rows in zip(x.chunk(n), targets.chunk(n), dx.chunk(n), strict=True):
+        # A custom function is called outside of autocast's own casts, so it casts by itself.
+        device_type = x.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+        cast_weight = weight.to(dtype)  # (V, C)
+        cast_bias = None if bias is None else bias.to(dtype)
+
+        total = torch.zeros((), device=x.device)
+        d_x = torch.empty_like(x)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if backward else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if backward and bias is not None else None
+
+        n = num_chunks(len(x), device_type)
+        for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_x.chunk(n), strict=True):
+            # Logits of this chunk: (R, C) @ (C, V) -> (R, V)
             rows = rows.to(dtype)
-            logits = rows @ w.T if bias is None else torch.addmm(bias.to(dtype), rows, w.T)  # (R, V)
-            total += chunk_loss(logits, labels, cap, backward)
-            if backward:  # the logits are now their gradient
-                d_rows.copy_(logits @ w)
-                if dtype == dw.dtype:
-                    dw.addmm_(logits.T, rows)
+            logits = rows @ cast_weight.T if bias is None else torch.addmm(cast_bias, rows, cast_weight.T)
+            total += chunk_loss(logits, row_targets, cap, backward)
+            if backward:
+                d_logits = logits  # chunk_loss has overwritten them
+                d_rows.copy_(d_logits @ cast_weight)  # (R, V) @ (V, C) -> (R, C)
+                if dtype == d_weight.dtype:
+                    d_weight.addmm_(d_logits.T, rows)  # (V, R) @ (R, C) -> (V, C)
                 else:
-                    dw += logits.T @ rows
+                    d_weight += d_logits.T @ rows
                 if bias is not None:
-                    db += logits.sum(0, dtype=torch.float32)
-            del logits  # before the next chunk's are made
+                    d_bias += d_logits.sum(0, dtype=torch.float32)  # (R, V) -> (V,)
+                del d_logits
+            # Free this chunk's logits before the next chunk's are made.
+            del logits
+
         count = (targets >= 0).sum()
-        ctx.save_for_backward(dx, dw, db, count)
+        ctx.save_for_backward(d_x, d_weight, d_bias, count)
         return total / count
 
     @staticmethod
-    def backward(ctx, g):
-        *sums, count = ctx.saved_tensors
-        return *(None if s is None else s.mul_(g / count) for s in sums), None, None, None, None
+    def backward(ctx, grad_output):
+        *gradients_of_sum, count = ctx.saved_tensors
+        scale = grad_output / count
+        d_x, d_weight, d_bias = (None if g is None else g.mul_(scale) for g in gradients_of_sum)
+        return d_x, d_weight, d_bias, None, None, None, None
 
 
-def loss(model: GPT, x: Tensor, targets: Tensor, chunk_loss: Callable = chunk_loss) -> Tensor:
+def mean_loss(model: GPT, x: Tensor, targets: Tensor, chunk_loss: Callable = chunk_loss) -> Tensor:
     """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""
-    x, weight, bias = model.transformer.ln_f(x).flatten(0, 1), model.lm_head.weight, model.lm_head.bias
-    return Loss.apply(x, weight, bias, targets.flatten(), model.config.softcap, torch.is_grad_enabled(), chunk_loss)
+    x = model.transformer.ln_f(x).flatten(0, 1)  # (B, T, C) -> (B * T, C)
+    head, cap = model.lm_head, model.config.softcap
+    backward = torch.is_grad_enabled()
+    return ChunkedHeadLoss.apply(x, head.weight, head.bias, targets.flatten(), cap, backward, chunk_loss)

@@ -3,8 +3,8 @@
     metrics = MetricsLogger(train_step, run)
     metrics.log_step(run, result, lr, seconds)
 
-Called by train_gpt2.py. metrics.jsonl holds one object a line, `step` always, and no step twice; training/metrics_file.py
-reads it. Trackers (TensorBoard, wandb) get the same values.
+Called by train_gpt2.py. metrics.jsonl holds one object a line, `step` always, and no step twice;
+training/metrics_file.py reads it. Trackers (TensorBoard, wandb) get the same values.
 """
 
 from __future__ import annotations

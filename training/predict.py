@@ -1,195 +1,372 @@
-"""What a run costs on cards that are not here, by arithmetic alone: no GPU, no data, about a second.
+"""Predict the time and the memory of a training step on GPUs that are not here: no GPU, no data, about a second.
 
-print(report(cfg, predict(cfg, "8xH100"), cfg.max_steps))
+    prediction = predict(cfg, "8xH100")
+    print(report(cfg, prediction, max_steps=19_073))
 
-Time is counted twice over and added up (a roofline without overlap): FLOPs at a part of the card's peak, bytes to and
-from memory at a part of its bandwidth. docs/costs.md holds the predictions against published runs.
+train_gpt2.py calls it for `--dry-run --card 8xH100`.
+
+Time: training reaches a fraction of a GPU's peak FLOP/s, its model FLOPs utilization (MFU; PaLM, Chowdhery et al. 2022,
+appendix B). The fraction depends mostly on the GPU's architecture and on whether the model is compiled, so:
+
+    step time = tokens * FLOPs per token / (GPUs * peak FLOP/s * achieved MFU) + communication that nothing hides
+
+Memory: the bytes of the weights, the gradients, the optimizer state, and the activations kept for the backward pass.
+
+docs/costs.md compares the predictions with published runs.
 """
 
-import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from model import GPT, NoInit
+from model import GPT, GPTConfig, SkipInit
 from system.cards import BEFORE_AMPERE, CARDS, Card
 from system.cli import require
-from system.distributed import Runtime
-from system.units import format_duration
+from system.units import format_cost, format_duration
+from training import microbatch, optim
 from training.config import TrainConfig
-from training.head import chunks
-from training.microbatch import micro_batch_size
-from training.optim import NEWTON_SCHULZ, matrices, parameter_groups
+from training.head import num_chunks
 
-# Parts of the data sheet's figures that programs reach.
-MATMUL, MATMUL_HOPPER = 0.87, 0.80  # A100 and H100, of the peak: stas00/ml-engineering, compute/accelerator, table MAMF
-ATTENTION = 0.30  # of the same peak, causal flash attention, both passes at T=1024: set by the three runs below
-BANDWIDTH = 0.85  # set by the same three: one H200, one A100-80GB, build-nanogpt uncompiled on H100 (docs/costs.md)
-LINK = 0.80  # NVLink, one direction: 376 of 450 GB/s between two H100 (NVIDIA/nccl, issue 1264), less for a ring
-MEMORY = 0.92  # assumed: what CUDA's context and fragmentation leave to tensors
-LAUNCH = 6e-6  # assumed: seconds from one kernel's start to the next, from Python; small models wait for these
-USUAL_ERROR, WORST_ERROR = 0.10, 0.30  # of the runs that set no constant: median, largest, rounded up
+# ------------------------------------------------------------------------- constants
+
+
+@dataclass(frozen=True)
+class AchievedMFU:
+    """Fractions of the data sheet's peak FLOP/s that training steps reach on one GPU, the optimizer's update included.
+
+    FLOPs are GPT.flops_per_token's, which count attention without its causal mask."""
+
+    compiled: float
+    eager: float  # --no-compile
+
+
+@dataclass(frozen=True)
+class Architecture:
+    mfu: AchievedMFU
+    cards: tuple[str, ...]  # keys of system.cards.CARDS
+
+
+# Each fraction that is not assumed comes from one published run, one of the first three rows of docs/costs.md.
+HOPPER_MFU = AchievedMFU(
+    compiled=0.42,  # modded-nanogpt, track 3, 20260517_ortho, on one H200
+    eager=0.29,  # build-nanogpt on one H100
+)
+AMPERE_MFU = AchievedMFU(
+    compiled=0.50,  # Karpathy's video "Let's reproduce GPT-2 (124M)", on one A100
+    eager=0.34,  # assumed: as much below compiled as on Hopper
+)
+
+# The other architectures have set no constant: each is assumed to reach what the nearest one reaches.
+ARCHITECTURES = {
+    "Volta": Architecture(AMPERE_MFU, ("V100", "V100-PCIE")),
+    "Turing": Architecture(AMPERE_MFU, ("T4", "RTX 2080 Ti")),
+    "Ampere": Architecture(
+        AMPERE_MFU, ("A100-40GB", "A100-80GB", "A800", "A40", "A30", "A10G", "A10", "A6000", "RTX 3090")
+    ),
+    "Ada": Architecture(AMPERE_MFU, ("L40S", "L40", "L4", "RTX 6000 Ada", "RTX 4090")),
+    "Hopper": Architecture(
+        HOPPER_MFU, ("H200", "GH200", "H200 NVL", "H100", "H100 PCIe", "H100 NVL", "H800", "H800 PCIe")
+    ),
+    "Blackwell": Architecture(HOPPER_MFU, ("B300", "GB300", "B200", "GB200", "RTX 5090")),
+}
+
+# The cards of the published runs; a prediction for any other one has not been checked.
+PUBLISHED_CARDS = ("A100-40GB", "A100-80GB", "H100", "H200", "RTX 4090")
+# Channels of the narrowest published network. Narrower ones wait for the CPU to start kernels, and reach less.
+PUBLISHED_N_EMBD = 768
+
+# Errors of the runs that set no constant: the median and the largest, rounded up.
+USUAL_ERROR = 0.15
+WORST_ERROR = 0.40
+
+# Fraction of a link's bandwidth that a ring all-reduce reaches. Measured between two H100 over NVLink: 376 of 450 GB/s
+# (NVIDIA/nccl, issue 1264); a little less is assumed for more GPUs, and the same for PCIe.
+LINK_EFFICIENCY = 0.80
+# Fraction of the memory that tensors can use: assumed; CUDA's context and fragmentation take the rest.
+USABLE_MEMORY = 0.92
+# Fraction of a micro-step that is its backward pass, which takes twice as long as the forward pass.
+BACKWARD_FRACTION = 2 / 3
+
+# Bytes of one number.
+FLOAT32 = 4
+BFLOAT16 = 2  # or float16, on GPUs before Ampere
+
+# ------------------------------------------------------------------------- the prediction
 
 
 @dataclass(frozen=True)
 class Prediction:
-    card: str
-    ranks: int
+    """One optimizer step on `ranks` GPUs. Times are in seconds."""
+
+    card: str  # the GPU's name in system.cards.CARDS
+    ranks: int  # GPUs
     parameters: int
-    B: int
-    micro_steps: int
-    memory: float  # bytes per card, of its card.gb
-    matmul_s: float
-    attention_s: float
-    memory_s: float
-    launch_s: float  # waiting for the CPU to start kernels
-    update_s: float
-    all_reduce_s: float  # what the backward pass does not hide
-    step_s: float
-    tokens_per_second: float
-    mfu: float
+    micro_batch_size: int  # sequences in one forward pass of one GPU
+    micro_steps: int  # forward and backward passes of one GPU in a step
+    memory_bytes: int  # of one GPU
+    compute_s: float  # all micro-steps and the optimizer's update
+    all_reduce_s: float  # of the gradients, the part that the backward pass does not hide
+    weight_broadcast_s: float  # ZeRO-1 only: each GPU sends the weights that it has updated to all others
+    step_s: float  # the sum of the three above
+    tokens_per_second: float  # of all GPUs
+    mfu: float  # of the whole step; recomputed FLOPs do not count
+
+
+def predict(cfg: TrainConfig, cards: str) -> Prediction:
+    """Time and memory of one step on `cards`, such as "8xH100". Raises UserError for cards that are not known, for
+    float32, and if not even one sequence fits."""
+    ranks, card_name, card = find_card(cards)
+    require(cfg.dtype != "float32", "--card predicts training in bfloat16 or float16; leave out --dtype float32")
+
+    # On the meta device the model has shapes but no data.
+    with torch.device("meta"), SkipInit():
+        model = GPT(cfg.model)
+    parameters = model.num_params()
+    weight_size = bytes_per_weight(cfg, card_name)
+
+    # The micro-batch decides the memory.
+    def memory_of(micro_batch_size: int) -> int:
+        return memory_bytes(cfg, model, ranks, weight_size, micro_batch_size)
+
+    B = choose_micro_batch_size(cfg, ranks, memory_of, USABLE_MEMORY * card.gb * 2**30)
+    asked = "one sequence" if cfg.micro_batch_size == "auto" else f"--micro-batch-size {cfg.micro_batch_size}"
+    reason = f"{cards}: {asked} of {cfg.sequence_length} tokens would not fit in {card.gb} GB"
+    require(B, f"{reason}; use a smaller one, --recompute or a larger card")
+    micro_steps = cfg.sequences_per_step // ranks // B
+
+    # Compute: the GPUs share the step's tokens evenly.
+    flops_per_token = model.flops_per_token(cfg.sequence_length)
+    peak_flops = ranks * card.tflops * 1e12
+    flops = cfg.total_batch_size * (flops_per_token + recomputed_flops_per_token(cfg, model))
+    compute_s = flops / (peak_flops * achieved_mfu(cfg, card_name))
+
+    # Communication, of which there is none on one GPU.
+    all_reduce_s = weight_broadcast_s = 0.0
+    if ranks > 1:
+        gradient_bytes = weight_size * parameters
+        embedding_bytes = weight_size * cfg.model.vocab_size * cfg.model.n_embd
+        # The last backward pass hides the all-reduce, except that of the embedding's gradient, which comes last.
+        backward_s = BACKWARD_FRACTION * compute_s / micro_steps
+        all_reduce_s = max(
+            ring_all_reduce_s(embedding_bytes, ranks, card),
+            ring_all_reduce_s(gradient_bytes, ranks, card) - backward_s,
+        )
+        match cfg.zero_stage:
+            case 0:
+                weight_broadcast_s = 0.0
+            case 1:
+                weight_broadcast_s = FLOAT32 * parameters / link_bytes_per_second(card)
+            case _:
+                raise ValueError(f"zero_stage {cfg.zero_stage}: what it sends is not counted")
+
+    step_s = compute_s + all_reduce_s + weight_broadcast_s
+    return Prediction(
+        card=card_name,
+        ranks=ranks,
+        parameters=parameters,
+        micro_batch_size=B,
+        micro_steps=micro_steps,
+        memory_bytes=memory_of(B),
+        compute_s=compute_s,
+        all_reduce_s=all_reduce_s,
+        weight_broadcast_s=weight_broadcast_s,
+        step_s=step_s,
+        tokens_per_second=cfg.total_batch_size / step_s,
+        mfu=cfg.total_batch_size * flops_per_token / (peak_flops * step_s),
+    )
 
 
 def find_card(text: str) -> tuple[int, str, Card]:
     """(count, name, card) of "8xH100", "2x A100-80GB" or "4090". Raises UserError with the known cards."""
 
-    def plain(name: str) -> str:
+    # Vendors, product lines and punctuation do not distinguish cards: "NVIDIA H100 80GB SXM" becomes "h10080gb".
+    def normalize(name: str) -> str:
         return re.sub(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[\s_-]", "", name.lower())
 
-    named = [name for name, card in CARDS.items() if card.gb]
-    known = {plain(name): name for name in named} | {plain(name) + f"{CARDS[name].gb}gb": name for name in named}
-    known["a100"] = "A100-40GB"  # the one that promises less
+    # Each card is known by its name, and by its name followed by its memory.
+    with_data_sheet = [name for name, card in CARDS.items() if card.gb]
+    known = {}
+    for name in with_data_sheet:
+        known[normalize(name)] = name
+        known[normalize(name) + f"{CARDS[name].gb}gb"] = name
+    known["a100"] = "A100-40GB"  # of the two sizes the one that promises less
+
+    # An optional count, then the name.
     count, name = re.fullmatch(r"(?:([1-9][0-9]{0,3})\s*x\s*)?(.*)", " ".join(text.split())).groups()
-    found = known.get(plain(name))
-    require(found, f"--card {text!r} is not known; use one of {', '.join(named)}, or 8xH100 for eight")
+    found = known.get(normalize(name))
+    require(found, f"--card {text!r} is not known; use one of {', '.join(with_data_sheet)}, or 8xH100 for eight")
     return int(count or 1), found, CARDS[found]
 
 
-class Work:
-    """FLOPs and bytes of one micro-step, counted from the network's shape."""
-
-    def __init__(self, cfg: TrainConfig, card: str):
-        with torch.device("meta"), NoInit():
-            self.model = GPT(cfg.model)
-        m, T = cfg.model, cfg.sequence_length
-        L, C, V = m.n_layer, m.n_embd, m.vocab_size
-        self.parameters = self.model.num_params()
-        self.half_weights = cfg.weights == "bfloat16" and card not in BEFORE_AMPERE
-        residual = 2 if self.half_weights else 4  # bytes of an element: autocast leaves it as the embedding has it
-        blocks = sum(p.numel() for p in self.model.transformer.h.parameters())
-        self.attention = 7 * L * C * T  # FLOPs per token, half of it masked: 2 in the forward, 5 in the backward pass
-        self.matmul = self.model.flops_per_token(T) - 12 * L * C * T
-        # bytes per token and channel of a block: operands of the four matmuls, attention, activation, norms, residuals
-        rope = 0 if m.positions == "learned" else 8
-        forward = 32 + 8 + 16 + rope + 2 * (2 * residual + 4)
-        backward = 64 + 24 + 24 + rope + 2 * (3 * residual + 2)
-        head = 14 * V  # bf16 logits: written, read by the softmax; their gradient written, read by two matmuls
-        kept = 28 + rope // 2 + 2 * residual  # for the backward pass
-        self.kernels = 45 * L
-        if not cfg.compile:  # each operation reads and writes memory; autocast's casts, and the logits in float32
-            forward, backward, head = forward + 28 + 3 * rope, backward + 60 + 3 * rope, 46 * V
-            self.kernels = 120 * L
-        self.traffic = L * C * (forward + backward) + head + 6 * residual * C  # and the embedding
-        self.kept = L * C * kept + 8 * C  # and the head's input with its gradient
-        self.chunk_row = V * (2 if cfg.compile else 18)  # the head's logits, of one chunk at a time, as its gradient
-        self.head_weight = V * C
-        if cfg.recompute:
-            self.matmul += 2 * blocks
-            self.attention += 2 * L * C * T
-            self.traffic += L * C * forward
-            self.kept += L * C * residual - (L - 1) * C * kept
-
-    def memory(self, tokens: int) -> float:
-        """Bytes on a card with that many tokens in a micro-step: weights, gradients and two moments as the search for
-        a micro-batch wants them, the bf16 copies of the weights, what the backward pass needs, and the head's chunk
-        with the float32 sum of its weight's gradient."""
-        head = tokens // chunks(tokens, "cuda") * self.chunk_row + 4 * self.head_weight
-        return (16 if self.half_weights else 18) * self.parameters + tokens * self.kept + head
+# ------------------------------------------------------------------------- time
 
 
-def predict(cfg: TrainConfig, cards: str) -> Prediction:
-    """Time and memory of one step. Raises UserError for unknown cards, or if not one sequence fits."""
-    ranks, name, card = find_card(cards)
-    work, T = Work(cfg, name), cfg.sequence_length
-    P, peak, bandwidth = work.parameters, card.tflops * 1e12, BANDWIDTH * card.tb_s * 1e12
-    products = peak * (MATMUL_HOPPER if name[0] in "HGB" else MATMUL)  # Hopper and Blackwell, cut by their power limit
-    require(cfg.dtype != "float32", "--card predicts training in bfloat16 or float16; leave out --dtype float32")
-    B = batch(cfg, ranks, work, MEMORY * card.gb * 2**30)
-    asked = "one sequence" if cfg.micro_batch_size == "auto" else f"--micro-batch-size {cfg.micro_batch_size}"
-    mend = "use a smaller one, --recompute or a larger card"
-    require(B, f"{cards}: {asked} of {T} tokens would not fit in {card.gb} GB; {mend}")
-    micro_steps = cfg.sequences_per_step // ranks // B
-    tokens = micro_steps * B * T  # of one rank
-    matmul_s = tokens * work.matmul / products
-    attention_s = tokens * work.attention / (ATTENTION * peak)
-    sums = chunks(B * T, "cuda") * 12 * work.head_weight  # the head's chunks of a gradient, read and added up
-    memory_s = (tokens * work.traffic + micro_steps * (16 * P + sums)) / bandwidth  # weights cast, gradients added up
-    busy_s = matmul_s + attention_s + memory_s
-    passes_s = max(busy_s, micro_steps * work.kernels * LAUNCH)
-    update_s = update(cfg, work, products, bandwidth)
-    link = LINK * card.link_gb_s * 1e9
-    if cfg.zero_stage == 1 and ranks > 1:
-        update_s = update_s / ranks + 4 * P / link  # each rank updates a share and sends it to all
-    gradient = (2 if work.half_weights else 4) * P * 2 * (ranks - 1) / ranks / link  # a ring
-    last = gradient * cfg.model.vocab_size * cfg.model.n_embd / P  # the embedding's comes last: nothing hides it
-    all_reduce_s = max(last, gradient - passes_s / micro_steps * 2 / 3)
-    step_s = passes_s + update_s + all_reduce_s
-    speed = cfg.total_batch_size / step_s
-    mfu = speed * work.model.flops_per_token(T) / (ranks * peak)
-    return Prediction(name, ranks, P, B, micro_steps, work.memory(B * T), matmul_s, attention_s, memory_s,
-                      passes_s - busy_s, update_s, all_reduce_s, step_s, speed, mfu)  # fmt: skip
+def achieved_mfu(cfg: TrainConfig, card_name: str) -> float:
+    """The fraction of its peak FLOP/s that this card reaches."""
+    for architecture in ARCHITECTURES.values():
+        if card_name in architecture.cards:
+            return architecture.mfu.compiled if cfg.compile else architecture.mfu.eager
+    raise ValueError(f"{card_name} is in no architecture: add it to ARCHITECTURES in training/predict.py")
 
 
-def batch(cfg: TrainConfig, ranks: int, work: Work, room: float) -> int:
-    """The micro-batch: the one asked for, or the one that --micro-batch-size auto would come to; 0 if none fits."""
-    auto = cfg.micro_batch_size == "auto"
-    asked = replace(cfg, micro_batch_size=1) if auto else cfg
-    rt = Runtime(torch.device("cpu"), torch.bfloat16, world_size=ranks)
-    choices = [micro_batch_size(asked, rt, work.model, work.model)]  # raises UserError if it does not divide the batch
-    if auto:
-        share = cfg.sequences_per_step // ranks
-        choices = [b for b in range(min(64, share), 0, -1) if share % b == 0]
-    tried = math.inf
-    for b in choices:
-        if 2 * b <= tried:  # as microbatch.probe halves
-            tried = b
-            if work.memory(b * cfg.sequence_length) <= room:
-                return b
-    return 0
+def recomputed_flops_per_token(cfg: TrainConfig, model: GPT) -> float:
+    """FLOPs per token that --recompute adds: one more forward pass of all blocks, a third of their three passes."""
+    if not cfg.recompute:
+        return 0.0
+    blocks = sum(p.numel() for p in model.transformer.h.parameters())
+    attention = 4 * cfg.model.n_layer * cfg.model.n_embd * cfg.sequence_length  # scores, and their sums of values
+    return 2 * blocks + attention
 
 
-def update(cfg: TrainConfig, work: Work, products: float, bandwidth: float) -> float:
-    """Seconds to clip the gradients and update all parameters on one card."""
-    named = dict(work.model.named_parameters())
-    muon = [p for group in parameter_groups(named, cfg).get("muon", []) for p in group["params"]]
-    flops = 0
-    for p in muon:  # each iteration of Newton-Schulz: X @ X.T, its square, and that times X (Jordan 2024)
-        n = matrices(p)
-        short, long = sorted((p.size(0) // n, p.size(1)))
-        flops += n * len(NEWTON_SCHULZ[cfg.newton_schulz]) * (4 * short**2 * long + 2 * short**3)
-    # gradients read for the norm, scaled; AdamW reads weight, gradient, two moments, and writes all but the gradient
-    moved = work.parameters * (40 + (16 if work.half_weights else 0))  # and to and from float32
-    return flops / products + moved / bandwidth
+def link_bytes_per_second(card: Card) -> float:
+    """What reaches the other GPUs of the machine, per direction."""
+    return LINK_EFFICIENCY * card.link_gb_s * 1e9
+
+
+def ring_all_reduce_s(size: int, ranks: int, card: Card) -> float:
+    """Seconds to sum `size` bytes over all GPUs in a ring: each link carries the bytes twice, less each GPU's share."""
+    return 2 * (ranks - 1) / ranks * size / link_bytes_per_second(card)
+
+
+# ------------------------------------------------------------------------- memory
+# L: n_layer, C: n_embd, V: vocab_size.
+
+
+def bytes_per_weight(cfg: TrainConfig, card_name: str) -> int:
+    """Bytes of one number of the model's weights, of their gradients, and of the residual stream."""
+    match cfg.weights:
+        case "float32":
+            return FLOAT32
+        case "bfloat16":
+            return FLOAT32 if card_name in BEFORE_AMPERE else BFLOAT16
+        case _:
+            raise ValueError(f"weights {cfg.weights!r}: their bytes are not counted")
+
+
+def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, micro_batch_size: int) -> int:
+    """Bytes on one GPU when micro-steps of that many sequences run."""
+    tokens = micro_batch_size * cfg.sequence_length
+
+    # Of each parameter: a weight and a gradient. Then autocast's copy of a float32 weight in bfloat16, or the float32
+    # master weight of a bfloat16 weight.
+    other_copy = BFLOAT16 if weight_size == FLOAT32 else FLOAT32
+    state = (2 * weight_size + other_copy) * model.num_params() + optimizer_bytes(cfg, model, ranks)
+
+    # The head takes its rows in chunks. While it works on one, it holds the logits of the chunk (rows, V), which become
+    # their own gradient, and the float32 sum (V, C) of its weight's gradients over the chunks. Eager, the softmax and
+    # its gradient take four more tensors of the logits' shape, in float32.
+    V, C = cfg.model.vocab_size, cfg.model.n_embd
+    logit = BFLOAT16 if cfg.compile else BFLOAT16 + 4 * FLOAT32
+    rows = tokens // num_chunks(tokens, "cuda")
+    head = rows * V * logit + FLOAT32 * V * C
+
+    return state + tokens * activation_bytes_per_token(cfg, weight_size) + head
+
+
+def optimizer_bytes(cfg: TrainConfig, model: GPT, ranks: int) -> int:
+    """Bytes of optimizer state on one GPU: what the run's optimizers keep of their parameters, by the table that
+    creates
+    it. With ZeRO-1 each rank keeps about its share."""
+    groups_by_optimizer = optim.parameter_groups(dict(model.named_parameters()), cfg)
+    numbers = 0
+    for name, groups in groups_by_optimizer.items():
+        for group in groups:
+            numbers += optim.state_numel(optim.OPTIMIZERS[name], group["params"])
+    match cfg.zero_stage:
+        case 0:
+            return FLOAT32 * numbers
+        case 1:
+            return FLOAT32 * numbers // ranks
+        case _:
+            raise ValueError(f"zero_stage {cfg.zero_stage}: what it keeps is not counted")
+
+
+def activation_bytes_per_token(cfg: TrainConfig, residual_size: int) -> int:
+    """Bytes per token that the forward pass keeps for the backward pass; residual_size: bytes of a number of
+    the residual stream, which autocast leaves in the embedding's precision.
+
+    | in one block              | numbers per token | bytes of each |
+    |---------------------------|-------------------|---------------|
+    | inputs of the two norms   | 2 C               | residual_size |
+    | outputs of the two norms  | 2 C               | 2             |
+    | queries, keys, values     | 3 C               | 2             |
+    | output of the attention   | C                 | 2             |
+    | rotated queries and keys  | 2 C, rotary only  | 2             |
+    | input of the activation   | 4 C               | 2             |
+    | output of the activation  | 4 C               | 2             |
+    """
+    L, C = cfg.model.n_layer, cfg.model.n_embd
+    bfloat16_numbers = (2 + 3 + 1 + rotated_numbers(cfg.model) + mlp_numbers(cfg.model)) * C
+    block = 2 * C * residual_size + bfloat16_numbers * BFLOAT16
+
+    # The head keeps its input and its input's gradient in float32.
+    head = 2 * C * FLOAT32
+
+    # With --recompute every block keeps only its input, and the block whose backward pass runs keeps everything.
+    blocks = L * C * residual_size + block if cfg.recompute else L * block
+    return blocks + head
+
+
+def rotated_numbers(config: GPTConfig) -> int:
+    """Numbers per token and channel kept of the rotated queries and keys."""
+    match config.positions:
+        case "learned":
+            return 0
+        case "rope" | "half_rope":
+            return 2
+        case _:
+            raise ValueError(f"positions {config.positions!r}: what they keep for the backward pass is not counted")
+
+
+def mlp_numbers(config: GPTConfig) -> int:
+    """Numbers per token and channel kept of the activation function: its input and its output, each four times C."""
+    match config.activation:
+        case "gelu" | "gelu_erf" | "relu2":
+            return 4 + 4
+        case _:
+            raise ValueError(f"activation {config.activation!r}: what it keeps for the backward pass is not counted")
+
+
+def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[int], int], usable_bytes: float) -> int:
+    """Sequences in a forward pass: --micro-batch-size, or what its `auto` would find; 0 if that does not fit. Raises
+    UserError if the step's sequences do not split evenly over the ranks and the micro-batches."""
+    if cfg.micro_batch_size == "auto":
+        candidates = microbatch.halving_candidates(microbatch.sequences_per_rank(cfg, ranks))
+    else:
+        candidates = [microbatch.check_micro_batch_size(cfg, ranks, cfg.micro_batch_size)]
+    return next((B for B in candidates if memory_of(B) <= usable_bytes), 0)
+
+
+# ------------------------------------------------------------------------- the report
 
 
 def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
-    """What --dry-run --card prints."""
-    hours = max_steps * p.step_s / 3600
-    usd = f"${hours * p.ranks * cfg.gpu_hour_usd:.2f}" if cfg.gpu_hour_usd else "price: --gpu-hour-usd"
-    split = f"{p.ranks} x {p.micro_steps} x {p.B} x {cfg.sequence_length}"
-    parts = {"matmuls": p.matmul_s, "attention": p.attention_s, "memory": p.memory_s, "launches": p.launch_s,
-             "update": p.update_s, "waiting for gradients": p.all_reduce_s}  # fmt: skip
+    """What --dry-run --card prints about a run of max_steps."""
+    # Time and price of the whole run, without evaluation.
+    seconds = max_steps * p.step_s
+    gpu_hours = seconds / 3600 * p.ranks
+    cost = format_cost(seconds, p.ranks, cfg.gpu_hour_usd)
+
+    split = f"{p.ranks} x {p.micro_steps} x {p.micro_batch_size} x {cfg.sequence_length}"
     lines = [
         f"{cfg.preset}: {p.parameters:,} parameters on {p.ranks} x {p.card}, predicted, nothing was run",
-        f"predicted memory per card {p.memory / 2**30:.1f} of {CARDS[p.card].gb} GB with the largest micro-batch that "
-        f"fits, {p.B} (ranks x micro-steps x sequences x T: {split})",
-        f"predicted step {p.step_s * 1e3:,.0f} ms ({', '.join(f'{k} {v * 1e3:,.0f}' for k, v in parts.items())}): "
+        f"predicted memory per card {p.memory_bytes / 2**30:.1f} of {CARDS[p.card].gb} GB with the largest micro-batch "
+        f"that fits, {p.micro_batch_size} (ranks x micro-steps x sequences x T: {split})",
+        f"predicted step {p.step_s * 1e3:,.0f} ms (compute {p.compute_s * 1e3:,.0f}, waiting for gradients "
+        f"{p.all_reduce_s * 1e3:,.0f}, sending weights {p.weight_broadcast_s * 1e3:,.0f}): "
         f"{p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.0%}; excluding evaluation",
-        f"predicted for {max_steps} steps: {format_duration(hours * 3600)}, {hours * p.ranks:,.1f} GPU-hours; {usd}",
+        f"predicted for {max_steps} steps: {format_duration(seconds)}, {gpu_hours:,.1f} GPU-hours; {cost}",
         f"published runs: half are within {USUAL_ERROR:.0%} of what is predicted, all within {WORST_ERROR:.0%} "
         "(docs/costs.md); --dry-run on the card itself measures",
     ]
+
+    # What makes this prediction less certain than those of the published runs.
+    if p.card not in PUBLISHED_CARDS:
+        lines.append(f"no published run used this card ({p.card}): its MFU is assumed (docs/costs.md)")
+    if cfg.model.n_embd < PUBLISHED_N_EMBD:
+        lines.append(f"a network of fewer than {PUBLISHED_N_EMBD} channels reaches a lower MFU than is predicted")
     if cfg.init_from not in ("scratch", "gpt2"):
         lines.append(f"the network is the one of the --model flags, whatever --init-from {cfg.init_from} holds")
     if p.ranks > 8:

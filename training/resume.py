@@ -1,164 +1,181 @@
-"""A run's progress: how far it is, how that is found again, and what may differ when it goes on."""
+"""Starting or resuming a run: which checkpoint it continues from, and what may differ from the run that made it.
+
+    saved = find_checkpoint(cfg)                   # the train state that --resume names, or None
+    cfg, model = resolve_network(cfg, saved)       # the network that is really trained; --init-from may determine it
+    run = load_or_start(cfg, rt, data, saved)      # how far the run is
+
+Called by train_gpt2.py before anything is built. A resumed run continues to the same bits; what would silently change
+its result is refused.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
-from training import checkpoint, optim
-from training.config import TrainConfig, drift
+from training import checkpoint, schedule
+from training.config import TrainConfig, config_drift
 from training.metrics_file import read_metrics
-from training.presets import model_from_init
+from training.open_model import open_model
+from training.presets import is_network_from_init
+from training.run_state import RunState
 
-EVALUATIONS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
-
-
-@dataclass
-class Run:
-    """How far a run is. Checkpoints include it, so a resumed run does nothing twice."""
-
-    max_steps: int
-    data_id: str  # Loader.fingerprint: a resumed run must find the same data
-    step: int = 0
-    measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # at this step: a line of metrics.jsonl
-    evaluated: bool = False  # whether this step's evaluations are done
-    best: dict[str, Any] | None = None  # step and val loss of the best saved step: no other can be kept as the best
-    stored: int | None = None  # the step of the newest checkpoint in this run's folder
-    saved: dict[str, Any] | None = None  # the train state it resumes from
-
-    def __post_init__(self):
-        self.start = self.step
-
-    @property
-    def last(self) -> bool:
-        return self.step == self.max_steps
-
-    @property
-    def complete(self) -> bool:
-        return self.step > self.max_steps or (self.last and self.evaluated)
-
-    def due(self, every: int) -> bool:
-        """Whether something with period `every` (0: never) is due; on the last step everything enabled is."""
-        return every > 0 and (self.step % every == 0 or self.last)
-
-    def save_due(self, every: int) -> bool:
-        """Whether this step is to be saved; a period of 0 leaves the last."""
-        return self.step > self.start and (self.last or self.due(every))
-
-    def note_best(self) -> None:
-        """Once this step is both saved and evaluated: is it the best?"""
-        val_loss = self.measured.get("val_loss")
-        if val_loss is not None and self.stored == self.step:
-            if self.best is None or val_loss < self.best["val_loss"]:
-                self.best = {"step": self.step, "val_loss": val_loss}
-
-    @property
-    def best_step(self) -> int | None:
-        return self.best["step"] if self.best else None
-
-    def advance(self) -> None:
-        """On to the next step, of which nothing is known yet."""
-        self.step += 1
-        self.measured, self.evaluated = {"step": self.step}, False
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {
-            "step": self.step, "record": self.measured, "best": self.best, "evaluated": self.evaluated,
-            "max_steps": self.max_steps, "data": self.data_id,
-        }  # fmt: skip
+EVALUATION_KEYS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
 
-def find(cfg: TrainConfig, rt: Runtime, data: Loader) -> Run:
-    """The run as far as it is: new, or resumed from a checkpoint that fits this run's config, data and folder. Raises
-    UserError rather than overwrite another run or later steps of this one."""
-    run = Run(cfg.horizon(data.order.per_epoch), data.fingerprint())
-    saved = find_saved(cfg)
-    check_ranks(rt, saved, run)
-    if saved is None:
-        return run
-    check_drift(cfg, saved, run)
-    step, best, measured = saved["step"], saved["best"], saved["record"]
-    if best and not checkpoint.model_path(cfg.run_dir, best["step"]).exists():
-        best = None  # it is in the folder of another run, from which this one starts
-    here = saved["model_file"].parent.resolve() == cfg.run_dir.resolve()
-    evaluated = saved["evaluated"]
-    if here and not evaluated:  # it was saved before it was evaluated; metrics.jsonl knows what came of that
-        for line in read_metrics(cfg.run_dir / "metrics.jsonl"):
-            if line["step"] == step:
-                evaluated = True
-                measured = measured | {key: line[key] for key in EVALUATIONS if key in line}
-    stored = step if here else None
-    return Run(run.max_steps, run.data_id, step, measured, evaluated, best, stored, saved)
-
-
-def find_saved(cfg: TrainConfig) -> dict[str, Any] | None:
+def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     """The train state that --resume names, or None for a new run. Raises UserError if the run folder already holds a
     run that this one would overwrite."""
-    out, newest = cfg.run_dir, checkpoint.latest_step(cfg.run_dir)
+    run_dir = cfg.run_dir
+    newest = checkpoint.latest_step(run_dir)
     saved = None
-    if cfg.resume == "auto" and newest is not None:
-        saved = checkpoint.read_train_state(out)
-    elif cfg.resume not in ("auto", "none"):
+    if cfg.resume == "auto":
+        if newest is not None:
+            saved = checkpoint.read_train_state(run_dir)
+    elif cfg.resume != "none":
         saved = checkpoint.read_train_state(cfg.resume)
+
+    # A run is never overwritten: not by a new one, not by one that resumes from an earlier step.
     if newest is not None and (saved is None or saved["step"] < newest):
-        how = "auto" if cfg.resume == "none" else checkpoint.model_path(out, newest)  # auto needs the preset, too
-        mend = f"continue it with --resume {how}, or write to another folder with --out-dir"
-        raise UserError(f"{out} already holds a run at step {newest}, which is never overwritten; {mend}")
-    if newest is None and (weights := checkpoint.complete_steps(out, ["model"])):  # as pulled without the optimizer
-        path = checkpoint.model_path(out, weights[-1])
-        why = f"{path} has no whole optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
-        raise UserError(f"{why}; to train on from them, use --init-from {path} and another --out-dir")
+        # Without --resume the same command with `auto` is right: it names the preset. A path reads the config there.
+        how = "auto" if cfg.resume == "none" else checkpoint.model_path(run_dir, newest)
+        fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
+        raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
+
+    # Nor are weights without their optimizer, as they are pulled from the Hub or left by a damaged disk.
+    weights_only = checkpoint.complete_steps(run_dir, ["model"])
+    if newest is None and weights_only:
+        path = checkpoint.model_path(run_dir, weights_only[-1])
+        problem = (
+            f"{path} has no complete optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
+        )
+        raise UserError(f"{problem}; to train on from them, use --init-from {path} and another --out-dir")
     return saved
 
 
-def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: Run) -> None:
+# ------------------------------------------------------------------------- the network
+
+
+def resolve_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT | None]:
+    """The config with the network that is really trained, and the weights of --init-from if the run begins with them.
+    From here on `cfg.model` is the one truth. Raises UserError if the weights are of another network than asked for."""
+    if cfg.init_from == "scratch":
+        return cfg, None
+
+    # A resumed run keeps the network of its checkpoint, which --init-from determined when the run began. If --model
+    # flags ask for a network, only the vocabulary is the checkpoint's; check_drift compares the rest.
+    if saved:
+        old_network = TrainConfig.from_dict(saved["config"]).model
+        if is_network_from_init(cfg):
+            return with_network(cfg, old_network), None
+        return with_network(cfg, replace(cfg.model, vocab_size=old_network.vocab_size)), None
+
+    # A new run begins with these weights. The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets
+    # pad them to a round number.
+    model = open_model(cfg.init_from)
+    print0(f"weights of {cfg.init_from}")
+    found, wanted = vars(model.config), vars(cfg.model)
+    names = [name for name in found if found[name] != wanted[name] and name != "vocab_size"]
+    different = ", ".join(f"{name} is {found[name]}, not {wanted[name]}" for name in names)
+    require(
+        not different or is_network_from_init(cfg),
+        f"in --init-from {cfg.init_from}, {different}; drop the --model flags",
+    )
+    return with_network(cfg, model.config), model
+
+
+def with_network(cfg: TrainConfig, network: GPTConfig) -> TrainConfig:
+    """The same settings with another network. Raises UserError if --sequence-length exceeds its context."""
+    T, limit = cfg.sequence_length, network.block_size
+    require(T <= limit, f"--sequence-length {T} is too long for {cfg.init_from}; use --sequence-length {limit}")
+    return replace(cfg, model=network)
+
+
+# ------------------------------------------------------------------------- the progress
+
+
+def load_or_start(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, Any] | None) -> RunState:
+    """How far the run is: at its beginning, or at the checkpoint `saved` if that fits this run's config and data.
+    Raises UserError if it does not fit. Every rank must call it."""
+    run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
+    check_ranks_agree(rt, saved, run)
+    if saved is None:
+        return run
+    check_drift(cfg, saved, run)
+
+    # The best step cannot be kept if it is in another run's folder, from which this one starts.
+    step, best = saved["step"], saved["best"]
+    if best and not checkpoint.model_path(cfg.run_dir, best["step"]).exists():
+        best = None
+
+    # A checkpoint is written before its step is evaluated. metrics.jsonl knows whether that has happened since, and
+    # with which result.
+    evaluated, measured = saved["evaluated"], saved["record"]
+    is_in_run_dir = saved["model_file"].parent.resolve() == cfg.run_dir.resolve()
+    if is_in_run_dir and not evaluated:
+        for row in read_metrics(cfg.run_dir / "metrics.jsonl"):
+            if row["step"] == step:
+                evaluated = True
+                measured = measured | {key: row[key] for key in EVALUATION_KEYS if key in row}
+
+    last_saved_step = step if is_in_run_dir else None
+    return RunState(run.max_steps, run.data_id, step, measured, evaluated, best, last_saved_step)
+
+
+def check_ranks_agree(rt: Runtime, saved: dict[str, Any] | None, run: RunState) -> None:
+    """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
+    may not, and DDP would train different weights side by side without a word. Every rank must call it."""
+    step = saved["step"] if saved else -1
+    data_hash = int(run.data_id[:15], 16)  # 60 bits fit in an int64
+    own = torch.tensor([step, run.max_steps, data_hash], device=rt.device)
+    rank0, *others = torch.stack(rt.all_gather(own)).tolist()  # (ranks, 3)
+    names = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
+    fix = "every machine must see the same --out-dir and --data-dir and get the same flags"
+    for rank, other in enumerate(others, start=1):
+        for name, value, value0 in zip(names, other, rank0, strict=True):
+            require(value == value0, f"rank {rank} and rank 0 differ in {name}: {value} and {value0}; {fix}")
+
+
+def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
     """Print what has changed since the checkpoint was made. Raises UserError if that shapes the result, unless
     --allow-drift accepts it; the network cannot change at all."""
     old = TrainConfig.from_dict(saved["config"])
-    if cfg.init_from != "scratch":  # which set the network when the run began, or at least the vocabulary
-        model = old.model if model_from_init(cfg) else replace(cfg.model, vocab_size=old.model.vocab_size)
-        cfg = replace(cfg, model=model)
-    harmless, refused = drift(old, cfg)
+    harmless, refused = config_drift(old, cfg)
     for change in harmless:
         if change.split(":")[0] not in ("resume", "out_dir"):
             print0(f"resume: {change}")
+
+    # The same shards in another order are other data, too: versions up to November 2026 did not shuffle small shards
+    # together. The fingerprint is HASH or HASH-SHARDS_PER_GROUP.
     if saved["data"] != run.data_id:
-        same = saved["data"].partition("-")[0] == run.data_id.partition("-")[0]  # older versions mixed none
-        why = "would now be mixed in another way" if same else "are not those the run was trained on"
-        refused.append(f"data: the shards in {cfg.data_dir} {why}")
+        same_shards = saved["data"].partition("-")[0] == run.data_id.partition("-")[0]
+        change = "would now be shuffled differently" if same_shards else "are not those the run was trained on"
+        refused.append(f"data: the shards in {cfg.data_dir} {change}")
+
     network = [c for c in refused if c.startswith("model.") and not c.startswith("model.vocab_size")]
-    why = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
-    mend = "its network cannot change" if network else "or continue anyway with --allow-drift"
-    require(not refused or (cfg.allow_drift and not network), f"{why}. Restore them; {mend}")
+    problem = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
+    fix = "its network cannot change" if network else "or continue anyway with --allow-drift"
+    require(not refused or (cfg.allow_drift and not network), f"{problem}. Restore them; {fix}")
     for change in refused:
         print0(f"resume, by --allow-drift: {change}")
-    tell_rate(cfg, old, saved, run)
+    print_rate_change(cfg, old, saved, run)
 
 
-def tell_rate(cfg: TrainConfig, old: TrainConfig, saved: dict[str, Any], run: Run) -> None:
-    """Say what another number of steps makes of the learning rate, which optim.lr_factor decides."""
-    if saved["max_steps"] != run.max_steps:
-        before = optim.lr_factor(saved["step"], saved["max_steps"], old) * old.max_lr
-        after = optim.lr_factor(saved["step"], run.max_steps, cfg) * cfg.max_lr
-        moves = f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}"
-        spans = f"{saved['max_steps']} steps become {run.max_steps}; the {cfg.schedule} schedule now spans them"
-        print0(f"resume: {spans}, and the learning rate at step {saved['step']} {moves}")
-
-
-def check_ranks(rt: Runtime, saved: dict[str, Any] | None, run: Run) -> None:
-    """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
-    may not: DDP would train them side by side, from different weights, without a word."""
-    step = saved["step"] if saved else -1
-    found = torch.tensor([step, run.max_steps, int(run.data_id[:15], 16)], device=rt.device)
-    first, *others = torch.stack(rt.all_gather(found)).tolist()
-    names = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
-    for rank, other in enumerate(others, 1):
-        for what, theirs, ours in zip(names, other, first, strict=True):
-            mend = "every machine must see the same --out-dir and --data-dir and get the same flags"
-            require(theirs == ours, f"rank {rank} and rank 0 differ in {what}: {theirs} and {ours}; {mend}")
+def print_rate_change(cfg: TrainConfig, old: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
+    """Say what another number of steps makes of the learning rate."""
+    step, old_steps = saved["step"], saved["max_steps"]
+    if old_steps == run.max_steps:
+        return
+    before = schedule.lr_factor(step, old_steps, old) * old.max_lr
+    after = schedule.lr_factor(step, run.max_steps, cfg) * cfg.max_lr
+    change = f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}"
+    print0(
+        f"resume: {old_steps} steps become {run.max_steps}; the {cfg.schedule} schedule now spans them, "
+        f"and the learning rate at step {step} {change}"
+    )

@@ -1,4 +1,12 @@
-"""Stopping: the signals and the time limit that end a run, which all its ranks then agree on."""
+"""Stopping a run cleanly: signals and --time-limit ask for it, and all ranks then agree on when.
+
+    stop = StopRequest("3h50m")
+    with stop.handle_signals():
+        ...
+        stop.check(rt)      # raises Stopped on all ranks at the same place
+
+Called by train_gpt2.py, which saves the run and exits with code 0.
+"""
 
 from __future__ import annotations
 
@@ -9,87 +17,122 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import IntEnum
 from typing import Any
 
 from system.cli import env_rank
 from system.distributed import Runtime
 from system.units import parse_duration
 
-FAILED = 2  # what a rank whose evaluation failed answers where the others check whether to stop, 0 or 1
+SECOND_SIGNAL_AFTER_S = 2.0
 
 
-class FailedElsewhere(Exception):
-    """Another rank has failed, and says why."""
+class Vote(IntEnum):
+    """What a rank says where the ranks agree on how to continue. The highest vote of all ranks holds for all."""
 
-
-def failed(rt: Runtime) -> None:
-    """Tell the ranks that wait in Stop.check, or will."""
-    rt.all_reduce_max(FAILED)
+    CONTINUE = 0
+    STOP = 1
+    EVALUATION_FAILED = 2
 
 
 class Stopped(Exception):
     """All ranks have agreed to stop."""
 
 
-class Stop:
-    """Whether and why to stop: a signal (its name, once one has come), or --time-limit, counted from here."""
+class EvaluationFailedElsewhere(Exception):
+    """An evaluation has failed on another rank, which prints the reason."""
+
+
+class StopRequest:
+    """Whether and why this rank was asked to stop: by a signal, or because --time-limit, counted from here, is over."""
 
     def __init__(self, time_limit: str = ""):
-        self.signal: str | None = None
-        self.limit, self.began = parse_duration(time_limit), time.monotonic()
+        self.signal: str | None = None  # the name of the first signal that came
+        self.limit_s = parse_duration(time_limit)
+        self.start_time = time.monotonic()
 
-    def seconds(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self.start_time
 
-    def asked(self) -> bool:
+    def is_over_time(self) -> bool:
+        return self.elapsed_s() > self.limit_s
+
+    def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self.signal is not None or self.seconds() > self.limit
+        return self.signal is not None or self.is_over_time()
 
     def check(self, rt: Runtime, timed: bool = True) -> None:
-        """Raise Stopped on all ranks if any was asked to stop, FailedElsewhere if one said `failed` in place of this.
-        timed=False ignores --time-limit, as in the first evaluation, so at least one step runs."""
-        found = rt.all_reduce_max(int(bool(self.asked() if timed else self.signal)))
-        if found == FAILED:
-            raise FailedElsewhere
-        if found:
-            raise Stopped
+        """Raise Stopped on all ranks if any was asked to stop, or EvaluationFailedElsewhere if one has reported a
+        failed evaluation in place of this call. Every rank must call it, equally often. timed=False ignores
+        --time-limit, as in the first evaluation, so that every start does at least one step."""
+        requested = self.is_requested() if timed else self.signal is not None
+        match agree(rt, Vote.STOP if requested else Vote.CONTINUE):
+            case Vote.STOP:
+                raise Stopped
+            case Vote.EVALUATION_FAILED:
+                raise EvaluationFailedElsewhere
 
-    def why(self) -> str:
+    def reason(self) -> str:
         if self.signal:
             return f"signal {self.signal}"
-        return "the time limit" if self.seconds() > self.limit else "the time limit or another rank's signal"
+        return "the time limit" if self.is_over_time() else "the time limit or another rank's signal"
 
     @contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask to stop, which a collective shares with all ranks; a later signal kills as usual, but
-        not at once: torchrun passes on what a terminal or Slurm has sent to its ranks already. A helper thread receives
-        the signals while this one blocks them: compilers started here inherit the mask and survive Ctrl-C."""
+    def handle_signals(self) -> Iterator[None]:
+        """Let SIGTERM and SIGINT ask for a stop inside this context. The first one is noted, and the run saves itself
+        at
+        the next step. A later one ends the process as usual, without saving.
 
-        def kill_as_usual() -> None:
-            for s in before:  # by the C library: Python sets handlers in its main thread only, perhaps in a collective
-                ctypes.CDLL(None).signal(int(s), None)
+        Two things make this more than signal.signal():
 
-        kill_from_now = threading.Timer(2, kill_as_usual)  # seconds
-        kill_from_now.daemon = True
+        - torchrun passes a signal on to its ranks that a terminal or Slurm has already sent to them directly. So the
+          same Ctrl-C may arrive twice, and a second signal must not end the process within the first two seconds.
+        - The compilers that torch.compile starts would die of a Ctrl-C meant for the run. Processes inherit the signal
+          mask of the thread that starts them, so this thread blocks both signals. A thread that does nothing else
+          leaves them unblocked: the kernel delivers them there, and Python runs the handler in the main thread.
+        """
+        handled = (signal.SIGTERM, signal.SIGINT)
 
+        # Step 3, two seconds after the first signal: a further signal kills the process. Set through the C library,
+        # because Python sets handlers in its main thread only, which may be waiting in a collective.
+        def restore_default_action() -> None:
+            for number in handled:
+                ctypes.CDLL(None).signal(int(number), None)
+
+        timer = threading.Timer(SECOND_SIGNAL_AFTER_S, restore_default_action)
+        timer.daemon = True
+
+        # Step 2, when a signal comes: note the first one and tell the user. os.write instead of print: the signal may
+        # have interrupted a print, which cannot be entered twice.
         def handler(number: int, frame: Any) -> None:
             if self.signal is not None:
                 return
             self.signal = signal.Signals(number).name
-            kill_from_now.start()
-            words = f"{self.signal}: saving the run, then stopping; a second signal stops without saving\n"
+            timer.start()
+            message = f"{self.signal}: saving the run, then stopping; a second signal stops without saving\n"
             if env_rank() == 0:
-                with suppress(OSError):  # not print: the signal may have interrupted one, which cannot be reentered
-                    os.write(1, words.encode())
+                with suppress(OSError):
+                    os.write(1, message.encode())
 
-        before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+        # Step 1: install the handler, start the thread that receives the signals, block them in this one.
+        previous = {number: signal.signal(number, handler) for number in handled}
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             yield
         finally:
-            kill_from_now.cancel()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-            for s, h in before.items():
-                signal.signal(s, h)
+            timer.cancel()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+            for number, previous_handler in previous.items():
+                signal.signal(number, previous_handler)
+
+
+def agree(rt: Runtime, vote: Vote) -> Vote:
+    """The highest vote of all ranks. Every rank must call it."""
+    return Vote(rt.all_reduce_max(int(vote)))
+
+
+def report_failed_evaluation(rt: Runtime) -> None:
+    """Tell the other ranks, which wait in StopRequest.check or will, that this rank's evaluation has failed."""
+    agree(rt, Vote.EVALUATION_FAILED)

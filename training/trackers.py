@@ -3,7 +3,8 @@
     tracker = make_tracker(cfg, start_step, last_logged_step)
     tracker.log_scalars(step, {"train_loss": 3.2})
 
-Called by training/metrics.py on rank 0. To add one: a class here, its name in TrainConfig.tracker, a case in make_tracker.
+Called by training/metrics.py on rank 0. To add one: a class here, its name in TrainConfig.tracker, a case in
+make_tracker.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from training import checkpoint, convert, hellaswag_eval, metrics_file, resume
 from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.step import Step
+from training.step import TrainStep
 
 SECONDS = 10  # for one input
 ROOM = 3 << 30  # bytes of address space a child may add: a file that asks for more is refused by the machine
@@ -90,11 +90,11 @@ def tiny() -> GPT:
 
 def stepped(saved: dict | None = None) -> Step:
     """A step made, as of a run that resumes from what was saved."""
-    step = Step(QUICK, CPU, tiny())
+    step = TrainStep(QUICK, CPU, tiny())
     if saved:
         TrainConfig.from_dict(saved["config"])
         step.restore(saved)
-        step.set_rates(saved["step"], saved["max_steps"])
+        step.set_learning_rates(saved["step"], saved["max_steps"])
     sum(p.sum() for p in step.model.parameters()).backward()
     step.update()
     return step

@@ -1,0 +1,96 @@
+"""Muon (Jordan 2024): momentum whose matrices are made orthogonal before they are applied.
+
+    mark_matrices("transformer.h.0.attn.c_attn.weight", weight)
+    optimizer = Muon([{"params": [weight]}], lr=0.02, momentum=0.95)
+
+Called by training/optim.py for the matrices of the blocks. As in modded-nanogpt, with Nesterov momentum and a rate that
+grows with sqrt(max(1, rows / columns)).
+"""
+
+import torch
+from torch import Tensor
+
+# Newton-Schulz in bfloat16 is precise enough (Jordan 2024), and the fastest where Muon is worth its time.
+NEWTON_SCHULZ_DTYPE = torch.bfloat16
+
+# Coefficients (a, b, c) of the polynomial a X + b (X X^T) X + c (X X^T)^2 X that each iteration applies.
+NEWTON_SCHULZ_ITERATIONS = {
+    # Five iterations bring the singular values into about [0.7, 1.2]; they do not converge (Jordan 2024).
+    "fast": 5 * [(3.4445, -4.7750, 2.0315)],
+    # Converges to 1 (modded-nanogpt's simple trainer).
+    "exact": 12 * [(2.0, -1.5, 0.5)],
+}
+
+
+def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Tensor:
+    """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations."""
+    # Work on wide matrices, where X X^T is the smaller product.
+    is_tall = X.size(-2) > X.size(-1)
+    if is_tall:
+        X = X.mT
+    X = X.to(NEWTON_SCHULZ_DTYPE)
+
+    # The iterations converge only from singular values below about 1: divide by the Frobenius norm.
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-10)
+    for a, b, c in iterations:
+        A = X @ X.mT  # (n, rows, rows)
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return X.mT if is_tall else X
+
+
+def mark_matrices(name: str, p: Tensor) -> None:
+    """Note on a parameter (rows, columns) which matrices are stacked in it, as the number of rows of each.
+
+    The queries, keys and values share one parameter but are three matrices, which Muon makes orthogonal one by one.
+    They are known by the parameter's name; that it is three times as tall as wide would also be true of some MLPs.
+    """
+    if name.endswith("attn.c_attn.weight"):
+        p.matrix_rows = (p.size(1), p.size(1), p.size(1))
+    else:
+        p.matrix_rows = (p.size(0),)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for parameters (rows, columns) that `mark_matrices` has marked.
+
+    Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. It keeps the
+    state of torch.optim.Muon and loads it. `step` uses the gradients' memory: afterwards they hold no gradients.
+    """
+
+    def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "newton_schulz": newton_schulz}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+
+            # Nesterov momentum: the buffer averages the gradients, the update looks one step ahead. The updates take
+            # the gradients' memory, which saves a copy of every matrix.
+            gradients = [p.grad for p in params]
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            torch._foreach_lerp_(gradients, buffers, group["momentum"])
+            updates = gradients
+
+            # Weight decay as in AdamW: it shrinks the weights, not the gradients.
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+
+            # Collect the matrices by shape, queries, keys and values each alone: {(rows, columns): (weights, updates)}.
+            by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
+            for p, update in zip(params, updates, strict=True):
+                for weight, matrix in zip(p.split(p.matrix_rows), update.split(p.matrix_rows), strict=True):
+                    weights, matrices = by_shape.setdefault(weight.shape, ([], []))
+                    weights.append(weight)
+                    matrices.append(matrix)
+
+            # Orthogonalize all of a shape at once, and apply. Tall matrices get a higher rate.
+            iterations = NEWTON_SCHULZ_ITERATIONS[group["newton_schulz"]]
+            for (rows, columns), (weights, matrices) in by_shape.items():
+                change = orthogonalize(torch.stack(matrices), iterations)  # (n, rows, columns)
+                rate = group["lr"] * max(1, rows / columns) ** 0.5
+                torch._foreach_add_(weights, change.to(weights[0].dtype).unbind(), alpha=-rate)

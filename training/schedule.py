@@ -1,0 +1,47 @@
+"""Learning-rate schedules.
+
+    lr = set_learning_rates(optimizers, step, total_steps, cfg)     # before each update; returns the rate to log
+
+No checkpoint keeps a rate: a resumed run's rate follows from its own flags and total_steps, and training/resume.py says
+where that makes the rate jump. To add a schedule: its name in TrainConfig.schedule, a case in decay_factor.
+"""
+
+import math
+
+import torch
+
+from training.config import TrainConfig
+
+
+def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
+    """Fraction of the peak learning rate at `step`: a linear warm-up to 1, then the schedule's decay down to
+    min_lr / max_lr at total_steps."""
+    floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
+    if step < cfg.warmup_steps:
+        return (step + 1) / cfg.warmup_steps
+    if step >= total_steps:
+        return floor
+    return floor + (1 - floor) * decay_factor(step, total_steps, cfg)
+
+
+def decay_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
+    """How much of the decay is left at `step` (warmup_steps <= step < total_steps), from 1 down to 0."""
+    match cfg.schedule:
+        case "cosine":  # half a cosine from the end of the warm-up to the last step
+            progress = (step - cfg.warmup_steps) / (total_steps - cfg.warmup_steps)
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        case "trapezoid":  # constant, then linear over the last `cooldown` part of the steps (Hägele et al. 2024)
+            steps_left = total_steps - step
+            return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
+        case _:
+            raise ValueError(f"no learning-rate schedule {cfg.schedule!r}: add a case here")
+
+
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig) -> float:
+    """Set the learning rate of every parameter group for `step`: its own peak_lr times the schedule's factor. Return
+    the rate for a peak of max_lr, which is the one that is logged."""
+    factor = lr_factor(step, total_steps, cfg)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+    return cfg.max_lr * factor
