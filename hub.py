@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from system.cli import print0, require, run_cli
 from system.hub_client import open_to_write, pull, push
@@ -22,10 +22,14 @@ from tokens.hub_data import pull_data, push_data
 from training import convert, metrics_file
 
 if TYPE_CHECKING:
-    from model import GPT
+    from model import GPT, GPTConfig
 
-MODEL_FILE = re.compile(r"(model|optim)_\d+\.pt|[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
-CARD_FACTS = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
+# Files of a model repository that are pulled: checkpoints, exports, and what describes them. Code is never fetched.
+CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>\d+)\.pt")
+OTHER_FILE = re.compile(r"[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
+
+# The figures of a run that its model card shows, in this order.
+CARD_FIGURES = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
 
 def check(repo: str, public: bool = False) -> None:
@@ -35,37 +39,7 @@ def check(repo: str, public: bool = False) -> None:
         print0(f"{repo} is there, and this token may push to it")
 
 
-def load(weights: Path) -> tuple[GPT, str]:
-    """The model in a .pt file, and a model card with the run's figures at that step."""
-    from training import checkpoint
-
-    model, facts = checkpoint.load(weights)
-    c, step = model.config, facts["step"]
-    for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
-        if row["step"] <= step:
-            facts |= row
-    facts["step"] = step
-    if batch := metrics_file.tokens_per_step(weights.parent):
-        facts["tokens"] = step * batch
-    figures = [f"| {k} | {facts[k]:,} |" for k in CARD_FACTS if isinstance(facts.get(k), int | float)]
-    shape = f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.block_size}."
-    card = ["---", "pipeline_tag: text-generation", "tags: [gpt2]", "---", "# GPT-2", ""]
-    card += [f"{model.num_params():,} parameters: {shape}", "", "| | |", "|-|-|", *figures, "", ""]
-    return model, "\n".join(card)
-
-
-def best_model(run_dir: Path) -> Path | None:
-    """The saved step of a run with the lowest val loss; None if none was both saved and evaluated."""
-    from training import checkpoint
-
-    saved, losses = checkpoint.complete_steps(run_dir, ["model"]), {}
-    for row in metrics_file.read_metrics(run_dir / "metrics.jsonl"):
-        if row["step"] in saved and isinstance(row.get("val_loss"), float):
-            losses[row["step"]] = row["val_loss"]
-    if losses:
-        return checkpoint.model_path(run_dir, min(losses, key=losses.get))
-    print0(f"no step saved in {run_dir} has a val loss: its newest is taken for the best")
-    return None
+# ------------------------------------------------------------------------- pushing and pulling models
 
 
 def push_model(
@@ -86,20 +60,36 @@ def push_model(
     """
     from training import checkpoint
 
+    # An export has its own card and is pushed as it is.
     if (path / "model.safetensors").is_file():
-        return push(repo, "model", [p for p in path.iterdir() if MODEL_FILE.fullmatch(p.name)], "", public)
+        files = [p for p in path.iterdir() if CHECKPOINT_FILE.fullmatch(p.name) or OTHER_FILE.fullmatch(p.name)]
+        push(repo, "model", files, card="", public=public)
+        return
+
+    # The models to push, and the one that the card describes. --steps is a choice among those of a run folder.
     newest = checkpoint.newest_model(path) if path.is_dir() else path
-    shown = newest
-    if steps == "best" and path.is_dir():
-        shown = best_model(path) or newest
-    _, card = load(shown)
-    files = {shown, *(shown.with_name(n) for n in ("metrics.jsonl", "curves.png", "config.json"))}
-    if steps == "all" and path.is_dir():
-        files |= {checkpoint.model_path(path, step) for step in checkpoint.complete_steps(path, ["model"])}
+    described = newest
+    models = {newest}
+    if path.is_dir():
+        match steps:
+            case "newest":
+                pass
+            case "best":
+                described = best_model(path) or newest
+                models = {described}
+            case "all":
+                models |= {checkpoint.model_path(path, step) for step in checkpoint.complete_steps(path, ["model"])}
+            case _:
+                raise ValueError(f"--steps {steps!r} must be newest, best or all")
+
+    # What belongs to them: the curves, the config and, if asked for, what --resume needs.
+    files = models | {described.with_name(name) for name in ("metrics.jsonl", "curves.png", "config.json")}
     if with_optimizer:
         optim = newest.with_name(newest.name.replace("model_", "optim_"))
         require(optim.is_file(), f"{optim} does not exist; push without --with-optimizer")
         files |= {newest, optim}
+
+    _, card = load_with_card(described)
     card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
     push(repo, "model", sorted(p for p in files if p.is_file()), card, public)
 
@@ -108,22 +98,81 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
     """Download a pushed model, its newest step or all of them, for infer.py and, if its optimizer was pushed too, for
     `train_gpt2.py --resume`."""
     with pull(repo, "model", out_dir, revision) as (remote, fetch):
-        names = [name for name in remote if MODEL_FILE.fullmatch(name)]
-        steps = {name: int(name[6:-3]) for name in names if name.endswith(".pt")}
-        newest = max((step for name, step in steps.items() if name.startswith("model")), default=-1)
-        if not every_step:
-            names = [name for name in names if steps.get(name, newest) == newest]
-        found = any(name.endswith((".pt", ".safetensors")) for name in names)
-        require(found, f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
-        fetch(dict.fromkeys(names))
+        # Sort the files by what they are: checkpoints with their step, and others.
+        matches = {name: CHECKPOINT_FILE.fullmatch(name) for name in remote}
+        checkpoints = {name: match for name, match in matches.items() if match}
+        others = [name for name in remote if OTHER_FILE.fullmatch(name)]
+
+        # Choose the steps. An optimizer file newer than every model is of no use.
+        newest = max((int(match["step"]) for match in checkpoints.values() if match["kind"] == "model"), default=None)
+        chosen = [name for name, match in checkpoints.items() if every_step or int(match["step"]) == newest]
+
+        wanted = chosen + others
+        has_weights = any(name.endswith((".pt", ".safetensors")) for name in wanted)
+        require(has_weights, f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
+        fetch(dict.fromkeys(wanted))
     print0(f"{repo} is in {out_dir}; try: python infer.py {out_dir} 'Hello,'")
+
+
+def best_model(run_dir: Path) -> Path | None:
+    """The model file of a run with the lowest validation loss; None if no step was both saved and evaluated."""
+    from training import checkpoint
+
+    # The validation loss of each saved step.
+    saved = checkpoint.complete_steps(run_dir, ["model"])
+    val_losses = {}
+    for row in metrics_file.read_metrics(run_dir / "metrics.jsonl"):
+        if row["step"] in saved and isinstance(row.get("val_loss"), float):
+            val_losses[row["step"]] = row["val_loss"]
+
+    if not val_losses:
+        print0(f"no step saved in {run_dir} has a val loss: its newest is taken for the best")
+        return None
+    best_step = min(val_losses, key=val_losses.get)
+    return checkpoint.model_path(run_dir, best_step)
+
+
+# ------------------------------------------------------------------------- the model card
+
+
+def load_with_card(weights: Path) -> tuple[GPT, str]:
+    """The model in a .pt file, and a model card with the run's figures at that step."""
+    from training import checkpoint
+
+    model, figures = checkpoint.load(weights)
+    step = figures["step"]
+
+    # The run's measurements up to this step: of each kind the last one counts.
+    for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
+        if row["step"] <= step:
+            figures |= row
+    figures["step"] = step
+
+    # How many tokens the model has seen, where the run's config is there to tell.
+    tokens_per_step = metrics_file.tokens_per_step(weights.parent)
+    if tokens_per_step:
+        figures["tokens"] = step * tokens_per_step
+    return model, make_card(model.config, model.num_params(), figures)
+
+
+def make_card(config: GPTConfig, num_params: int, figures: dict[str, Any]) -> str:
+    """The text of a README.md for the Hub: the network's size and a table of CARD_FIGURES, as far as they are known."""
+    shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context {config.block_size}."
+    known = {name: figures[name] for name in CARD_FIGURES if isinstance(figures.get(name), int | float)}
+    lines = ["---", "pipeline_tag: text-generation", "tags: [gpt2]", "---", "# GPT-2", ""]
+    lines += [f"{num_params:,} parameters: {shape}", ""]
+    lines += ["| | |", "|-|-|", *(f"| {name} | {value:,} |" for name, value in known.items()), "", ""]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------- converting
 
 
 def export(path: Path, out_dir: Path) -> None:
     """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card."""
     from training import checkpoint
 
-    model, card = load(checkpoint.newest_model(path) if path.is_dir() else path)
+    model, card = load_with_card(checkpoint.newest_model(path) if path.is_dir() else path)
     convert.save_hf(model, out_dir)
     (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
     print0(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
@@ -133,19 +182,33 @@ def import_old(old: Path, out_dir: Path) -> None:
     """Convert a build-nanogpt or nanoGPT checkpoint to OUT_DIR/model_STEP.pt. No pickled code in it is run."""
     from training import checkpoint
 
-    there = sorted(out_dir.glob("model_*.pt"))
-    require(not there, f"{out_dir} already has a model, and an import never joins another run; choose another folder")
+    # Among the models of another run, the imported one could be taken for that run's newest step.
+    existing = sorted(out_dir.glob("model_*.pt"))
+    problem = f"{out_dir} already has a model, and an import never joins another run"
+    require(not existing, f"{problem}; choose another folder")
+
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(target := checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
+    target = checkpoint.model_path(out_dir, step)
+    checkpoint.write(target, checkpoint.model_file(model, step))
     print0(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
+
+
+# ------------------------------------------------------------------------- the command line
 
 
 def main() -> None:
     import tyro
 
-    commands = {f.__name__.replace("_", "-"): f for f in (push_data, pull_data, push_model, pull_model, check, export)}
-    commands["import"] = import_old
+    commands = {
+        "push-data": push_data,
+        "pull-data": pull_data,
+        "push-model": push_model,
+        "pull-model": pull_model,
+        "check": check,
+        "export": export,
+        "import": import_old,
+    }
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,))
 
 

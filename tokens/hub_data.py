@@ -1,4 +1,10 @@
-"""Token shards on the Hugging Face Hub: pushed once, pulled by every machine."""
+"""Token shards on the Hugging Face Hub: pushed once, pulled by every machine, with every hash checked.
+
+    push_data(Path("data/fineweb-edu"), "OWNER/NAME")
+    folder = pull_data("OWNER/NAME", Path("data/fineweb-edu"), limit_shards=9)
+
+Called by hub.py as push-data and pull-data, and by train_gpt2.py for --data-dir hf://OWNER/NAME.
+"""
 
 import tempfile
 from dataclasses import replace
@@ -7,42 +13,72 @@ from pathlib import Path
 from system.cli import print0, require
 from system.hub_client import pull, push
 from tokens import shards
+from tokens.shards import Manifest
 
 
 def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     """Upload a folder of token shards, checked against its manifest, as a dataset (private unless --public)."""
+    manifest = read_or_create_manifest(data_dir)
+
+    # The dataset's card: what it is and how to get it.
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    text = f"{tokens:,} GPT-2 tokens from {manifest.source['name']}, as uint16."
+    card = f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n"
+
+    # The manifest last and on its own: a push that was cut off has none, so nobody takes a part for the whole.
+    files = [data_dir / shard.file for shard in manifest.shards]
+    push(repo, "dataset", files, card, public, last=data_dir / shards.MANIFEST)
+
+
+def read_or_create_manifest(data_dir: Path) -> Manifest:
+    """The manifest of a folder whose shards are all verified, byte by byte. Shards of another program have none: theirs
+    is created and written. Raises UserError if a shard is damaged, missing or not listed."""
     manifest = shards.read_manifest(data_dir)
-    require(manifest, f"{data_dir} has no {shards.MANIFEST}; {shards.adoption(data_dir)}")
+    if manifest is None:
+        manifest = shards.create_manifest(data_dir)
+        print0(f"{data_dir} had no {shards.MANIFEST}: made one from the {len(manifest.shards)} shards in the folder")
+        return manifest
+
     problems = "; ".join(shards.verify(data_dir))
     require(not problems, f"{data_dir} was not pushed: {problems}. See: python fineweb.py --verify {data_dir}")
-    text = f"{sum(s.tokens for s in manifest.shards):,} GPT-2 tokens from {manifest.source['name']}, as uint16."
-    card = f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n"
-    files = [data_dir / s.file for s in manifest.shards]
-    push(repo, "dataset", files, card, public, last=data_dir / shards.MANIFEST)  # it completes the set
+    return manifest
 
 
 def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
     """Download token shards, at most `limit_shards` of them for training, and check each one's sha256 (from the
     manifest, or from the Hub if there is none). Returns the folder; raises UserError."""
     out = Path(data_dir)
-    with pull(repo, "dataset", out, revision) as (remote, fetch), tempfile.TemporaryDirectory() as temporary:
-        manifest, wanted = None, {name: None for name in remote if shards.SHARD_NAME.fullmatch(name)}
+    with pull(repo, "dataset", out, revision) as (remote, fetch):
+        # What the repository has: the shards of its manifest or, without one, every file that is named like a shard.
+        manifest = None
+        wanted = {name: None for name in remote if shards.SHARD_NAME.fullmatch(name)}
         if shards.MANIFEST in remote:
-            fetch({shards.MANIFEST: None}, Path(temporary))
-            manifest = shards.read_manifest(temporary)
-            wanted = {s.file: s.sha256 for s in manifest.shards}
-        mine = shards.read_manifest(out)
-        here = {s.file: s.sha256 for s in mine.shards} if mine else {}
-        odd = [name for name in wanted if name not in remote] + [n for n in here if here[n] != wanted.get(n)]
-        why = f"{', '.join(odd[:1])} differs between {repo}, its {shards.MANIFEST} and {out}"
-        require(not odd, f"{why}; pull into an empty folder")
+            with tempfile.TemporaryDirectory() as temporary:
+                fetch({shards.MANIFEST: None}, Path(temporary))
+                manifest = shards.read_manifest(temporary)
+            wanted = {shard.file: shard.sha256 for shard in manifest.shards}
+
+        # The listing, the manifest and the folder, which may have another set of shards, must agree.
+        local_manifest = shards.read_manifest(out)
+        local = {shard.file: shard.sha256 for shard in local_manifest.shards} if local_manifest else {}
+        not_on_the_hub = [name for name in wanted if name not in remote]
+        different_here = [name for name in local if local[name] != wanted.get(name)]
+        conflicts = not_on_the_hub + different_here
+        problem = f"{', '.join(conflicts[:1])} differs between {repo}, its {shards.MANIFEST} and {out}"
+        require(not conflicts, f"{problem}; pull into an empty folder")
+
+        # With a limit, leave out the later shards for training, unless they are here already. Validation shards stay.
         train = sorted(name for name in wanted if shards.SHARD_NAME.fullmatch(name)["split"] == "train")
         require(train, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
-        skipped = {name for name in train[limit_shards:] if not (out / name).exists()} if limit_shards else set()
+        skipped = set()
+        if limit_shards:
+            skipped = {name for name in train[limit_shards:] if not (out / name).exists()}
         wanted = {name: sha256 for name, sha256 in wanted.items() if name not in skipped}
         fetch(wanted)
-        if manifest:  # last: it completes the set
-            got = [s for s in manifest.shards if s.file in wanted]
-            shards.write_manifest(out, replace(manifest, shards=got))
+
+        # The manifest last, of the shards that are here: it says that the folder is complete.
+        if manifest:
+            pulled = [shard for shard in manifest.shards if shard.file in wanted]
+            shards.write_manifest(out, replace(manifest, shards=pulled))
     print0(f"{len(shards.shard_files(out))} shards in {out}, all hashes verified")
     return out
