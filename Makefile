@@ -1,30 +1,37 @@
-# make quickstart: train a small GPT here, on anything.  make test: the suite.  make help: the rest.
+# make quickstart: train a small GPT on this machine, with or without a GPU.  make test: the test suite.
+# make help: all targets.
+
+# Settings that may be given on the command line, as in: make install PYTHON=python3.12
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 3 --dist worksteal
 TRAIN_ARGS ?=
 PY := .venv/bin/python
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# What speaks for torch with CUDA: NVIDIA's driver (the second is WSL's), or Slurm, whose GPUs are in other machines.
+# Not empty if torch should be installed with CUDA: this machine has an NVIDIA driver (the second path is that of the
+# Windows Subsystem for Linux), or it is the login node of a Slurm cluster, whose GPUs are in other machines.
 CUDA = $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)$(shell command -v nvidia-smi || command -v sbatch)
-# uv where it is on PATH, unless pip was told where to find packages, which uv would not know. UV= takes pip.
+# Install with uv if it is on PATH, because it is faster; but with pip if the user has told pip where to find packages,
+# in the environment or in pip's configuration, which uv does not read. `make install UV=` always takes pip.
 UV ?= $(shell { env; $(PYTHON) -m pip config list; } 2>/dev/null | \
   grep -qiE '^(pip_|global|install|:env:).*(index|find.links)' || command -v uv)
-# Progress is for a terminal.
+# Show progress bars on a terminal only, not in a log.
 QUIET = $(shell [ -t 2 ] || echo --quiet)
 PIP = $(PY) -m pip install --disable-pip-version-check $(QUIET)
 INSTALL = $(if $(UV),$(UV) pip install --python $(PY) $(QUIET),$(PIP))
 
 .PHONY: help install quickstart test lint torture clean
 
-help: ## this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s%s\n", $$1, $$2}' Makefile
 
-install: .venv/.installed ## .venv with the pinned requirements (SYSTEM_TORCH=1: use the torch this machine has)
+install: .venv/.installed ## create .venv with the pinned packages (SYSTEM_TORCH=1: use the torch that this machine has)
 
-# The stamp is made last, so that an interrupted install starts again. With SYSTEM_TORCH=1, as on a pod whose image
-# brings a torch built for its driver, the venv sees the system's packages and the torch pin is left out; it gets a
-# torchrun of its own, because the system's runs the system's Python, which lacks the other packages.
+# The file .venv/.installed is written last, so that an interrupted install starts again.
+#
+# SYSTEM_TORCH=1 is for a machine whose image brings a torch built for its driver. The .venv then sees the system's
+# packages, and torch is left out of what is installed. The .venv gets a torchrun of its own: the system's torchrun
+# would start the system's Python, which lacks the other packages.
 .venv/.installed: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make install PYTHON=python3.12"; exit 1; }
@@ -45,24 +52,27 @@ else
 endif
 	@touch $@
 
-# PyPI's torch for Linux brings CUDA, gigabytes; the CPU build is a tenth of it. One try, an index added to the user's:
-# 2.13.0+cpu satisfies the pin 2.13.0 and is preferred to it. Alone, because that index has other packages, too.
+# Install the CPU build of torch. PyPI's torch for Linux brings CUDA, which is gigabytes; the CPU build is a tenth of
+# that. First look whether PyTorch's own index answers soon and has this version; if not, use the usual index. PyTorch's
+# index is added to the user's: it has a version with "+cpu" at its end, which satisfies the pin and which installers
+# prefer. Only torch is installed here (--no-deps), because that index has old versions of other packages, too.
 define CPU_TORCH
 @torch=$$(sed -n 's/; sys_platform != .*//p' requirements.txt); \
 page="import urllib.request as web; print(web.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5).read())"; \
 timeout 10 $(PY) -c "$$page" 2>/dev/null | grep -q "torch-$${torch#torch==}[^0-9]" && { \
-  echo "no NVIDIA GPU here, so $$torch for CPUs (with GPUs elsewhere: make clean install TORCH_CPU_INDEX=)"; \
+  echo "no NVIDIA GPU here: installing $$torch for CPUs (to install it with CUDA: make clean install TORCH_CPU_INDEX=)"; \
   UV_INDEX="$$UV_INDEX $(TORCH_CPU_INDEX)" UV_INDEX_STRATEGY=unsafe-best-match \
     $(INSTALL) --no-deps $$torch $(if $(UV),,--extra-index-url $(TORCH_CPU_INDEX)); } || \
-  echo "no $$torch from $(TORCH_CPU_INDEX): going on with the usual index, where it may bring 5 GB of CUDA"
+  echo "no $$torch from $(TORCH_CPU_INDEX): using the usual index, where torch may bring 5 GB of CUDA"
 endef
 
+# What the tests need beside the requirements of the project.
 .venv/.installed-dev: .venv/.installed tests/requirements.txt
 	grep -v '^-r' tests/requirements.txt > .venv/requirements-dev.txt
 	$(INSTALL) -r .venv/requirements-dev.txt -c constraints.txt
 	@touch $@
 
-quickstart: install ## tokens, a few minutes of training, samples, curves: no GPU and no download needed (TRAIN_ARGS='--dtype float32')
+quickstart: install ## tokens, a few minutes of training, samples, curves; needs no GPU and no download (TRAIN_ARGS='--dtype float32')
 	$(PY) fineweb.py --source stdlib --out data/stdlib
 	$(PY) train_gpt2.py quickstart --resume auto $(TRAIN_ARGS)
 	$(PY) infer.py log/quickstart "def " --num-samples 4 --max-new-tokens 64
@@ -73,16 +83,16 @@ quickstart: install ## tokens, a few minutes of training, samples, curves: no GP
 	@echo "  $(PY) train_gpt2.py quickstart --max-steps 160 --out-dir log/longer   # train twice as long"
 	@echo "  $(PY) train_gpt2.py gpt2-124m --dry-run              # what GPT-2 would take on this machine"
 
-test: .venv/.installed-dev ## the suite but for its longest tests, CPU and offline (PYTEST_ARGS=... for pytest)
+test: .venv/.installed-dev ## the test suite without its slow tests, on the CPU and offline (PYTEST_ARGS=... for pytest)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-lint: .venv/.installed-dev ## ruff
+lint: .venv/.installed-dev ## check the code's style with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-torture: .venv/.installed-dev ## hundreds of faults on purpose, a long run, and the slow tests
+torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, then run the slow tests
 	$(PY) tests/faults/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-clean: ## remove .venv and caches; never data/ or log/
+clean: ## remove .venv and caches, but neither data/ nor log/
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis __pycache__ */__pycache__ */*/__pycache__
