@@ -1,6 +1,9 @@
-"""hub.py against a stand-in Hub on loopback: what is pushed comes back identical, and nothing wrong ever counts."""
+"""hub.py against a stand-in Hub on loopback (faults/hub_server.py), so no test needs the network.
 
-import hashlib
+What is pushed comes back identical, an interrupted transfer continues, and a file with a wrong hash is never accepted.
+Most tests call run("push-data", ...), which is hub.py's main in this process.
+"""
+
 import json
 import sys
 import threading
@@ -18,6 +21,7 @@ import fineweb
 import hub as hub_script
 from model import GPT, GPTConfig
 from system.cli import UserError
+from system.hub_client import open_hub
 from tokens import shards, tokenizer
 from training import checkpoint, metrics_file
 from training.open_model import open_model
@@ -25,110 +29,153 @@ from training.open_model import open_model
 
 @pytest.fixture
 def hub(tmp_path):
+    """An empty stand-in for the Hub; its repositories are folders below tmp_path/hub."""
     with hub_server.start(tmp_path / "hub") as server:
         yield server
 
 
 @pytest.fixture
 def run(hub, tmp_path, monkeypatch, capsys):
-    """run("pull-data", ...) -> what a command prints, in this process; with says=..., it must fail with that message.
-    The token is never printed."""
+    """run("pull-data", ...) -> what a command of hub.py prints, in this process.
+
+    With fails_with=REGEX the command must fail with that message, which is returned. `token` and `endpoint` replace the
+    stand-in's own. Every command also checks that the token is not printed.
+    """
     from huggingface_hub import constants
 
+    # huggingface_hub reads its environment at import, once for all tests: set what it has read.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf-home"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf-home/token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
-    def go(*args, says=None, token=hub.token, endpoint=hub.url):
+    def run_command(*args, fails_with=None, token=hub.token, endpoint=hub.url):
         monkeypatch.setenv("HF_TOKEN", token)
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(sys, "argv", ["hub.py", *map(str, args)])
-        if says is None:
+        if fails_with is None:
             hub_script.main()
-            text = capsys.readouterr().out
+            output = capsys.readouterr().out
         else:
-            with pytest.raises(UserError, match=says) as e:
+            with pytest.raises(UserError, match=fails_with) as error:
                 hub_script.main()
-            text = str(e.value)
-        assert hub.token not in text + "".join(capsys.readouterr())
-        return text
+            output = str(error.value)
+        assert hub.token not in output + "".join(capsys.readouterr())
+        return output
 
-    return go
+    return run_command
+
+
+@pytest.fixture
+def run_fineweb(monkeypatch):
+    """run_fineweb("--verify", folder): fineweb.py's main in this process; raises UserError if it fails."""
+
+    def run_command(*args):
+        monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, args)])
+        fineweb.main()
+
+    return run_command
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if name != ".lock"}
+    """The bytes of every file below a folder, by relative path, without the lock file."""
+    paths = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if name != ".lock"}
 
 
 def publish(hub, data: Path, name: str = "datasets/tester/toy") -> Path:
-    """Put a folder on the stand-in without going through hub.py."""
-    remote = hub.root / name
-    remote.mkdir(parents=True)
-    for path, data_bytes in contents(data).items():
-        (remote / path).write_bytes(data_bytes)
-    return remote
+    """Put the files of a folder on the stand-in without going through hub.py; returns the repository's folder."""
+    repo = hub.root / name
+    repo.mkdir(parents=True)
+    for path, file_bytes in contents(data).items():
+        (repo / path).write_bytes(file_bytes)
+    return repo
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------- token shards
 
 
 def test_data_is_pushed_and_pulled_from_the_command_line(run_script, hub, tmp_path):
     data = make_shards(tmp_path / "data")
-    done = [run_script("hub.py", "push-data", data, "toy", env=hub.env())]
-    done.append(run_script("hub.py", "pull-data", "tester/toy", tmp_path / "out", env=hub.env()))
+
+    push = run_script("hub.py", "push-data", data, "toy", env=hub.env())
+    pull = run_script("hub.py", "pull-data", "tester/toy", tmp_path / "out", env=hub.env())
+    unknown = run_script("hub.py", "pull-data", "tester/none", tmp_path / "out", env=hub.env(), check=False)
+
     assert contents(tmp_path / "out") == contents(data)
-    done.append(run_script("hub.py", "pull-data", "tester/none", tmp_path / "out", env=hub.env(), check=False))
-    assert done[-1].returncode == 1 and done[-1].stderr.splitlines()[-1].startswith("error: ")
-    assert not any(hub.token in d.stdout + d.stderr or "Traceback" in d.stderr for d in done)
+    assert unknown.returncode == 1 and unknown.stderr.splitlines()[-1].startswith("error: ")
+    for done in (push, pull, unknown):
+        assert hub.token not in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_pushed_data_comes_back_identical(run, hub, tmp_path):
     data = make_shards(tmp_path / "data")
-    hub.faults.append(Fault("status", "/lfs/", code=500, method="PUT"))  # one upload has to be repeated
-    assert "python hub.py pull-data tester/toy" in run("push-data", data, "toy")  # the owner is the token's
+
+    # one upload has to be repeated; the repository's owner is the token's
+    hub.faults.append(Fault("status", "/lfs/", code=500, method="PUT"))
+    assert "python hub.py pull-data tester/toy" in run("push-data", data, "toy")
     assert "datasets/tester/toy" in hub.private
-    before = hub.count("PUT", "/lfs/")
-    run("push-data", data, "tester/toy")  # again: nothing to send
-    assert hub.count("PUT", "/lfs/") == before
+
+    # a second push has nothing to send
+    uploads = hub.count("PUT", "/lfs/")
+    run("push-data", data, "tester/toy")
+    assert hub.count("PUT", "/lfs/") == uploads
+
+    # a download that breaks off half-way leaves no partial file, and no bookkeeping
     hub.faults.append(Fault("drop", "train_000001.npy"))
     run("pull-data", "hf://tester/toy", tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(data)  # and nothing else: no half file, no bookkeeping
-    gets = hub.count("GET", "resolve")
+    assert contents(tmp_path / "out") == contents(data)
+
+    # a second pull downloads the manifest at most
+    downloads = hub.count("GET", "resolve")
     run("pull-data", "tester/toy", tmp_path / "out")
-    assert hub.count("GET", "resolve") <= gets + 1  # the manifest at most
+    assert hub.count("GET", "resolve") <= downloads + 1
 
 
 def test_push_refuses_what_does_not_match_its_manifest(run, hub, tmp_path):
     data = make_shards(tmp_path / "data")
     shard = data / "toy_train_000001.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
-    run("push-data", data, "tester/toy", says=r"toy_train_000001\.npy")
-    assert not hub.count("POST", "")
+
+    run("push-data", data, "tester/toy", fails_with=r"toy_train_000001\.npy")
+
+    assert not hub.count("POST", "")  # nothing was sent
+
+
+def test_push_refuses_a_folder_without_shards(run, hub, tmp_path):
     (tmp_path / "empty").mkdir()
-    run("push-data", tmp_path / "empty", "tester/toy", says="manifest")
+
+    run("push-data", tmp_path / "empty", "tester/toy", fails_with="no shard")
+
+    assert not hub.count("POST", "") and not list((tmp_path / "empty").iterdir())
 
 
-def test_a_half_push_has_no_manifest(run, hub, tmp_path):
+def test_a_push_that_fails_half_way_leaves_no_manifest(run, hub, tmp_path):
     data = make_shards(tmp_path / "data")
+    repo = hub.root / "datasets/tester/toy"
+
     hub.faults.append(Fault("status", "/commit/", code=400, times=1))
-    run("push-data", data, "tester/toy", says="answered 400")
-    assert not contents(hub.root / "datasets/tester/toy")
+    run("push-data", data, "tester/toy", fails_with="answered 400")
+    assert not contents(repo)
+
     run("push-data", data, "tester/toy")
     commits = [path for method, path, status, _ in hub.log if "/commit/" in path and status == 200]
     assert len(commits) == 2  # shards, then the manifest
-    assert contents(data).items() < contents(hub.root / "datasets/tester/toy").items()
+    assert contents(data).items() < contents(repo).items()  # and the card
 
 
-def test_push_never_turns_public_by_accident(run, hub, tmp_path):
+def test_push_never_publishes_by_accident(run, hub, tmp_path):
     data = make_shards(tmp_path / "data")
-    (hub.root / "datasets/tester/toy").mkdir(parents=True)  # there, and public
-    run("push-data", data, "tester/toy", says="--public")
+    (hub.root / "datasets/tester/toy").mkdir(parents=True)  # exists, and is public
+
+    run("push-data", data, "tester/toy", fails_with="--public")
     assert not contents(hub.root)
+
     run("push-data", data, "tester/toy", "--public")
+    assert contents(hub.root)
 
 
 def test_what_arrives_corrupted_is_named_and_fetched_by_the_same_command(run, hub, tmp_path):
@@ -136,10 +183,13 @@ def test_what_arrives_corrupted_is_named_and_fetched_by_the_same_command(run, hu
     publish(hub, data)
     for name in ("toy_train_000002.npy", "manifest.json"):
         out = tmp_path / f"without {name}"
+
         hub.faults.append(Fault("corrupt", name))
-        run("pull-data", "tester/toy", out, says=f"{name} came from tester/toy with a wrong hash")
+        run("pull-data", "tester/toy", out, fails_with=f"{name} came from tester/toy with a wrong hash")
+        # the file is missing, and so is the manifest, without which the folder does not count as complete
         assert not (out / name).exists() and not (out / "manifest.json").exists()
-        assert all(contents(data)[name] == found for name, found in contents(out).items())
+        assert all(contents(data)[path] == file_bytes for path, file_bytes in contents(out).items())
+
         run("pull-data", "tester/toy", out)
         assert contents(out) == contents(data)
 
@@ -148,237 +198,288 @@ def test_a_file_that_differs_is_named_and_kept(run, hub, tmp_path):
     data, out = make_shards(tmp_path / "data"), tmp_path / "out"
     publish(hub, data)
     run("pull-data", "tester/toy", out)
+
     shard = out / "toy_train_000001.npy"
     shard.write_bytes(shard.read_bytes()[:-2] + b"\1\1")
     damaged = contents(out)
-    run("pull-data", "tester/toy", out, says=r"different toy_train_000001\.npy.*move the file away")
+    run("pull-data", "tester/toy", out, fails_with=r"different toy_train_000001\.npy.*move the file away")
     assert contents(out) == damaged
+
+    # moved away, it is fetched again
     shard.unlink()
     run("pull-data", "tester/toy", out)
     assert contents(out) == contents(data)
+
+
+def test_a_pull_never_mixes_two_sets_of_shards(run, hub, tmp_path):
+    publish(hub, make_shards(tmp_path / "data"))
     other = make_shards(tmp_path / "other", seed=1)  # other tokens under the same names
-    mine = contents(other)
-    run("pull-data", "tester/toy", other, says="empty folder")
-    assert contents(other) == mine
+    before = contents(other)
+
+    run("pull-data", "tester/toy", other, fails_with="empty folder")
+    assert contents(other) == before
+
+    # without a manifest the files themselves are compared
     (other / "manifest.json").unlink()
-    run("pull-data", "tester/toy", other, says="empty folder")
-    assert contents(other).items() < mine.items()
+    run("pull-data", "tester/toy", other, fails_with="empty folder")
+    assert contents(other).items() < before.items()
 
 
 @pytest.mark.parametrize("name", ["../toy_train_000009.npy", "/tmp/toy_train_000009.npy", "..\\toy_train_000009.npy"])
-def test_hostile_paths_stay_outside(run, hub, tmp_path, name):
-    remote = publish(hub, make_shards(tmp_path / "data"))
-    manifest = json.loads((remote / "manifest.json").read_text())
+def test_paths_that_lead_out_of_the_folder_are_refused(run, hub, tmp_path, name):
+    repo = publish(hub, make_shards(tmp_path / "data"))
+    manifest = json.loads((repo / "manifest.json").read_text())
     manifest["shards"][1]["file"] = name
-    (remote / "manifest.json").write_text(json.dumps(manifest))
+    (repo / "manifest.json").write_text(json.dumps(manifest))
     hub.extra_tree.append({"type": "file", "path": name, "size": 1, "oid": "0" * 40})
-    before = contents(tmp_path / "data")
-    run("pull-data", "tester/toy", tmp_path / "deep/out", says=r"manifest\.json")
-    (remote / "manifest.json").unlink()  # now as a set without a manifest: what is not named like a shard is not taken
+
+    run("pull-data", "tester/toy", tmp_path / "deep/out", fails_with=r"manifest\.json")
+
+    # Without a manifest, the listing decides: what is not named like a shard is not taken.
+    (repo / "manifest.json").unlink()
     run("pull-data", "tester/toy", tmp_path / "deep/out")
     assert {p.name for p in (tmp_path / "deep").iterdir()} == {"out"}
-    assert contents(tmp_path / "deep/out").keys() == before.keys() - {"manifest.json"}
+    assert contents(tmp_path / "deep/out").keys() == contents(tmp_path / "data").keys() - {"manifest.json"}
 
 
-def test_set_without_a_manifest_and_a_limit(run, hub, tmp_path):
-    remote = hub.root / "datasets/kjj0/fineweb10B-gpt2"
-    remote.mkdir(parents=True)
+def test_a_set_without_a_manifest_is_pulled_up_to_a_limit(run, hub, tmp_path):
+    repo = hub.root / "datasets/kjj0/fineweb10B-gpt2"
+    repo.mkdir(parents=True)
     for name in ("fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 5))):
-        shards.write_shard(remote / name, np.arange(500) % 50257)
-    (remote / "README.md").write_text("tokens")
+        shards.write_shard(repo / name, np.arange(500) % 50257)
+    (repo / "README.md").write_text("tokens")
+
     run("pull-data", "kjj0/fineweb10B-gpt2", tmp_path / "out", "--limit-shards", "2", token="")
+
     names = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"]
     assert sorted(contents(tmp_path / "out")) == names
+
+
+def test_the_manifest_of_a_limited_pull_lists_what_is_there_and_grows_with_it(run, hub, tmp_path):
     publish(hub, make_shards(tmp_path / "data"))
+
     run("pull-data", "tester/toy", tmp_path / "few", "--limit-shards", "1")
     assert len(shards.find_shards(tmp_path / "few", "train")) == 1
-    assert not list(shards.verify(tmp_path / "few"))  # the manifest tells of what is there
-    run("pull-data", "tester/toy", tmp_path / "few")  # and grows with it
+    assert not list(shards.verify(tmp_path / "few"))
+
+    run("pull-data", "tester/toy", tmp_path / "few")
     assert contents(tmp_path / "few") == contents(tmp_path / "data")
 
 
-@pytest.mark.parametrize("kind", ["npy", "bin"])
-def test_shards_of_another_program_are_adopted_pushed_pulled_and_verified(run, hub, tmp_path, monkeypatch, kind):
-    """As build-nanogpt and llm.c write them, with a last shard that is shorter. Until then each command says which."""
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_shards_of_another_program_get_a_manifest_when_they_are_pushed(run, hub, tmp_path, run_fineweb, suffix):
+    # As build-nanogpt and llm.c write them, with a last shard that is shorter.
     data = tmp_path / "edu_fineweb10B"
     data.mkdir()
-    for name, size in {
-        "edufineweb_val_000000": 900,
-        "edufineweb_train_000001": 900,
-        "edufineweb_train_000002": 70,
-    }.items():
-        shards.write_shard(data / f"{name}.{kind}", np.array([50256, *range(size - 3), 50256, 7]))
-
-    def fineweb_script(*args):
-        monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, args)])
-        fineweb.main()
-
-    run("push-data", data, "tester/old", says=f"python fineweb.py --adopt {data}")
-    with pytest.raises(UserError, match=f"python fineweb.py --adopt {data}"):
-        fineweb_script("--source", "stdlib", "--out", data)
+    sizes = {"edufineweb_val_000000": 900, "edufineweb_train_000001": 900, "edufineweb_train_000002": 70}
+    for stem, size in sizes.items():
+        shards.write_shard(data / f"{stem}.{suffix}", np.array([50256, *range(size - 3), 50256, 7]))
     before = contents(data)
-    fineweb_script("--adopt", data)
-    fineweb_script("--verify", data)
+
+    output = run("push-data", data, "tester/old")
+
+    # The manifest was made, and the output says so; the shards are as they were.
+    assert "had no manifest.json: made one" in output
     assert contents(data).items() > before.items()
+    run_fineweb("--verify", data)
     assert [(s.tokens, s.documents) for s in shards.read_manifest(data).shards] == [(900, 2), (900, 2), (70, 2)]
-    run("push-data", data, "tester/old")
+
+    # The card says what is known, and the pull brings the same bytes.
     assert "1,870 GPT-2 tokens from an unknown source" in (hub.root / "datasets/tester/old/README.md").read_text()
     run("pull-data", "tester/old", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(data)
-    for words, says in {
-        ("--adopt",): "has a manifest.json already",
-        ("--source", "stdlib", "--out"): "unknown source",
-    }.items():
-        with pytest.raises(UserError, match=says):
-            fineweb_script(*words, data)
+
+    # The manifest stays: a second push uses it, and fineweb.py never adds shards of another source to the folder.
+    assert "made one" not in run("push-data", data, "tester/old")
+    with pytest.raises(UserError, match="unknown source"):
+        run_fineweb("--source", "stdlib", "--out", data)
 
 
-def test_what_is_no_set_of_shards_is_not_adopted(tmp_path):
-    with pytest.raises(UserError, match="no shard"):
-        shards.adopt(tmp_path)
-    for wrong, says in {(50256, 50257): "token 1 is id 50257", (1, 50256): "begins with id 1"}.items():
-        shards.write_shard(tmp_path / "x_train_000001.npy", np.array(wrong))
-        with pytest.raises(UserError, match=says):
-            shards.adopt(tmp_path)
-    shards.write_shard(tmp_path / "x_val_000000.bin", np.array(wrong))
-    with pytest.raises(UserError, match="one kind"):
-        shards.adopt(tmp_path)
-    assert not (tmp_path / "manifest.json").exists()
+@pytest.mark.parametrize(
+    "shard_tokens, problem",
+    [
+        ({"x_train_000001.npy": (50256, 50257)}, "token 1 is id 50257"),
+        ({"x_train_000001.npy": (1, 50256)}, "begins with id 1"),
+        ({"x_train_000001.npy": (50256, 1), "x_val_000000.bin": (50256, 1)}, "one kind"),
+    ],
+)
+def test_a_push_makes_no_manifest_for_what_is_no_set_of_shards(run, hub, tmp_path, shard_tokens, problem):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, tokens in shard_tokens.items():
+        shards.write_shard(data / name, np.array(tokens))
+
+    run("push-data", data, "tester/toy", fails_with=problem)
+
+    assert not (data / "manifest.json").exists() and not hub.count("POST", "")
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------- errors
 
 
-def test_errors_are_one_clear_message(run, hub, tmp_path):
-    data = make_shards(tmp_path / "data")
+def test_every_failure_is_one_clear_message(run, hub, tmp_path):
+    data, out = make_shards(tmp_path / "data"), tmp_path / "out"
     publish(hub, data)
     hub.private.add("datasets/tester/toy")
+    start = time.monotonic()
 
-    out, start = tmp_path / "out", time.monotonic()
-    run("push-data", data, "tester/toy", token="", says="(?s)hf auth login.*HF_TOKEN")
-    run("pull-data", "tester/toy", out, token="", says="(?s)401.*hf auth login")
-    assert "hf_wrong" not in run("push-data", data, "tester/toy", token="hf_wrongPlantedToken", says="401")
-    run("push-data", data, "somebody/toy", says="403")
-    run("pull-data", "tester/none", out, says="404")
-    run("pull-data", "tester/toy", out, "--revision", "v0", says="404")
-    run("pull-data", "a/b/c", out, says="OWNER/NAME")
+    # the token: none, a wrong one (which is not printed), one of another user
+    run("push-data", data, "tester/toy", token="", fails_with="(?s)hf auth login.*HF_TOKEN")
+    run("pull-data", "tester/toy", out, token="", fails_with="(?s)401.*hf auth login")
+    message = run("push-data", data, "tester/toy", token="hf_wrongPlantedToken", fails_with="401")
+    assert "hf_wrong" not in message
+    run("push-data", data, "somebody/toy", fails_with="403")
+
+    # the name: of no repository, of no revision, malformed
+    run("pull-data", "tester/none", out, fails_with="404")
+    run("pull-data", "tester/toy", out, "--revision", "v0", fails_with="404")
+    run("pull-data", "a/b/c", out, fails_with="OWNER/NAME")
+
+    # the network: nobody listens, a log-in page answers, the Hub is overloaded
     for command in (["push-data", data, "tester/toy"], ["pull-data", "tester/toy", out]):
-        run(*command, endpoint="http://127.0.0.1:9", says="cannot reach http://127.0.0.1:9")
+        run(*command, endpoint="http://127.0.0.1:9", fails_with="cannot reach http://127.0.0.1:9")
     hub.faults.append(Fault("html", "/api/datasets"))
-    run("pull-data", "tester/toy", out, says="log-in page")
+    run("pull-data", "tester/toy", out, fails_with="log-in page")
     hub.faults.append(Fault("status", "/api/datasets", code=503))
-    run("pull-data", "tester/toy", out, says="503")
-    assert not out.exists() and time.monotonic() - start < 30
+    run("pull-data", "tester/toy", out, fails_with="503")
+
+    assert not out.exists()  # no empty folder is left behind
+    assert time.monotonic() - start < 30
 
 
-def test_an_error_that_quotes_the_token_is_cleaned(monkeypatch):
-    from system.hub_client import open_hub
-
+@pytest.mark.parametrize("error", [RuntimeError("no: hf_planted"), KeyError("hf_planted")])
+def test_an_error_that_quotes_the_token_is_cleaned(monkeypatch, error):
     monkeypatch.setenv("HF_TOKEN", "hf_planted")
-    for error in (RuntimeError("no: hf_planted"), KeyError("hf_planted")):
-        with pytest.raises(UserError, match=r"\*\*\*") as e, open_hub("tester/toy"):
-            raise error
-        assert "hf_planted" not in str(e.value)
+
+    with pytest.raises(UserError, match=r"\*\*\*") as user_error, open_hub("tester/toy"):
+        raise error
+
+    assert "hf_planted" not in str(user_error.value)
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------- models
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny() -> GPT:
+    """A tiny model of GPT-2's padded vocabulary."""
     torch.manual_seed(0)
     return GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=4, n_embd=32))
 
 
+def save_checkpoint(out: Path, model: GPT, step: int, with_optimizer: bool = True) -> None:
+    """Write the files of a step; the optimizer's has just enough to be complete."""
+    checkpoint.write(checkpoint.model_path(out, step), checkpoint.model_file(model, step))
+    if with_optimizer:
+        checkpoint.write(checkpoint.optim_path(out, step), {"format": checkpoint.FORMAT, "step": step})
+
+
 @pytest.fixture
-def make_run(tiny, tmp_path):
-    """A run folder: one checkpoint, metrics beyond it, the config."""
-
-    def make(name: str = "run") -> Path:
-        out = tmp_path / name
-        out.mkdir()
-        checkpoint.write(out / "model_00010.pt", checkpoint.model_file(tiny, 10))
-        checkpoint.write(out / "optim_00010.pt", {"format": checkpoint.FORMAT, "step": 10})
-        rows = [{"step": 10, "val_loss": 3.25, "hellaswag_acc_norm": 0.29}, {"step": 20, "val_loss": 3.125}]
-        (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 3')
-        (out / "config.json").write_text(json.dumps({"total_batch_size": 4096}))
-        return out
-
-    return make
+def run_folder(tiny, tmp_path) -> Path:
+    """A run folder with a checkpoint of step 10, metrics up to step 20 and a torn line, and the config."""
+    out = tmp_path / "run"
+    out.mkdir()
+    save_checkpoint(out, tiny, 10)
+    rows = [{"step": 10, "val_loss": 3.25, "hellaswag_acc_norm": 0.29}, {"step": 20, "val_loss": 3.125}]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
+    (out / "config.json").write_text(json.dumps({"total_batch_size": 4096}))
+    return out
 
 
-def logits_of(model):
+def compute_logits(model: GPT) -> torch.Tensor:
     return model.eval()(torch.arange(20)[None])[0]
 
 
-def test_pushed_model_comes_back_and_loads(run, hub, tiny, make_run, tmp_path):
-    out = make_run()
-    run("push-model", out, "tester/model", "--with-optimizer")
-    remote = hub.root / "models/tester/model"
-    assert {p.name for p in remote.iterdir()} == {p.name for p in out.iterdir()} | {"README.md"}
-    card = (remote / "README.md").read_text()
+def test_a_pushed_model_comes_back_and_loads(run, hub, tiny, run_folder, tmp_path):
+    run("push-model", run_folder, "tester/model", "--with-optimizer")
+
+    # the repository has the run's files and a card with the figures of step 10, not of step 20
+    repo = hub.root / "models/tester/model"
+    assert {p.name for p in repo.iterdir()} == {p.name for p in run_folder.iterdir()} | {"README.md"}
+    card = (repo / "README.md").read_text()
     assert "3.25" in card and "0.29" in card and "40,960" in card and "3.125" not in card
     assert f"{tiny.num_params():,} parameters" in card
+
     run("pull-model", "tester/model", tmp_path / "copy")
-    assert (tmp_path / "copy/optim_00010.pt").read_bytes() == (out / "optim_00010.pt").read_bytes()
-    assert torch.equal(logits_of(open_model(tmp_path / "copy")), logits_of(tiny))
-    run("push-model", out / "model_00010.pt", "tester/bare")
+    assert (tmp_path / "copy/optim_00010.pt").read_bytes() == (run_folder / "optim_00010.pt").read_bytes()
+    assert torch.equal(compute_logits(open_model(tmp_path / "copy")), compute_logits(tiny))
+
+
+def test_weights_alone_are_a_run_folder_too(run, tiny, run_folder, tmp_path):
+    run("push-model", run_folder / "model_00010.pt", "tester/bare")
     run("pull-model", "tester/bare", tmp_path / "bare")
+
     assert not list((tmp_path / "bare").glob("optim_*"))
-    assert open_model(tmp_path / "bare").config == tiny.config  # weights alone are a run folder too
+    assert open_model(tmp_path / "bare").config == tiny.config
 
 
 @pytest.mark.parametrize(
-    "words, names",
+    "flags, names",
     [
         ("--steps best", "model_00010"),
         ("--steps best --with-optimizer", "model_00010 model_00030 optim_00030"),
         ("--steps all", "model_00010 model_00020 model_00030"),
     ],
 )
-def test_the_best_step_or_all_are_pushed(run, hub, tiny, make_run, words, names):
-    """Step 20 has the lowest val loss, but its weights are not there any more; of step 30 nothing is known."""
-    out = make_run()
-    for step in (20, 30):
-        checkpoint.write(out / f"model_000{step}.pt", checkpoint.model_file(tiny, step))
-    checkpoint.write(out / "optim_00030.pt", {"format": checkpoint.FORMAT, "step": 30})
-    if "best" in words:
-        (out / "model_00020.pt").unlink()
-    run("push-model", out, "tester/best", *words.split())
-    remote = hub.root / "models/tester/best"
-    assert sorted(p.stem for p in remote.glob("*.pt")) == names.split()
-    assert ("3.25" in (remote / "README.md").read_text()) == ("best" in words)
-    (out / "metrics.jsonl").unlink()
-    assert "taken for the best" in run("push-model", out, "tester/unknown", "--steps", "best")
+def test_the_best_step_or_all_are_pushed(run, hub, tiny, run_folder, flags, names):
+    # Step 20 has the lowest val loss, but with `best` its weights are gone; step 30 was never evaluated.
+    save_checkpoint(run_folder, tiny, 20, with_optimizer=False)
+    save_checkpoint(run_folder, tiny, 30)
+    if "best" in flags:
+        (run_folder / "model_00020.pt").unlink()
+
+    run("push-model", run_folder, "tester/best", *flags.split())
+
+    repo = hub.root / "models/tester/best"
+    assert sorted(p.stem for p in repo.glob("*.pt")) == names.split()
+    assert ("3.25" in (repo / "README.md").read_text()) == ("best" in flags)
+
+
+def test_the_newest_step_is_pushed_where_no_best_is_known(run, hub, tiny, run_folder):
+    save_checkpoint(run_folder, tiny, 30)
+    (run_folder / "metrics.jsonl").unlink()
+
+    output = run("push-model", run_folder, "tester/unknown", "--steps", "best")
+
+    assert "taken for the best" in output
     assert [p.stem for p in (hub.root / "models/tester/unknown").glob("*.pt")] == ["model_00030"]
+
+
+def test_an_unknown_choice_of_steps_is_an_error(run_folder):
+    with pytest.raises(ValueError, match="--steps 'first' must be"):
+        hub_script.push_model(run_folder, "tester/model", steps="first")
 
 
 def test_a_token_that_only_reads_is_found_out_before_a_run(run, hub):
     assert "may push" in run("check", "mine")
     assert "models/tester/mine" in hub.private
+
+    # where the repository exists, the Hub lets a token that only reads "create" it
     hub.read_only = True
-    for name in ("tester/mine", "tester/new"):  # where the repository exists, asking for it to be made succeeds
-        run("check", name, says="403.*write, to push")
+    for name in ("tester/mine", "tester/new"):
+        run("check", name, fails_with="403.*write, to push")
     assert not (hub.root / "models/tester/new").exists()
 
 
-def test_a_run_is_pushed_as_it_grows_and_pulled_where_it_is(run, tiny, make_run, tmp_path):
-    out = make_run()
-    run("push-model", out, "tester/grows", "--with-optimizer")
-    checkpoint.write(out / "model_00030.pt", checkpoint.model_file(tiny, 30))
-    checkpoint.write(out / "optim_00030.pt", {"format": checkpoint.FORMAT, "step": 30})
+def test_a_run_is_pushed_while_it_writes_its_metrics(run, tiny, run_folder, tmp_path):
+    run("push-model", run_folder, "tester/grows", "--with-optimizer")
+    save_checkpoint(run_folder, tiny, 30)
+
+    # the second push happens while a thread appends to metrics.jsonl, as the run would
     done = threading.Event()
 
-    def grow():  # the run goes on meanwhile
+    def append_metrics():
         while not done.wait(0.001):
-            with open(out / "metrics.jsonl", "a") as f:
+            with open(run_folder / "metrics.jsonl", "a") as f:
                 f.write('\n{"step": 31, "train_loss": 3.0}')
 
-    run_on = threading.Thread(target=grow, daemon=True)
-    run_on.start()
-    run("push-model", out, "tester/grows", "--with-optimizer")
+    appender = threading.Thread(target=append_metrics, daemon=True)
+    appender.start()
+    run("push-model", run_folder, "tester/grows", "--with-optimizer")
     done.set()
-    run_on.join()
+    appender.join()
+
+    # a pull brings the newest step, with its optimizer, or every step
     run("pull-model", "tester/grows", tmp_path / "new")
     assert {p.name for p in (tmp_path / "new").glob("*.pt")} == {"model_00030.pt", "optim_00030.pt"}
     assert checkpoint.latest_step(tmp_path / "new") == 30
@@ -387,20 +488,23 @@ def test_a_run_is_pushed_as_it_grows_and_pulled_where_it_is(run, tiny, make_run,
     assert checkpoint.complete_steps(tmp_path / "all") == [10, 30]
 
 
-def test_export_loads_in_transformers(run, tiny, make_run, tmp_path):
+def test_an_export_loads_in_transformers_and_is_pushed_as_it_is(run, tiny, run_folder, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run("export", make_run(), tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    idx = torch.arange(20)[None]
-    ours = logits_of(tiny)[..., :50257]
-    assert torch.allclose(theirs(idx).logits, ours, atol=1e-4, rtol=0)
+    run("export", run_folder, tmp_path / "hf")
+
+    # the same logits and the same tokens, in transformers
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    hf_logits = hf_model(torch.arange(20)[None]).logits
+    assert torch.allclose(hf_logits, compute_logits(tiny)[..., :50257], atol=1e-4, rtol=0)
     text = "Hello, world"
-    expected = tokenizer.encoding().encode_ordinary(text)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == expected
+    hf_tokens = AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"]
+    assert hf_tokens == tokenizer.encoding().encode_ordinary(text)
     assert "3.25" in (tmp_path / "hf/README.md").read_text()
-    with pytest.raises(UserError, match="empty folder"):
-        hub_script.export(tmp_path / "run", tmp_path / "hf")
+
+    # nothing is overwritten
+    run("export", run_folder, tmp_path / "hf", fails_with="empty folder")
+
     run("push-model", tmp_path / "hf", "tester/hf")
     run("pull-model", "tester/hf", tmp_path / "hf2")
     assert contents(tmp_path / "hf2") == contents(tmp_path / "hf")
@@ -408,11 +512,17 @@ def test_export_loads_in_transformers(run, tiny, make_run, tmp_path):
 
 def test_an_import_never_joins_another_run(run, tiny, tmp_path):
     torch.save({"model": tiny.state_dict(), "config": {"n_head": 4}, "step": 19072}, tmp_path / "old.pt")
+
     assert "python infer.py" in run("import", "old.pt", tmp_path / "out")
     path = tmp_path / "out/model_19072.pt"
     assert same_bits(open_model(path).state_dict(), tiny.state_dict())
-    first = hashlib.sha256(path.read_bytes()).digest()
-    run("import", "old.pt", tmp_path / "out", says="already has a model")
-    assert hashlib.sha256(path.read_bytes()).digest() == first
-    run("import", "none.pt", tmp_path / "new", says="no checkpoint none.pt")
+
+    first = path.read_bytes()
+    run("import", "old.pt", tmp_path / "out", fails_with="already has a model")
+    assert path.read_bytes() == first
+
+
+def test_an_import_of_a_missing_file_leaves_no_folder(run, tmp_path):
+    run("import", "none.pt", tmp_path / "new", fails_with="no checkpoint none.pt")
+
     assert not (tmp_path / "new").exists()
