@@ -21,6 +21,7 @@ import tyro
 
 from system.cli import UserError, print0, require, run_cli
 from system.files import atomic_write
+from system.units import dtype_name
 from training import hellaswag_eval
 from training.hellaswag_eval import DEFAULT_PATH, Example, evaluate, render
 
@@ -116,7 +117,7 @@ def main() -> None:
     if args.per_example and rt.is_main:
         write_per_example(args.per_example, examples, losses)
     result = hellaswag_eval.summarize(losses, examples)
-    speed = f"{result['n'] / seconds:.1f} examples/s in {rt.dtype} on {rt.device}"
+    speed = f"{result['n'] / seconds:.1f} examples/s in {dtype_name(rt.dtype)} on {rt.device}"
     print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
     print0(hellaswag_eval.summary_line(result))
 

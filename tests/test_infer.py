@@ -27,8 +27,8 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture
 def run_main(monkeypatch, capsys):
-    """run_main(model, "Hi", ...) -> (stdout, stderr) of infer.py, run in this process, because a new one takes seconds to
-    import torch."""
+    """run_main(model, "Hi", ...) -> (stdout, stderr) of infer.py. It runs in this process, because a new one takes
+    seconds to import torch."""
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, args)])
