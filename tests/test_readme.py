@@ -33,7 +33,6 @@ TINY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 16 --model.block-siz
 ELSEWHERE = {
     "git": "needs the project's address",
     "docker": "no container runtime",
-    "sky": "no cloud; tests/test_clouds.py runs the file",
     "runpodctl": "no pod",
     "tail": "ends by hand; tests/test_life.py follows a run",
     "export": "part of the next command",
@@ -55,7 +54,7 @@ SHELL = re.compile(rf"!?(?:[A-Z_]+=\S+ )*(?:{SCRIPTS}|sbatch|{'|'.join(ELSEWHERE
 VARIABLES = "CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES HF_HOME HF_TOKEN LAMBDA_API_KEY NCCL_DEBUG".split()
 # what sends a command another way through its script; other words only change values
 WAYS = re.compile(
-    r"--(?:dry-run|resume|init-from|eval-only|tracker|help|source|verify|adopt|tensorboard|model|overfit-single-batch)\b|hf://"
+    r"--(?:dry-run|resume|init-from|eval-only|tracker|help|source|verify|tensorboard|model|overfit-single-batch)\b|hf://"
 )
 PEERS = re.compile(r" (sample|train)\.py|config/")  # nanoGPT's own, in the table of those who come from there
 
@@ -116,7 +115,7 @@ def python(here, line, cwd=None):
     script, *args = shlex.split(line)
     cwd = cwd or here.root
     if re.search(r"hub\.py (push|pull|check)|hf://", line) or (
-        script == "fineweb.py" and not re.search("--verify|--adopt|stdlib|my/", line)
+        script == "fineweb.py" and not re.search("--verify|stdlib|my/", line)
     ):
         processes.start(script, *args, log=cwd / "said", cwd=cwd, env=here.env).wait_for_success()
         return
@@ -207,7 +206,7 @@ def as_here(command):
         script, args = words[at], words[at + 1 :]
     if script == "train_gpt2.py":
         args = tiny(args)
-    elif script == "fineweb.py" and not {"--verify", "--adopt"} & set(args):
+    elif script == "fineweb.py" and "--verify" not in args:
         args += ["--out", "data/new", "--limit-tokens", "5000"]
     elif script == "infer.py":
         args += ["--max-new-tokens", "2"]
