@@ -1,0 +1,72 @@
+"""The structure of the code: who imports whom, no cycles, and what stays quick to import."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+
+import pytest
+from helpers import ROOT
+
+SCRIPTS = {"train_gpt2", "fineweb", "hellaswag", "infer", "hub", "plots"}
+# Each layer may import itself and those before it.
+LAYERS = [{"model", "system"}, {"tokens"}, {"training"}, SCRIPTS]
+
+
+def source_files():
+    """{module: path} of everything that users run or import: scripts, model.py and the packages."""
+    paths = [*ROOT.glob("*.py"), *(ROOT / "system").glob("*.py"), *(ROOT / "tokens").glob("*.py")]
+    paths += (ROOT / "training").glob("*.py")
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+
+
+def project_imports(path, modules):
+    """Modules of the project that a file imports at its top level, those for type checkers included. Imports inside
+    functions are left out: they happen at run time, after everything is loaded."""
+    tree = ast.parse(path.read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found & modules.keys()
+
+
+def layer_of(module):
+    return next(i for i, names in enumerate(LAYERS) if module.split(".")[0] in names)
+
+
+def test_imports_go_downwards():
+    """Scripts, then training, then tokens, then model and system. No package imports a script."""
+    modules = source_files()
+    upward = [
+        f"{module} imports {imported}"
+        for module, path in modules.items()
+        for imported in project_imports(path, modules)
+        if layer_of(imported) > layer_of(module) or (imported in SCRIPTS and module not in SCRIPTS)
+    ]
+    assert upward == []
+
+
+def test_no_module_imports_itself_through_others():
+    modules = source_files()
+    graph = {module: project_imports(path, modules) for module, path in modules.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+def test_the_network_imports_nothing_of_the_project():
+    modules = source_files()
+    assert project_imports(modules["model"], modules) == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["training.metrics_file", "training.reference", "plots", "system.cli", "system.units"]
+)
+def test_reading_what_a_run_wrote_needs_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
