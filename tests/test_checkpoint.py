@@ -1,10 +1,18 @@
-"""Whole or absent, newest complete wins, a failed write costs nothing."""
+"""Checkpoints (training/checkpoint.py): complete or absent, the newest complete one counts, a failed write costs nothing.
+
+Most tests write real files of a tiny model with `save`, damage or delete some of them, and ask what is left.
+"""
 
 import dataclasses
+import re
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT, same_bits
 
 from model import GPT, GPTConfig
 from system.cli import UserError
@@ -13,49 +21,92 @@ from training.open_model import open_model
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
+# A network unlike GPT-2's: a checkpoint must also keep the fields that GPT-2 has no use for.
+MODERN = dataclasses.replace(
+    SMALL, tied_head=False, positions="half_rope", norm="rmsnorm_gain", head_bias=True, n_layer=2
+)
 
-def save(folder, step, model=None, keep=0, best=None):
+
+def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0, best_step: int | None = None) -> GPT:
+    """Write a complete checkpoint of `model` (default: a new small one) and wait for it; returns the model."""
     model = model or GPT(SMALL)
-    state = {"max_steps": 9, "config": {}, "data": "", "record": {}, "rng": [], "optimizers": []}
+    state = {"step": step, "max_steps": 9, "config": {}, "data": "", "record": {}, "optimizers": [torch.ones(3)]}
     with checkpoint.CheckpointWriter(folder, keep) as writer:
-        writer.save(step, checkpoint.model_file(model, step), {"step": step, "x": torch.ones(3), **state}, best)
+        writer.save(step, checkpoint.model_file(model, step), state, best_step)
         writer.wait()
     return model
 
 
-OTHER = {"positions": "half_rope", "norm": "rmsnorm_gain", "head_bias": True, "value_tables": 1, "n_layer": 2}
-OTHER = dataclasses.replace(SMALL, tied_head=False, **OTHER)
+# ------------------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("config", [SMALL, OTHER])
-def test_round_trip(tmp_path, config):
-    model = save(tmp_path, 7, GPT(config))
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_a_model_comes_back_as_it_was(tmp_path, config):
+    saved = save(tmp_path, 7, GPT(config)).eval()
+    idx = torch.arange(16)[None]
+
     for path in (tmp_path, tmp_path / "model_00007.pt"):
-        again = open_model(path)
-        assert again.config == config and not again.training
-        assert again.state_dict().keys() == model.state_dict().keys()
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-        idx = torch.arange(16)[None]
-        assert torch.equal(model.eval()(idx)[0], again(idx)[0])
-        assert (again.lm_head.weight is again.transformer.wte.weight) == config.tied_head
+        loaded = open_model(path)
+
+        assert loaded.config == config and not loaded.training
+        assert same_bits(loaded.state_dict(), saved.state_dict())
+        assert torch.equal(saved(idx)[0], loaded(idx)[0])
+        assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == config.tied_head
+
+
+def test_the_train_state_comes_back_with_the_path_of_its_weights(tmp_path):
+    save(tmp_path, 7)
+
+    for path in (tmp_path, tmp_path / "model_00007.pt", tmp_path / "optim_00007.pt"):
+        state = checkpoint.read_train_state(path)
+
+        assert state["step"] == 7 and torch.equal(state["optimizers"][0], torch.ones(3))
+        assert state["model_file"] == tmp_path / "model_00007.pt"
+
+
+def test_random_states_are_neither_needed_nor_refused(tmp_path):
+    """Files of earlier versions have the key `rng`."""
+    save(tmp_path, 7)
+    state = checkpoint.read_file(tmp_path / "optim_00007.pt")
+    assert "rng" not in state
+
+    checkpoint.write(tmp_path / "optim_00007.pt", {**state, "rng": [torch.get_rng_state()]})
+
     assert checkpoint.read_train_state(tmp_path)["step"] == 7
+
+
+@pytest.mark.parametrize("key", checkpoint.TRAIN_STATE_TYPES)
+def test_a_train_state_without_one_of_its_keys_is_refused(tmp_path, key):
+    save(tmp_path, 7)
+    state = checkpoint.read_file(tmp_path / "optim_00007.pt")
+    del state[key]
+    checkpoint.write(tmp_path / "optim_00007.pt", state)
+
+    with pytest.raises(UserError, match=r"is not the train state of a run; .*--init-from"):
+        checkpoint.read_train_state(tmp_path)
 
 
 def test_a_tied_head_is_stored_once(tmp_path):
     save(tmp_path, 1)
-    tied = GPT(SMALL).num_params() * 4
-    assert (tmp_path / "model_00001.pt").stat().st_size < tied + 20_000
+
+    weights_size = GPT(SMALL).num_params() * 4  # bytes of float32
+    assert (tmp_path / "model_00001.pt").stat().st_size < weights_size + 20_000
 
 
 def test_only_a_complete_step_counts(tmp_path):
-    assert checkpoint.latest_step(tmp_path) is None and checkpoint.latest_step(tmp_path / "missing") is None
+    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.latest_step(tmp_path / "missing") is None
+
+    # the newest step has no optimizer file
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "optim_00003.pt").unlink()
     assert checkpoint.latest_step(tmp_path) == 2
-    whole = (tmp_path / "model_00002.pt").read_bytes()
+
+    # the model of the step before it is cut off, anywhere
+    complete = (tmp_path / "model_00002.pt").read_bytes()
     for tenth in range(10):
-        (tmp_path / "model_00002.pt").write_bytes(whole[: len(whole) * tenth // 10])
+        (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) * tenth // 10])
         assert checkpoint.latest_step(tmp_path) == 1
         with pytest.raises(UserError, match="damaged or truncated"):
             open_model(tmp_path / "model_00002.pt")
@@ -63,76 +114,165 @@ def test_only_a_complete_step_counts(tmp_path):
 
 
 def test_the_newest_of_models_alone_is_found_by_number(tmp_path):
+    """Not by name: model_100000.pt sorts before model_99999.pt."""
     for step in (99_999, 100_000):
         save(tmp_path, step)
         (tmp_path / f"optim_{step:05d}.pt").unlink()
-    assert checkpoint.load(tmp_path)[1]["step"] == 100_000
+
+    _, facts = checkpoint.load(tmp_path)
+
+    assert facts["step"] == 100_000
 
 
-def test_retention_keeps_newest_and_best(tmp_path):
+def test_resuming_needs_both_files(tmp_path):
+    save(tmp_path, 4)
+    (tmp_path / "optim_00004.pt").unlink()
+
+    with pytest.raises(UserError, match=r"optim_00004\.pt.*--init-from"):
+        checkpoint.read_train_state(tmp_path / "model_00004.pt")
+
+
+def test_missing_and_foreign_files_are_named(tmp_path):
+    path = tmp_path / "model_00001.pt"
+
+    def assert_refused(message, name=path):
+        with pytest.raises(UserError, match=message):
+            open_model(name)
+
+    assert_refused("no checkpoint")
+    assert_refused("no complete checkpoint", tmp_path)
+
+    # another program's checkpoint: the message names the command that converts it
+    torch.save({"model": {"w": torch.ones(2)}, "config": {}}, path)
+    assert_refused(r"hub\.py import")
+
+    # a zip archive of something else
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello", "not a checkpoint")
+    assert_refused("cannot read")
+
+
+def test_weights_that_do_not_fit_their_config_are_refused(tmp_path):
+    def save_with_config(**changes):
+        content = checkpoint.model_file(GPT(SMALL), 1)
+        content["config"] |= changes
+        checkpoint.write(tmp_path / "model_00001.pt", content)
+
+    # another shape
+    save_with_config(n_embd=32)
+    with pytest.raises(UserError, match="do not fit"):
+        open_model(tmp_path)
+
+    # a setting of somebody's own model.py, whose weights have the same shapes
+    save_with_config(attention="sigmoid")
+    with pytest.raises(UserError, match=r"unknown setting attention.*the model\.py it was made with"):
+        open_model(tmp_path)
+
+
+def test_checkpoints_import_no_code_of_the_hub():
+    heavy = (
+        "[name for name in sys.modules if re.match('huggingface_hub|transformers|system.hub|training.convert', name)]"
+    )
+    script = f"import re, sys, training.checkpoint\nassert not {heavy}, {heavy}"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+# ------------------------------------------------------------------------- writing
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in range(1, 7):
-        save(tmp_path, step, keep=2, best=2 if step >= 2 else None)
-    assert checkpoint.complete_steps(tmp_path) == [2, 5, 6] and len(list(tmp_path.iterdir())) == 6
+        save(tmp_path, step, keep=2, best_step=2 if step >= 2 else None)
+
+    assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
+    assert len(list(tmp_path.iterdir())) == 6  # nothing else is in the folder
 
 
-def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monkeypatch):
+def test_the_earlier_best_goes_when_the_last_step_is_the_best(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=1, best_step=1)
+    assert checkpoint.complete_steps(tmp_path) == [1, 3]
+
+    # the last evaluation comes after the last save
+    writer = checkpoint.CheckpointWriter(tmp_path, keep=1)
+    writer.save(4, *read_contents(tmp_path, 3), best_step=1)
+    writer.wait(best_step=4)
+
+    assert checkpoint.complete_steps(tmp_path) == [4]
+
+
+def read_contents(folder: Path, step: int) -> tuple[dict, dict]:
+    """The contents of both files of a step."""
+    return tuple(checkpoint.read_file(p(folder, step)) for p in (checkpoint.model_path, checkpoint.optim_path))
+
+
+def test_the_optimizer_is_written_before_the_model(tmp_path, monkeypatch):
+    """A model file says that its step is complete, so it must be the last one."""
+    written = []
+    monkeypatch.setattr(checkpoint, "write", lambda path, content: written.append(path.name))
+
+    save(tmp_path, 5)
+
+    assert written == ["optim_00005.pt", "model_00005.pt"]
+
+
+def test_a_save_deletes_what_a_killed_write_left(tmp_path):
+    (tmp_path / ".model_00004.pt.part").write_bytes(b"half")
+
+    save(tmp_path, 5)
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model_00005.pt", "optim_00005.pt"]
+
+
+def test_a_failed_write_leaves_the_earlier_checkpoint_and_is_reported(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    real = torch.save
+    real_save = torch.save
 
-    def full_disk(content, f):
-        real({"half": torch.zeros(10)}, f)
+    def save_to_a_full_disk(content, f):
+        real_save({"half": torch.zeros(10)}, f)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full_disk)
+    # the disk is full
+    monkeypatch.setattr(torch, "save", save_to_a_full_disk)
     with pytest.raises(UserError, match=r"No space left.*Newest complete step there: 1"):
         save(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model_00001.pt", "optim_00001.pt"]
+
+    # it is still full at the next save of a run, which reports it when it waits
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(3, checkpoint.model_file(GPT(SMALL), 3), {"step": 3})
-    with pytest.raises(UserError, match="No space left"):
+    with pytest.raises(UserError, match=r"No space left.*free space or choose another --out-dir"):
         writer.wait()
-    monkeypatch.setattr(torch, "save", real)  # somebody has freed space
+
+    # somebody has freed space: the same writer recovers
+    monkeypatch.setattr(torch, "save", real_save)
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
     writer.wait()
     assert checkpoint.complete_steps(tmp_path) == [1, 4]
+
+
+def test_weights_that_are_not_finite_replace_nothing(tmp_path):
+    save(tmp_path, 1)
+    model = GPT(SMALL)
+    with torch.no_grad():
+        model.transformer.wpe.weight[0, 0] = torch.nan
+
+    with pytest.raises(UserError) as error:
+        save(tmp_path, 2, model, keep=1)
+
+    # the fix is of this problem: a disk that is not full needs no space
+    assert re.search(r"not finite \(transformer\.wpe\.weight\); lower --max-lr\. Newest .*: 1", str(error.value))
+    assert checkpoint.complete_steps(tmp_path) == [1]
 
 
 def test_training_may_change_what_is_being_written(tmp_path):
     model = GPT(SMALL)
     before = model.lm_head.weight.detach().clone()
     writer = checkpoint.CheckpointWriter(tmp_path)
+
     writer.save(1, checkpoint.model_file(model, 1), {"step": 1})
     with torch.no_grad():
         model.lm_head.weight.zero_()
     writer.wait()
+
     assert torch.equal(open_model(tmp_path).lm_head.weight, before)
-
-
-def test_foreign_and_missing_files_are_named(tmp_path):
-    def refused(says, path=tmp_path / "model_00001.pt"):
-        with pytest.raises(UserError, match=says):
-            open_model(path)
-
-    def changed(**config):
-        saved = checkpoint.model_file(GPT(SMALL), 1)
-        saved["config"] |= config
-        checkpoint.write(tmp_path / "model_00001.pt", saved)
-
-    refused("no checkpoint")
-    refused("no complete checkpoint", tmp_path)
-    torch.save({"model": {"w": torch.ones(2)}, "config": {}}, tmp_path / "model_00001.pt")
-    refused(r"hub\.py import")
-    with zipfile.ZipFile(tmp_path / "model_00001.pt", "w") as z:
-        z.writestr("hello", "not a checkpoint")
-    refused("cannot read")
-    changed(n_embd=32)
-    refused("do not fit")
-    changed(attention="sigmoid")  # someone's change to model.py, with weights of the same shapes
-    refused(r"unknown setting attention.*the model\.py it was made with")
-
-
-def test_resume_needs_both_files(tmp_path):
-    save(tmp_path, 4)
-    (tmp_path / "optim_00004.pt").unlink()
-    with pytest.raises(UserError, match=r"optim_00004\.pt.*--init-from"):
-        checkpoint.read_train_state(tmp_path / "model_00004.pt")
