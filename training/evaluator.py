@@ -93,7 +93,7 @@ class Evaluator:
 
         # How public runs of the same recipe stood at this step.
         reference = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.data.paths[0].name)
-        verdict = reference.on_track(run.step, loss) if reference else None
+        verdict = reference.judge(run.step, loss) if reference else None
         if verdict:
             print0(verdict)
         return {"val_loss": loss}

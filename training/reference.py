@@ -1,4 +1,11 @@
-"""Figures from public runs of the presets' recipes: what a healthy run looks like, step by step."""
+"""Figures from public runs of the presets' recipes: what a healthy run looks like, step by step.
+
+    reference = find_reference("gpt2-124m", 19_073, 524_288, "fineweb-edu_train_000001.npy")
+    reference.judge(500, 5.31)        # "step 500: val 5.310, reference 5.236 to 5.387: on track"
+
+training/evaluator.py prints that line after each validation; plots.py --reference draws the range behind the curves.
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-PATH = Path(__file__).with_name("reference.csv")  # its `#` lines name the sources
-TOKENS = 524_288  # per step
-HORIZON = 0.02  # a schedule that ends this much earlier or later has nearly the same curve
-WINDOW = 500  # steps on either side within which the widest gap between the runs counts
-FLOOR = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over
-LOOSE = 0.1  # nats: at step 0, where random weights differ, and where one figure is all there is
+REFERENCE_CSV = Path(__file__).with_name("reference.csv")  # its `#` lines name the sources
+TOKENS_PER_STEP = 524_288  # of every public run in the file
+MAX_STEPS_TOLERANCE = 0.02  # a schedule that ends this much earlier or later has nearly the same curve
+GAP_WINDOW_STEPS = 500  # steps on either side within which the widest gap between the runs counts
+MIN_MARGIN = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over
+MIN_MARGIN_LOOSE = 0.1  # nats: at step 0, where random weights differ, and where one figure is all there is
 
 
 class Reference(NamedTuple):
@@ -24,69 +31,124 @@ class Reference(NamedTuple):
     runs: int
     step: tuple[int, ...]
     low: tuple[float, ...]  # val loss of the lowest run, nats per token
-    high: tuple[float, ...]  # and of the highest
+    high: tuple[float, ...]  # val loss of the highest run
     hellaswag: tuple[tuple[float, float], ...]  # lowest and highest acc_norm; empty if not published
 
-    def expected(self, step: int) -> tuple[float, float] | None:
-        """Lowest and highest healthy val loss (nats per token) at `step`, or None where the reference has none: between
-        step 0 and its first evaluation (the loss falls too steeply to interpolate) and after its end.
+    def expected_range(self, step: int) -> tuple[float, float] | None:
+        """Lowest and highest healthy val loss (nats per token) at `step`. None where the reference has no answer:
+        between step 0 and its first evaluation, where the loss falls too steeply to interpolate, and after its end.
 
-        Rule: the interval of the runs, interpolated linearly between their evaluations and widened on both sides by
-        twice the widest gap between the runs within WINDOW steps or, of a single run, by what the loss falls in a tenth
-        of the steps so far; but at least by FLOOR (LOOSE at
-        step 0 and where one figure is all there is). That covers the timing noise of the steep first thousand steps;
-        later, the runs are closer together than another with another data order or another sample of the validation
-        shard would be, which FLOOR allows for.
+        The range of the runs is interpolated linearly between their evaluations and widened on both sides by a margin:
+
+        - of several runs, twice the widest gap between them within GAP_WINDOW_STEPS steps;
+        - of a single run, what the loss falls in a tenth of the steps so far;
+        - but at least MIN_MARGIN, or MIN_MARGIN_LOOSE at step 0 and where one figure is all there is.
+
+        The margin covers the timing noise of the steep first thousand steps. Later, the public runs are closer together
+        than a run with another data order, or another sample of the validation shard, would be to them. MIN_MARGIN
+        allows for that.
         """
-        if step < self.step[0] or step > self.step[-1] or 0 < step < self.step[:2][-1]:
+        # The first evaluation after step 0 (or step 0 itself, if it is the only one).
+        first_evaluation = self.step[:2][-1]
+        if step < self.step[0] or step > self.step[-1] or 0 < step < first_evaluation:
             return None
-        i = max(j for j, s in enumerate(self.step) if s <= step)
-        j = min(i + 1, len(self.step) - 1)
-        span = self.step[j] - self.step[i] or 1
-        low, high = (v[i] + (v[j] - v[i]) * (step - self.step[i]) / span for v in (self.low, self.high))
+
+        # Interpolate both ends of the range between the evaluation before `step` and the one after it.
+        before = max(index for index, evaluated in enumerate(self.step) if evaluated <= step)
+        after = min(before + 1, len(self.step) - 1)
+        steps_between = self.step[after] - self.step[before] or 1  # 1 at the last evaluation: nothing to interpolate
+        steps_since = step - self.step[before]
+        low = self.low[before] + (self.low[after] - self.low[before]) * steps_since / steps_between
+        high = self.high[before] + (self.high[after] - self.high[before]) * steps_since / steps_between
+
+        # The margin that the runs themselves suggest.
         if self.runs > 1:
-            gaps = zip(self.step, self.low, self.high, strict=True)
-            margin = 2 * max(b - a for s, a, b in gaps if abs(s - step) <= WINDOW)
+            evaluations = zip(self.step, self.low, self.high, strict=True)
+            gaps = [highest - lowest for at, lowest, highest in evaluations if abs(at - step) <= GAP_WINDOW_STEPS]
+            margin = 2 * max(gaps)
         else:
-            margin = (self.low[i] - self.low[j]) / span * step / 10
-        margin = max(margin, FLOOR if step and len(self.step) > 1 else LOOSE)
+            loss_per_step = (self.low[before] - self.low[after]) / steps_between
+            margin = loss_per_step * step / 10
+
+        # The least margin.
+        is_loose = step == 0 or len(self.step) == 1
+        margin = max(margin, MIN_MARGIN_LOOSE if is_loose else MIN_MARGIN)
         return low - margin, high + margin
 
-    def on_track(self, step: int, val_loss: float) -> str | None:
-        """One line on how a run compares at `step` with `val_loss` (nats per token), or None where `expected` is None.
-        Too low is off track, too: no honest run is that good, so something must leak."""
-        if (interval := self.expected(step)) is None:
+    def judge(self, step: int, val_loss: float) -> str | None:
+        """One line on how a run compares at `step` with `val_loss` (nats per token), or None where expected_range is
+        None. A loss that is too low is off track as well: no honest run is that good, so something must leak."""
+        interval = self.expected_range(step)
+        if interval is None:
             return None
         low, high = interval
-        verdict = "on track" if low <= val_loss <= high else "off track"  # NaN is in no interval
-        if val_loss < low:
-            verdict += f", {low - val_loss:.3f} too low: does attention see the future, or val overlap the train data?"
-        elif verdict == "off track":
-            verdict += f", {val_loss - high:.3f} too high: check --max-lr, --warmup-steps and the data"
+
+        # NaN is in no interval, so it is off track and "too high".
+        if low <= val_loss <= high:
+            verdict = "on track"
+        elif val_loss < low:
+            verdict = f"off track, {low - val_loss:.3f} too low: "
+            verdict += "does attention see the future, or val overlap the train data?"
+        else:
+            verdict = f"off track, {val_loss - high:.3f} too high: check --max-lr, --warmup-steps and the data"
         return f"step {step}: val {val_loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}"
 
 
 @cache
 def read_references() -> list[Reference]:
-    """All references in PATH, a preset's first the one of its own number of steps."""
-    rows = csv.DictReader(line for line in PATH.read_text().splitlines() if not line.startswith("#"))
-    found = []
-    for (preset, max_steps, runs), group in groupby(rows, lambda row: (row["preset"], row["max_steps"], row["runs"])):
-        lines = list(group)
-        low, high = (tuple(float(row[f"val_loss_{end}"]) for row in lines) for end in ("low", "high"))
-        hellaswag = tuple((float(r["hellaswag_low"]), float(r["hellaswag_high"])) for r in lines if r["hellaswag_low"])
-        steps = tuple(int(row["step"]) for row in lines)
-        found.append(Reference(preset, int(max_steps), int(runs), steps, low, high, hellaswag))
-    return found
+    """All references of REFERENCE_CSV. Of a preset with several, the first has the preset's own number of steps."""
+    text = REFERENCE_CSV.read_text()
+    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+
+    # Consecutive rows with the same preset, length and number of runs are the evaluations of one reference.
+    references = []
+    for key, group in groupby(rows, lambda row: (row["preset"], row["max_steps"], row["runs"])):
+        preset, max_steps, runs = key
+        evaluations = list(group)
+        references.append(
+            Reference(
+                preset=preset,
+                max_steps=int(max_steps),
+                runs=int(runs),
+                step=tuple(int(row["step"]) for row in evaluations),
+                low=tuple(float(row["val_loss_low"]) for row in evaluations),
+                high=tuple(float(row["val_loss_high"]) for row in evaluations),
+                hellaswag=tuple(
+                    (float(row["hellaswag_low"]), float(row["hellaswag_high"]))
+                    for row in evaluations
+                    if row["hellaswag_low"]
+                ),
+            )
+        )
+    return references
 
 
-def find_reference(preset: object, max_steps: object, tokens: object, shard: str = "") -> Reference | None:
-    """The public runs to which a run of `max_steps` steps of `tokens` tokens compares. `shard`, the name of a file of
-    its data (FineWeb-Edu of gpt2-124m's, FineWeb of the others'); without a name that is not asked."""
-    other_data = shard and not ("fineweb" in shard and ("edu" in shard) == (preset == "gpt2-124m"))
-    if tokens != TOKENS or type(max_steps) is not int or other_data:
+def find_reference(
+    preset: object, max_steps: object, tokens_per_step: object, shard_name: str = ""
+) -> Reference | None:
+    """The public runs to which a run compares, or None.
+
+    Args:
+        preset: the run's preset.
+        max_steps: its number of steps; within MAX_STEPS_TOLERANCE of the public runs'.
+        tokens_per_step: its tokens per step, which must be the public runs'.
+        shard_name: a file of its data, by whose name the data are recognized: FineWeb-Edu for gpt2-124m, FineWeb for
+            the others. Without a name, the data are taken to be right.
+
+    The first three may be anything that a config.json holds, or None.
+    """
+    if tokens_per_step != TOKENS_PER_STEP or type(max_steps) is not int:
         return None
-    for ref in read_references():
-        if ref.preset == preset and abs(max_steps - ref.max_steps) <= HORIZON * ref.max_steps:
-            return ref
+
+    # Another data set has another loss.
+    if shard_name:
+        is_fineweb = "fineweb" in shard_name
+        is_edu = "edu" in shard_name
+        if not is_fineweb or is_edu != (preset == "gpt2-124m"):
+            return None
+
+    for reference in read_references():
+        tolerance = MAX_STEPS_TOLERANCE * reference.max_steps
+        if reference.preset == preset and abs(max_steps - reference.max_steps) <= tolerance:
+            return reference
     return None

@@ -78,7 +78,7 @@ def read_shard(folder: Path) -> None:
 
 
 def read_texts(folder: Path) -> None:
-    for chunk in documents.read(sorted(folder.iterdir()), 0, "text", lambda path: None):
+    for chunk in documents.read_files(sorted(folder.iterdir()), 0, "text"):
         assert all(isinstance(t, str) for t in chunk.texts)
         "".join(chunk.texts).encode()
 
@@ -121,7 +121,7 @@ def read_record(folder: Path) -> None:
     """metrics.jsonl and config.json as the plots and the log of a resumed run read them."""
     metrics_file.tokens_per_step(folder)
     [json.dumps(row) for row in metrics_file.read_metrics(folder / "metrics.jsonl")]
-    plots.read_metrics(folder)
+    plots.read_curves(folder)
 
 
 def make_rows(folder: Path) -> None:
