@@ -24,7 +24,7 @@ from training import checkpoint
 from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import parse
-from training.stop import Stop
+from training.stop import StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Runtime(torch.device("cpu"), torch.float32)  # one rank on the CPU: the runtime of the runs in this process
@@ -53,7 +53,7 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
     """Train the preset quickstart with the flags `args` and `more` in this process, into the folder `out`; returns that
     folder. `stop` may hold a stop request, by which a test ends the run early."""
     torch.set_num_threads(1)  # the tests run side by side
-    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or Stop())
+    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
     return Path(out)
 
 
