@@ -1,4 +1,7 @@
-"""Hugging Face folders in and out: equal bits, equal logits, and a clear refusal of what is not GPT-2."""
+"""Models in other layouts (training/convert.py), and opening any model (training/open_model.py).
+
+Equal bits, equal logits, a clear refusal of what is not GPT-2, and no pickled code ever runs.
+"""
 
 import dataclasses
 import json
@@ -21,8 +24,8 @@ TINY = GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32)
 
 
 @pytest.fixture
-def hf(tmp_path):
-    """hf(**config) -> (a tiny GPT2LMHeadModel, the folder in which transformers saved it)."""
+def make_hf(tmp_path):
+    """make_hf(name, **config) -> (a tiny GPT2LMHeadModel, the folder in which transformers saved it)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     def make(name="theirs", shard_size="5GB", **config):
@@ -34,73 +37,101 @@ def hf(tmp_path):
     return make
 
 
-def tensors(folder):
+def load_tensors(folder):
+    """The weights of a folder as they are in the file, without transformers."""
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
 
 
-def test_light_to_import():
+def test_importing_is_cheap():
     heavy = "{'torch', 'transformers', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
     script = f"import sys, training.convert\nassert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
+# ------------------------------------------------------------------------- Hugging Face folders
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_round_trip_is_equal_bit_for_bit(hf, tmp_path, tied):
+def test_a_round_trip_is_equal_bit_for_bit(make_hf, tmp_path, tied):
     from transformers import AutoModelForCausalLM
 
-    theirs, folder = hf(tie_word_embeddings=tied)
-    ours = convert.load_hf(folder)
-    assert ours.config == dataclasses.replace(TINY, tied_head=tied)
+    hf_model, folder = make_hf(tie_word_embeddings=tied)
     idx = torch.randint(50257, (2, 32))
-    torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=1e-4, rtol=0)
-    convert.save_hf(ours, tmp_path / "again")
-    before, after = tensors(folder), tensors(tmp_path / "again")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[k], after[k]) for k in before)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(idx).logits, theirs(idx).logits)
+
+    # in: the same network, the same logits to rounding
+    model = convert.load_hf(folder)
+    assert model.config == dataclasses.replace(TINY, tied_head=tied)
+    torch.testing.assert_close(model(idx)[0], hf_model(idx).logits, atol=1e-4, rtol=0)
+
+    # and out again: the same bits in the file, the same logits in transformers
+    convert.save_hf(model, tmp_path / "again")
+    assert same_bits(load_tensors(tmp_path / "again"), load_tensors(folder))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(idx).logits, hf_model(idx).logits)
 
 
 @pytest.mark.parametrize(
     "options", [{"bias": False}, {"tied_head": False, "vocab_size": 50304}, {"activation": "gelu_erf"}]
 )
-def test_export_runs_in_transformers(tmp_path, options):
+def test_an_export_runs_in_transformers(tmp_path, options):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    ours = GPT(dataclasses.replace(TINY, **options)).eval()
-    convert.save_hf(ours, tmp_path / "out")
-    theirs, tok = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model = GPT(dataclasses.replace(TINY, **options)).eval()
+    convert.save_hf(model, tmp_path / "out")
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    # the network: the rows that pad the vocabulary are dropped, the logits are the same
     idx = torch.randint(50257, (2, 32))
-    assert theirs.config.vocab_size == 50257
-    assert convert.load_hf(tmp_path / "out").config.activation == ours.config.activation
-    torch.testing.assert_close(theirs(idx).logits, ours(idx)[0][..., :50257], atol=1e-4, rtol=0)
+    assert hf_model.config.vocab_size == 50257
+    assert convert.load_hf(tmp_path / "out").config.activation == model.config.activation
+    torch.testing.assert_close(hf_model(idx).logits, model(idx)[0][..., :50257], atol=1e-4, rtol=0)
+
+    # the tokenizer: the same tokens, and back to the text
     text = "Hello, world!  naïve \n\n 你好 🙂 don't"
-    assert tok(text)["input_ids"] == tokenizer.encoding().encode_ordinary(text)
-    assert tok.decode(tok(text)["input_ids"]) == text and tok("<|endoftext|>")["input_ids"] == [tok.eos_token_id]
-    assert theirs.generation_config.eos_token_id == tokenizer.EOT
+    tokens = hf_tokenizer(text)["input_ids"]
+    assert tokens == tokenizer.encoding().encode_ordinary(text)
+    assert hf_tokenizer.decode(tokens) == text
+    assert hf_tokenizer("<|endoftext|>")["input_ids"] == [hf_tokenizer.eos_token_id]
+    assert hf_model.generation_config.eos_token_id == tokenizer.EOT
+
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]  # no temporary folder is left
 
 
-def test_shards_bin_files_and_old_names_are_read(hf, tmp_path):
-    theirs, folder = hf()
-    whole = convert.load_hf(folder).state_dict()
-    _, sharded = hf("sharded", shard_size="1MB")
-    assert (sharded / "model.safetensors.index.json").is_file()
-    old = tmp_path / "old"  # as the first GPT-2 files: no prefix, causal masks among the weights
+def test_weights_in_several_files_are_read(make_hf):
+    _, folder = make_hf()
+    _, in_parts = make_hf("in parts", shard_size="1MB")
+    assert (in_parts / "model.safetensors.index.json").is_file()
+
+    assert same_bits(convert.load_hf(in_parts).state_dict(), convert.load_hf(folder).state_dict())
+
+
+def test_pytorch_model_bin_with_old_names_is_read(make_hf, tmp_path):
+    # As the first GPT-2 files: without the prefix, and with causal masks among the weights.
+    hf_model, folder = make_hf()
+    old = tmp_path / "old"
     old.mkdir()
-    state = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items() if k != "lm_head.weight"}
-    state |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
-    torch.save(state, old / "pytorch_model.bin")
+    weights = {k.removeprefix("transformer."): v for k, v in hf_model.state_dict().items() if k != "lm_head.weight"}
+    weights |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    torch.save(weights, old / "pytorch_model.bin")
     (old / "config.json").write_text((folder / "config.json").read_text())
-    for other in (sharded, old):
-        again = convert.load_hf(other).state_dict()
-        assert again.keys() == whole.keys() and all(torch.equal(again[k], whole[k]) for k in whole)
+
+    assert same_bits(convert.load_hf(old).state_dict(), convert.load_hf(folder).state_dict())
+
+
+def test_a_config_that_spells_out_the_defaults_is_read(make_hf):
+    _, folder = make_hf()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"n_inner": 4 * 32, "activation_function": "gelu"}  # GPT-2's MLP width; nanoGPT's activation
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert convert.load_hf(folder).config == dataclasses.replace(TINY, activation="gelu_erf")
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    "change, words",
     [
         ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
         ({"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon"]),
@@ -115,80 +146,121 @@ def test_shards_bin_files_and_old_names_are_read(hf, tmp_path):
         ({"n_embd": None}, ["n_embd"]),
     ],
 )
-def test_what_is_not_gpt2_is_refused(hf, change, says):
-    _, folder = hf()
+def test_what_is_not_gpt2_is_refused(make_hf, change, words):
+    _, folder = make_hf()
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError) as e:
+
+    with pytest.raises(UserError) as error:
         convert.load_hf(folder)
-    assert all(s in str(e.value) for s in says), str(e.value)
+
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_damaged_and_missing_files(hf, tmp_path):
-    _, folder = hf()
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
+def test_damaged_and_missing_files_are_named(make_hf, tmp_path):
+    _, folder = make_hf()
+    weights = folder / "model.safetensors"
+
+    weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"cannot read the weights in .*theirs"):
         convert.load_hf(folder)
-    path.unlink()
+
+    weights.unlink()
     with pytest.raises(UserError, match="has no weights"):
         convert.load_hf(folder)
+
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json"):
         convert.load_hf(folder)
+
     with pytest.raises(UserError, match="neither a folder here nor a name"):
         convert.load_hf(tmp_path / "nothing" / "there")
 
 
-def test_one_door_for_every_kind_of_model(hf, tmp_path):
-    (tmp_path / "mine" / "run").mkdir(parents=True)
-    path = tmp_path / "mine" / "run" / "model_00001.pt"
-    checkpoint.write(path, checkpoint.model_file(GPT(dataclasses.replace(TINY, vocab_size=256)), 1))
-    assert open_model(path).config == open_model(path.parent).config
-    assert open_model(hf()[1]).config == TINY
-    with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
-        open_model(tmp_path / "mine" / "rum")
-
-
-def test_no_network_is_said_quickly(expect_failure, tmp_path):
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+def test_without_a_network_the_error_comes_quickly(expect_failure, tmp_path):
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}  # nobody listens on port 9
     expect_failure("infer.py", "gpt2", "Hi", mentions=["gpt2", "Hub", "network"], env=env, timeout=60)
 
 
-def test_what_the_layout_cannot_hold_is_refused(tmp_path):
-    options = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "softcap": 15.0}
-    for name, value in {**options, "attention_scale": 0.12, "head_bias": True, "value_tables": 1}.items():
-        with pytest.raises(UserError, match=f"{name}={value!r}"):
-            convert.save_hf(GPT(dataclasses.replace(TINY, **{name: value})), tmp_path / "out")
+UNSUPPORTED = {
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "activation": "relu2",
+    "qk_norm": True,
+    "softcap": 15.0,
+    "attention_scale": 0.12,
+    "head_bias": True,
+}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(GPTConfig), ids=lambda field: field.name)
+def test_every_field_of_the_config_is_exportable_or_refused(tmp_path, field):
+    """Fails for a new field of GPTConfig until it is in UNSUPPORTED here or in EXPORTABLE_FIELDS there."""
+    if field.name in convert.EXPORTABLE_FIELDS:
+        return
+    value = UNSUPPORTED[field.name]
+    model = GPT(dataclasses.replace(TINY, **{field.name: value}))
+
+    with pytest.raises(UserError, match=f"{field.name}={value!r}"):
+        convert.save_hf(model, tmp_path / "out")
+
     assert not (tmp_path / "out").exists()
 
 
-def test_a_weight_of_ones_own_is_not_exported(tmp_path):
+def test_a_weight_that_gpt2_does_not_have_is_not_lost(tmp_path):
     model = GPT(TINY)
     model.transformer.h[0].scale = torch.nn.Parameter(torch.full((), 2.0))
+
     with pytest.raises(RuntimeError, match=r"transformer\.h\.0\.scale"):
         convert.save_hf(model, tmp_path / "out")
+
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine").write_text("work")
+
     for target in (tmp_path, tmp_path / "mine"):
         with pytest.raises(UserError, match="nothing is overwritten"):
             convert.save_hf(GPT(TINY), target)
+
     assert (tmp_path / "mine").read_text() == "work"
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     from transformers import GPT2Tokenizer
 
-    def full(*_):
+    def raise_disk_full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(GPT2Tokenizer, "save_pretrained", full)
+    monkeypatch.setattr(GPT2Tokenizer, "save_pretrained", raise_disk_full)
     with pytest.raises(OSError, match="disk full"):
         convert.save_hf(GPT(TINY), tmp_path / "out")
+
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------- any kind of model
+
+
+def test_open_model_opens_files_run_folders_and_hugging_face_folders(make_hf, tmp_path):
+    run = tmp_path / "mine" / "run"
+    run.mkdir(parents=True)
+    path = run / "model_00001.pt"
+    config = dataclasses.replace(TINY, vocab_size=256)
+    checkpoint.write(path, checkpoint.model_file(GPT(config), 1))
+
+    assert open_model(path).config == config
+    assert open_model(run).config == config
+    assert open_model(make_hf()[1]).config == TINY
+
+
+def test_a_mistyped_path_is_answered_with_the_folders_beside_it(tmp_path):
+    """It is not taken for OWNER/NAME of the Hub."""
+    (tmp_path / "mine" / "run").mkdir(parents=True)
+
+    with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
+        open_model(tmp_path / "mine" / "rum")
 
 
 # ------------------------------------------------------------------------- older trainers
@@ -206,33 +278,46 @@ class OldConfig:
 
 
 def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
+    # the class is pickled as one of the script that ran: __main__.OldConfig
     monkeypatch.setattr(OldConfig, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "OldConfig", OldConfig, raising=False)
     model = GPT(dataclasses.replace(TINY, vocab_size=50304, n_head=4))
-    saved = {"model": model.state_dict(), "config": OldConfig(), "step": 19072, "val_loss": 3.07}
-    torch.save(saved, tmp_path / "old.pt")
+    content = {"model": model.state_dict(), "config": OldConfig(), "step": 19072, "val_loss": 3.07}
+    torch.save(content, tmp_path / "old.pt")
     assert b"__main__\nOldConfig" in (tmp_path / "old.pt").read_bytes()
-    read, step = convert.load_old(tmp_path / "old.pt")
-    assert step == 19072 and read.config == model.config and not read.training
-    assert same_bits(read.state_dict(), model.state_dict())
+
+    loaded, step = convert.load_old(tmp_path / "old.pt")
+
+    assert step == 19072 and loaded.config == model.config and not loaded.training
+    assert same_bits(loaded.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_nanogpt_file_is_read(tmp_path, bias, tied):
-    shape = {"block_size": 32, "vocab_size": 65, "n_layer": 3, "n_head": 2, "n_embd": 32}
-    model = GPT(GPTConfig(**shape, bias=bias, tied_head=tied, activation="gelu_erf"))
-    weights = {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}
+    args = {"n_layer": 3, "n_head": 2, "n_embd": 32, "block_size": 32, "bias": bias, "vocab_size": 65}
+    model = GPT(GPTConfig(**args, tied_head=tied, activation="gelu_erf"))
+    weights = {f"_orig_mod.{name}": weight for name, weight in model.state_dict().items()}  # torch.compile's prefix
     weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # old torch: the mask is a buffer
-    args = {"n_layer": 3, "n_head": 2, "n_embd": 32, "block_size": 32, "bias": bias, "vocab_size": 65, "dropout": 0.0}
-    saved = {"model": weights, "optimizer": {"state": {}}, "model_args": args, "iter_num": 250}
-    torch.save({**saved, "config": {"device": "x"}, "best_val_loss": torch.tensor(1.5)}, tmp_path / "ckpt.pt")
-    read, step = convert.load_old(tmp_path / "ckpt.pt")
-    assert step == 250 and read.config == model.config
-    assert same_bits(read.state_dict(), model.state_dict())
+    content = {
+        "model": weights,
+        "optimizer": {"state": {}},
+        "model_args": {**args, "dropout": 0.0},
+        "iter_num": 250,
+        "config": {"device": "x"},
+        "best_val_loss": torch.tensor(1.5),
+    }
+    torch.save(content, tmp_path / "ckpt.pt")
+
+    loaded, step = convert.load_old(tmp_path / "ckpt.pt")
+
+    assert step == 250 and loaded.config == model.config
+    assert same_bits(loaded.state_dict(), model.state_dict())
 
 
-class Evil:
+class Attack:
+    """Pickled, it runs a shell command when it is loaded, which makes the file `mark`."""
+
     def __init__(self, mark):
         self.mark = mark
 
@@ -240,24 +325,30 @@ class Evil:
         return os.system, (f"touch {self.mark}",)
 
 
-class EvilConfig(Evil):
+class AttackConfig(Attack):
+    """The same by another function, in a class whose name ends in Config."""
+
     def __reduce__(self):
         return eval, (f"open({str(self.mark)!r}, 'w')",)
 
 
-@pytest.mark.parametrize("evil", [Evil, EvilConfig])
-def test_an_old_file_runs_no_pickled_code(tmp_path, evil):
+@pytest.mark.parametrize("attack", [Attack, AttackConfig])
+def test_an_old_file_runs_no_pickled_code(tmp_path, attack):
+    # the attack works where a file is unpickled without care
+    pickle.loads(pickle.dumps(attack(tmp_path / "proof")))
+    assert (tmp_path / "proof").exists()
+
     mark = tmp_path / "owned"
-    torch.save({"model": GPT(TINY).state_dict(), "config": evil(mark), "step": 1}, tmp_path / "evil.pt")
-    pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
-    assert (tmp_path / "proof").exists()  # the attack itself works
+    torch.save({"model": GPT(TINY).state_dict(), "config": attack(mark), "step": 1}, tmp_path / "evil.pt")
     with pytest.raises(UserError, match="nothing in it was run"):
         convert.load_old(tmp_path / "evil.pt")
+
     assert not mark.exists()
 
 
 def test_a_class_called_config_is_never_imported(tmp_path, monkeypatch):
-    """Even one that can be: reading its attributes into an inert object is all that happens."""
+    """Even one that can be: only its attributes are read, into an object without code."""
+    # importing the module `trap` makes the file `owned`
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\nclass MyConfig: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     from trap import MyConfig
@@ -267,14 +358,19 @@ def test_a_class_called_config_is_never_imported(tmp_path, monkeypatch):
     torch.save({"model": GPT(TINY).state_dict(), "config": config, "step": 1}, tmp_path / "old.pt")
     (tmp_path / "owned").unlink()
     del sys.modules["trap"]
-    assert convert.load_old(tmp_path / "old.pt")[0].config == TINY
+
+    model, _ = convert.load_old(tmp_path / "old.pt")
+
+    assert model.config == TINY
     assert "trap" not in sys.modules and not (tmp_path / "owned").exists()
 
 
-def test_other_files_are_refused(tmp_path):
+def test_files_of_other_kinds_are_refused(tmp_path):
     torch.save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("hello")
-    for name, says in (("other.pt", "it has no 'transformer.wte.weight'"), ("list.pt", ""), ("text.pt", "")):
-        with pytest.raises(UserError, match=f"build-nanogpt or nanoGPT.*{says}"):
+    reasons = {"other.pt": "it has no 'transformer.wte.weight'", "list.pt": "", "text.pt": ""}
+
+    for name, reason in reasons.items():
+        with pytest.raises(UserError, match=f"build-nanogpt or nanoGPT.*{reason}"):
             convert.load_old(tmp_path / name)
