@@ -1,15 +1,34 @@
-"""The same curve as the ancestor's own program? A peer's script beside train_gpt2.py's step, from the same weights, on
-the same tokens in the same order.
+"""Does a preset train step for step as the program that it reproduces?
 
     python -m bench.parity build-nanogpt ~/build-nanogpt --data-dir data/stdlib
-    python -m bench.parity record8 ~/modded-nanogpt --as-written     # its commit 11e39fb; in bfloat16, beside two seeds
-    python -m bench.parity build-nanogpt ~/build-nanogpt --plant rate     # a planted error: must fail
+    python -m bench.parity record8 ~/modded-nanogpt --as-written        # at its commit 11e39fb
+    python -m bench.parity build-nanogpt ~/build-nanogpt --plant rate   # a planted error: must exit with 1
 
-The peer's script runs whole: its model, loader, loop, clipping, optimizers and schedule. Its `edits` shrink it (layers,
-width, batch, steps), bring it to a CPU and silence what is not training; the `exact` ones, left out with --as-written,
-turn its bfloat16 into float32. No other arithmetic is touched, and an edit that finds nothing is an error. Ours is the
-preset as train_gpt2.py reads it, with Step and Loader. Prints the largest differences over all steps; exits with 1 if
-one is above the limit.
+Run by hand; tests/test_parity.py runs it on a stand-in. docs/ancestors.md has a table of the results. A "reference" is
+the training script of another project, taken from a checkout of it. Both sides make the same few small steps on a CPU:
+
+    reference's script --edits--> a small program --run--> its initial weights, curve A
+                                        ^                            |
+    tokens of --data-dir --> shards ----+                            |
+                                        v                            v
+    this project's preset and flags --> Loader, TrainStep, from the same weights --> curve B
+
+A curve has the loss and the gradient norm of every step. If both start from the same weights, read the same tokens and
+do the same arithmetic, A and B differ by float32 rounding alone. Any other difference grows from step to step: weights
+that decay by mistake, a rate that is 1% off. The command prints the largest differences over all steps, and exits with
+1 if one is above the limit.
+
+The reference's script runs completely: its own model, data loader, loop, clipping, optimizers and schedule. It is made
+small and quiet by edits, which are regular expressions applied to its source:
+
+- `edits` set the size (layers, width, vocabulary, batch, steps), replace CUDA by the CPU, and turn off what is not
+  training (validation, samples, logs). They leave the arithmetic as it is.
+- `float32_edits` replace bfloat16 by float32, because in bfloat16 the rounding would hide an error. With --as-written
+  they are left out, and the limit is the difference between two seeds of this project, also in bfloat16.
+
+An edit that matches nothing is an error: then the script is not the version that the edits were written for.
+
+A comparison proves something only if it can fail. --plant puts an error into this project's side, which must be found.
 """
 
 import contextlib
@@ -19,9 +38,9 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -37,323 +56,508 @@ from model import GPT
 from system.cli import require, run_cli
 from system.distributed import Runtime
 from tokens import shards
-from tokens.loader import Loader
-from training import optim
+from tokens.loader import Loader, to_device
+from training import muon
 from training.presets import parse
 from training.step import TrainStep
 
-T, BATCH, MICRO = 128, 8, 4  # of both sides: tokens in a sequence, sequences in a step and in a micro-step
-LAYERS, WIDTH, VOCAB = 3, 256, 512  # few words: each comes often, and the head takes little time
-Curve = list[tuple[float, float]]  # of each step: loss in nats per token, norm of all gradients before clipping
+# The size of both sides. Few layers and a narrow model keep a run under a minute. With a small vocabulary each token
+# comes often; the first Adam update of a rare one is the sign of a gradient that may be rounding alone.
+T = 128  # tokens of a sequence
+SEQUENCES_PER_STEP = 8
+MICRO_BATCH_SIZE = 4
+TOKENS_PER_STEP = SEQUENCES_PER_STEP * T
+N_LAYER = 3
+N_EMBD = 256
+VOCAB_SIZE = 512
+
+
+class StepRecord(NamedTuple):
+    """What is compared of a step."""
+
+    loss: float  # mean over the step's tokens, in nats per token
+    norm: float  # L2 norm of the gradients of all parameters, before clipping
+
+
+Curve = list[StepRecord]
+
+# ------------------------------------------------------------------------- the references
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A script, what turns it into `steps` small steps on a CPU, and the flags that make ours the same."""
+class Reference:
+    """The training script of another project, and what makes it comparable."""
 
     script: str
-    edits: dict[str, str]  # regular expression -> replacement; {steps} is filled in
-    flags: str  # of train_gpt2.py
-    names: dict[str, str]  # regular expression in a name of the peer's weights -> ours
-    exact: dict[str, str]
+    """Its path in the checkout."""
+    edits: dict[str, str]
+    """{regular expression: replacement} that shrink the script and move it to a CPU. {steps} becomes --steps."""
+    flags: str
+    """Preset and flags of train_gpt2.py that describe the same training. {cooldown} becomes the decay's share."""
+    weight_names: dict[str, str]
+    """{regular expression: replacement} that turn the names of its weights into this project's. An empty name drops a
+    tensor. Several tensors that get one name are concatenated in their order."""
+    float32_edits: dict[str, str]
+    """More edits, which replace its bfloat16 by float32; left out with --as-written."""
     argv: str = ""
-    limit: float = 1e-5
-    summed: bool = False  # the loss of a step is added up over its tokens
+    """Its command-line arguments, if it has any."""
+    max_loss_difference: float = 1e-5
+    """Limit of the difference in loss, in nats per token. That of the relative difference in norm is ten times it."""
+    sums_loss: bool = False
+    """Whether its loss is the sum over a step's tokens instead of their mean."""
 
 
-MASK = {r".*\.attn\.bias$": ""}  # is kept with the weights
-TO_CPU = {  # of the two records of modded-nanogpt, which know only CUDA and torchrun
+# nanoGPT's family stores each layer's causal mask beside the weights.
+DROP_MASKS = {r".*\.attn\.bias$": ""}
+
+# Both scripts of modded-nanogpt insist on CUDA and torchrun.
+CUDA_TO_CPU = {
     r"@torch\.compile\n": "\n",
     r"dist\.(init|destroy)_process_group\(.*\)": "None",
     r"torch\.cuda\.(set_device|synchronize)\(.*?\)": "None",
     r"\.cuda\(\)": "",
     r"'cuda'|\"cuda\"": "'cpu'",
 }
-FLOAT32 = {r"\.bfloat16\(\)": ".float()"}
-RESULT36 = Peer(
-    "records/track_3_optimization/train_gpt_simple.py",
-    {
-        **TO_CPU,
-        r"torch\.cuda\.get_device_name\(device\)": "'cpu'",
-        r"pin_memory=True": "pin_memory=False",
-        r"model\.compile\(.*\)": "",
-        r"seq_len=1024": f"seq_len={T}",
-        r"val_tokens = 20 \* 524288": f"val_tokens = {BATCH * T}",
-        r"batch_size = 8 \* 64 \* 1024": f"batch_size = {BATCH * T}",
-        r"mbs = 64": f"mbs = {MICRO}",
-        r"50304, num_layers=12, model_dim=768": f"{VOCAB}, num_layers={LAYERS}, model_dim={WIDTH}",
-        r"train_steps = \d+": "train_steps = {steps}",
-    },
-    f"speedrun-124m --model.n-head 2 --adam-eps {1e-10 / (BATCH * T)}",
-    {
-        r".*angular_freq": "", r"^embed\.": "transformer.wte.", r"^proj\.": "lm_head.",
-        r"^norm1\.gains": "transformer.ln_0.weight", r"^norm2\.gains": "transformer.ln_f.weight",
-        r"^blocks\.": "transformer.h.", r"norm([12])\.gains": r"ln_\1.weight",
-        r"\.[qkv]\.": ".c_attn.", r"\.proj\.": ".c_proj.", r"\.fc\.": ".c_fc.",
-    },
-    FLOAT32,
-    limit=1e-4,
-    summed=True,
-)  # fmt: skip
-RESULT10 = replace(  # NorMuon; only its logs are public, which begin with the program
-    RESULT36,
-    script="records/track_3_optimization/results/20260503_normuon/e0d0185f-ccb8-426d-8265-a4e762ec69f6.txt",
-    edits=RESULT36.edits | {r"\n={100}\n[\s\S]*": ""},
-    flags=RESULT36.flags + " --optimizer normuon --muon-lr 0.035 --muon-weight-decay 0.025 --max-lr 0.003125 "
-    "--embed-lr-scale 96 --vector-lr-scale 3.2 --weight-decay 0 --vector-weight-decay 0",
-)
-PEERS = {
-    "build-nanogpt": Peer(
-        "train_gpt2.py",
-        {
+BFLOAT16_CASTS = {r"\.bfloat16\(\)": ".float()"}
+
+REFERENCES = {
+    "build-nanogpt": Reference(
+        script="train_gpt2.py",
+        edits={
+            # what would be imported or downloaded, and is not used
             r"from hellaswag import .*": "",
-            r"tiktoken\.get_encoding\(.*\)": "None",  # it would be downloaded
-            r"total_batch_size = 524288": f"total_batch_size = {BATCH * T}",
-            r"B = 64 .*": f"B = {MICRO}",
+            r"tiktoken\.get_encoding\(.*\)": "None",
+            # size
+            r"total_batch_size = 524288": f"total_batch_size = {TOKENS_PER_STEP}",
+            r"B = 64 .*": f"B = {MICRO_BATCH_SIZE}",
             r"T = 1024 .*": f"T = {T}",
-            r"GPTConfig\(vocab_size=50304\)": f"GPTConfig({T}, {VOCAB}, {LAYERS}, 4, {WIDTH})",
+            r"GPTConfig\(vocab_size=50304\)": f"GPTConfig({T}, {VOCAB_SIZE}, {N_LAYER}, 4, {N_EMBD})",
             r"warmup_steps = 715": "warmup_steps = 10",
             r"max_steps = 19073": "max_steps = {steps}",
+            # validation, HellaSwag, samples, logs
             r"\(?step % 250 == 0 or last_step\)?": "False",
             r"\(step > 0 and step % 250 == 0\) or last_step": "False",
             r"if master_process:": "if False:",
         },
-        f"gpt2-124m --model.n-head 4 --model.block-size {T} --warmup-steps 10",
-        MASK,
-        {r"dtype=torch\.bfloat16": "dtype=torch.float32"},
+        flags=f"gpt2-124m --model.n-head 4 --model.block-size {T} --warmup-steps 10",
+        weight_names=DROP_MASKS,
+        float32_edits={r"dtype=torch\.bfloat16": "dtype=torch.float32"},
     ),
-    "nanogpt": Peer(  # its warm-up is a step longer than its cosine knows, so here the rate stays at its peak
-        "train.py",
-        {
+    # Its warm-up is one step longer than its cosine assumes, so here the rate stays at its peak after the warm-up.
+    "nanogpt": Reference(
+        script="train.py",
+        edits={
+            # Its model.py has the name of this project's, which is already imported.
             r"from model import GPTConfig, GPT": "exec(open(folder + '/model.py').read())",
             r"exec\(open\('configurator\.py'\)\.read\(\)\).*": "",
-            r"gradient_accumulation_steps = 5 \* 8": f"gradient_accumulation_steps = {BATCH // MICRO}",
-            r"batch_size = 12": f"batch_size = {MICRO}",
-            r"n_layer = 12\nn_head = 12\nn_embd = 768": f"n_layer = {LAYERS}\nn_head = 4\nn_embd = {WIDTH}",
+            # size
+            r"gradient_accumulation_steps = 5 \* 8": (
+                f"gradient_accumulation_steps = {SEQUENCES_PER_STEP // MICRO_BATCH_SIZE}"
+            ),
+            r"batch_size = 12": f"batch_size = {MICRO_BATCH_SIZE}",
+            r"n_layer = 12\nn_head = 12\nn_embd = 768": f"n_layer = {N_LAYER}\nn_head = 4\nn_embd = {N_EMBD}",
             r"warmup_iters = 2000": "warmup_iters = 9",
             r"max_iters = 600000": "max_iters = {steps}",
             r"min_lr = 6e-5": "min_lr = 6e-4",
+            r"block_size = 1024": f"block_size = {T}",
+            r"else 50304": f"else {VOCAB_SIZE}",
+            # a CPU
             r"device = 'cuda' ": "device = 'cpu' ",
             r"compile = True": "compile = False",
+            r"dtype = 'bfloat16' if .*": "dtype = 'bfloat16'",  # means nothing on a CPU, where it is float32
+            # checkpoints and logs
             r"master_process = True": "master_process = False",
-            r"block_size = 1024": f"block_size = {T}",
-            r"else 50304": f"else {VOCAB}",
-            r"ix = torch\.randint\(.*": "ix = [next(in_order) for _ in range(batch_size)]",  # it draws them at random
-            r"dtype = 'bfloat16' if .*": "dtype = 'bfloat16'",
+            # It draws sequences at random; here they come in order, from the iterator that run_reference provides.
+            r"ix = torch\.randint\(.*": "ix = [next(sequence_starts) for _ in range(batch_size)]",
         },
-        f"gpt2-124m --model.n-head 4 --model.block-size {T} --model.no-bias --model.activation gelu_erf "
+        flags=f"gpt2-124m --model.n-head 4 --model.block-size {T} --model.no-bias --model.activation gelu_erf "
         "--warmup-steps 10 --min-lr 6e-4",
-        MASK,
-        {},
+        weight_names=DROP_MASKS,
+        float32_edits={},
     ),
-    "llm.c": Peer(
-        "train_gpt2.py",
-        {
+    "llm.c": Reference(
+        script="train_gpt2.py",
+        edits={
             r"tiktoken\.get_encoding\(.*\)": "None",
-            r"50257, n_layer=12, n_head=12, n_embd=768": f"{VOCAB}, n_layer={LAYERS}, n_head=4, n_embd={WIDTH}",
+            r"50257, n_layer=12, n_head=12, n_embd=768": (
+                f"{VOCAB_SIZE}, n_layer={N_LAYER}, n_head=4, n_embd={N_EMBD}"
+            ),
         },
-        "llmc-124m --model.n-head 4 --warmup-steps 10",
-        MASK,
-        {},
-        argv=f"--model d12 --input_bin data/fineweb10B/fineweb_train_*.bin --batch_size {MICRO} --sequence_length {T} "
-        f"--total_batch_size {BATCH * T} --num_iterations {{steps}} --learning_rate 6e-4 --learning_rate_decay_frac 0 "
-        "--warmup_iters 10 --weight_decay 0.1 --overfit_single_batch 0 --write_tensors 0 --flash 1 --device cpu",
+        flags="llmc-124m --model.n-head 4 --warmup-steps 10",
+        weight_names=DROP_MASKS,
+        float32_edits={},
+        argv=f"--model d12 --input_bin data/fineweb10B/fineweb_train_*.bin --batch_size {MICRO_BATCH_SIZE} "
+        f"--sequence_length {T} --total_batch_size {TOKENS_PER_STEP} --num_iterations {{steps}} --learning_rate 6e-4 "
+        "--learning_rate_decay_frac 0 --warmup_iters 10 --weight_decay 0.1 --overfit_single_batch 0 --write_tensors 0 "
+        "--flash 1 --device cpu",
     ),
-    "record8": Peer(
-        "train_gpt2.py",
-        {
-            **TO_CPU,
+    # modded-nanogpt at commit 11e39fb.
+    "record8": Reference(
+        script="train_gpt2.py",
+        edits={
+            **CUDA_TO_CPU,
             r"assert torch\.cuda\.is_available\(\)": "",
             r"device_ids=\[ddp_local_rank\]": "",
             r"model = torch\.compile\(model\)": "",
-            r"enable_(\w+)_sdp\((True|False)\)": "None",  # which of CUDA's attention kernels
-            r"num_vocab = 50304": f"num_vocab = {VOCAB}",
-            r"n_layer=12, n_head=6, n_embd=768": f"n_layer={LAYERS}, n_head=2, n_embd={WIDTH}",
-            r"= 8\*64 ": f"= {BATCH} ",
-            r"device_batch_size : int = 64": f"device_batch_size : int = {MICRO}",
+            r"enable_(\w+)_sdp\((True|False)\)": "None",  # chooses among CUDA's attention kernels
+            # size
+            r"num_vocab = 50304": f"num_vocab = {VOCAB_SIZE}",
+            r"n_layer=12, n_head=6, n_embd=768": f"n_layer={N_LAYER}, n_head=2, n_embd={N_EMBD}",
+            r"= 8\*64 ": f"= {SEQUENCES_PER_STEP} ",
+            r"device_batch_size : int = 64": f"device_batch_size : int = {MICRO_BATCH_SIZE}",
             r"sequence_length : int = 1024": f"sequence_length : int = {T}",
             r"num_iterations : int = 4578": "num_iterations : int = {steps}",
             r"warmdown_iters : int = 1308": "warmdown_iters : int = 20",
-            r"val_tokens : int = 10485760": f"val_tokens : int = {BATCH * T}",
+            r"val_tokens : int = 10485760": f"val_tokens : int = {TOKENS_PER_STEP}",
+            # logs
             r"if master_process": "if False",
             r"print\(f\"peak memory.*": "None",
-            r"# begin training\ntrain_loader\.reset\(\)": "",  # or its first micro-batch would be read twice
+            # As written, it reads its first micro-batch twice: once before this reset, once after it.
+            r"# begin training\ntrain_loader\.reset\(\)": "",
         },
-        "record8-124m --model.n-head 2 --cooldown {cooldown}",
-        {r"c_[qkv]\.": "c_attn."},
-        FLOAT32 | {r"torch\.bfloat16": "torch.float32"},
-        limit=1e-4,
+        flags="record8-124m --model.n-head 2 --cooldown {cooldown}",
+        weight_names={r"c_[qkv]\.": "c_attn."},
+        float32_edits=BFLOAT16_CASTS | {r"torch\.bfloat16": "torch.float32"},
+        max_loss_difference=1e-4,
     ),
-    "result36": RESULT36,
-    "result10": RESULT10,
-}  # fmt: skip
+    # modded-nanogpt's track 3; its result 36 is this script.
+    "result36": Reference(
+        script="records/track_3_optimization/train_gpt_simple.py",
+        edits={
+            **CUDA_TO_CPU,
+            r"torch\.cuda\.get_device_name\(device\)": "'cpu'",
+            r"pin_memory=True": "pin_memory=False",
+            r"model\.compile\(.*\)": "",
+            # size
+            r"seq_len=1024": f"seq_len={T}",
+            r"val_tokens = 20 \* 524288": f"val_tokens = {TOKENS_PER_STEP}",
+            r"batch_size = 8 \* 64 \* 1024": f"batch_size = {TOKENS_PER_STEP}",
+            r"mbs = 64": f"mbs = {MICRO_BATCH_SIZE}",
+            r"50304, num_layers=12, model_dim=768": f"{VOCAB_SIZE}, num_layers={N_LAYER}, model_dim={N_EMBD}",
+            r"train_steps = \d+": "train_steps = {steps}",
+        },
+        # Its gradients are sums over the step's tokens, so Adam's epsilon is divided by their number here.
+        flags=f"speedrun-124m --model.n-head 2 --adam-eps {1e-10 / TOKENS_PER_STEP}",
+        weight_names={
+            r".*angular_freq": "",  # RoPE's table
+            r"^embed\.": "transformer.wte.",
+            r"^proj\.": "lm_head.",
+            r"^norm1\.gains": "transformer.ln_0.weight",
+            r"^norm2\.gains": "transformer.ln_f.weight",
+            r"^blocks\.": "transformer.h.",
+            r"norm([12])\.gains": r"ln_\1.weight",
+            r"\.[qkv]\.": ".c_attn.",
+            r"\.proj\.": ".c_proj.",
+            r"\.fc\.": ".c_fc.",
+        },
+        float32_edits=BFLOAT16_CASTS,
+        max_loss_difference=1e-4,
+        sums_loss=True,
+    ),
+}
+
+# ------------------------------------------------------------------------- data for both sides
 
 
-class Done(Exception):
-    """The peer has made its steps."""
+def tokens_per_shard(steps: int) -> int:
+    """Tokens of each of the two train shards: half of the steps, and two tokens more than their sequences need. Without
+    these two, some references would leave out the last sequence of a shard."""
+    return steps // 2 * TOKENS_PER_STEP + 2
 
 
-def run_peer(peer: Peer, folder: Path, steps: int, work: Path, exact: bool) -> tuple[Curve, dict[str, Tensor]]:
-    """The curve of a peer's program, run in the folder `work` with our shards, and the weights it began with."""
-    source = (folder / peer.script).read_text()
-    for pattern, by in (peer.edits | (peer.exact if exact else {})).items():
-        source, found = re.subn(pattern, by.replace("{steps}", str(steps)), source)
-        require(found, f"{folder / peer.script} has no {pattern!r}: another version of it?")
-    windows = range(0, steps // 2 * BATCH * T, T)  # of each of the two shards
-    starts = [*windows, *(windows.stop + 2 + i for i in windows)]
-    scope: dict[str, Any] = {"__name__": "__main__", "folder": str(folder), "in_order": itertools.cycle(starts)}
-    torch.manual_seed(1337)  # of a peer that sets none
-    curve, losses, norms, begin = [], [], [], {}
-    entropy, clip, first = F.cross_entropy, nn.utils.clip_grad_norm_, []
+def write_shards(data_dir: Path, folder: Path, steps: int) -> None:
+    """Write the tokens of `steps` steps into `folder`, in the places and formats where each reference looks for them.
 
-    def note_loss(logits: Tensor, targets: Tensor, **settings: Any) -> Tensor:
-        loss = entropy(logits, targets, **settings)
-        losses.append(loss.item() / (targets.numel() if peer.summed else 1))
+    They are the first tokens of data_dir, with ids modulo VOCAB_SIZE. Raises UserError if it has too few.
+    """
+    # Two train shards, so that the step from one to the next is compared, too.
+    n = tokens_per_shard(steps)
+    tokens = np.concatenate([shards.read_shard(path) for path in shards.find_shards(data_dir, "train")])
+    require(len(tokens) >= 2 * n, f"{data_dir} has only {len(tokens)} tokens; --steps {steps} takes {2 * n}")
+    tokens = tokens[: 2 * n] % VOCAB_SIZE
+    first_half = tokens[:n]
+    second_half = tokens[n:]
+    for name in ("edu_fineweb10B", "data/fineweb10B", "data/openwebtext"):
+        (folder / name).mkdir(parents=True)
+
+    # build-nanogpt and this project read .npy, llm.c and modded-nanogpt .bin. The val shard only has to be there.
+    contents = {"val_000000": first_half, "train_000001": first_half, "train_000002": second_half}
+    for name, shard in contents.items():
+        shards.write_shard(folder / "edu_fineweb10B" / f"edufineweb_{name}.npy", shard)
+        shards.write_shard(folder / "data" / "fineweb10B" / f"fineweb_{name}.bin", shard)
+
+    # nanoGPT reads one file of bare token ids.
+    tokens.tofile(folder / "data" / "openwebtext" / "train.bin")
+
+
+def sequence_starts(steps: int) -> list[int]:
+    """Where each sequence starts in the two shards one after the other, in the order in which steps read them."""
+    n = tokens_per_shard(steps)
+    in_first_shard = list(range(0, n - 2, T))
+    return in_first_shard + [n + start for start in in_first_shard]
+
+
+# ------------------------------------------------------------------------- the reference's side
+
+
+class AllStepsDone(Exception):
+    """The reference has made its steps. Raised inside its loop, to leave it."""
+
+
+def edit_script(reference: Reference, checkout: Path, steps: int, use_float32: bool) -> str:
+    """The source of the reference's script after its edits. Raises UserError if one of them matches nothing."""
+    path = checkout / reference.script
+    source = path.read_text()
+    edits = reference.edits
+    if use_float32:
+        edits = edits | reference.float32_edits
+    for pattern, replacement in edits.items():
+        source, count = re.subn(pattern, replacement.replace("{steps}", str(steps)), source)
+        require(count > 0, f"{path} has no {pattern!r}: is it another version?")
+    return source
+
+
+class Recorder:
+    """Records the curve and the initial weights of a reference from outside, through three functions that every script
+    calls: F.cross_entropy for each micro-batch, clip_grad_norm_ once a step (if it clips), and Optimizer.step.
+
+    scope: the global variables of the running script, where its model is found.
+    """
+
+    def __init__(self, reference: Reference, scope: dict[str, Any], steps: int):
+        self.reference = reference
+        self.scope = scope
+        self.steps = steps
+        self.curve: Curve = []
+        self.initial_weights: dict[str, Tensor] = {}
+
+        # What was seen so far: the mean loss of each micro-batch, the latest norm, the first optimizer that stepped.
+        self._losses: list[float] = []
+        self._norm: Tensor | None = None
+        self._first_optimizer: torch.optim.Optimizer | None = None
+
+        # The functions that the methods below stand for.
+        self._real_cross_entropy = F.cross_entropy
+        self._real_clip = nn.utils.clip_grad_norm_
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, **settings: Any) -> Tensor:
+        loss = self._real_cross_entropy(logits, targets, **settings)
+        mean = loss.item() / targets.numel() if self.reference.sums_loss else loss.item()
+        self._losses.append(mean)
         return loss
 
-    def note_norm(*arguments: Any) -> Tensor:
-        norms.append(clip(*arguments))
-        return norms[-1]
+    def clip_grad_norm_(self, *arguments: Any) -> Tensor:
+        self._norm = self._real_clip(*arguments)
+        return self._norm
 
-    def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        first.append(optimizer)
-        if optimizer is not first[0]:  # one of several
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Append a record to the curve. Raises AllStepsDone after the last one."""
+        # A script with several optimizers steps each of them; one record a step is enough.
+        if self._first_optimizer is None:
+            self._first_optimizer = optimizer
+        if optimizer is not self._first_optimizer:
             return
-        model = scope.get("raw_model") or scope["model"]
-        if not begin:
-            begin.update({k: v.detach().clone() for k, v in model.state_dict().items()})
-        norm = norms[-1] if norms else nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        size = BATCH * T if peer.summed else 1
-        curve.append((sum(losses[-(BATCH // MICRO) :]) * MICRO / BATCH, norm.item() / size))
-        if len(curve) == steps:
-            raise Done
 
-    argv = [str(folder / peer.script), *peer.argv.replace("{steps}", str(steps)).split()]
+        # Before the first update the weights are the initial ones.
+        model = self.scope.get("raw_model") or self.scope["model"]
+        if not self.initial_weights:
+            self.initial_weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
+
+        # The gradients are complete here. A script that clips has measured their norm.
+        norm = self._norm
+        if norm is None:
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        norm_scale = TOKENS_PER_STEP if self.reference.sums_loss else 1
+
+        # The loss of a step is the mean over its micro-batches, which are the last ones that were seen.
+        micro_steps = SEQUENCES_PER_STEP // MICRO_BATCH_SIZE
+        loss = sum(self._losses[-micro_steps:]) * MICRO_BATCH_SIZE / SEQUENCES_PER_STEP
+        self.curve.append(StepRecord(loss, norm.item() / norm_scale))
+        if len(self.curve) == self.steps:
+            raise AllStepsDone
+
+
+def run_reference(
+    reference: Reference, checkout: Path, steps: int, folder: Path, use_float32: bool
+) -> tuple[Curve, dict[str, Tensor]]:
+    """Run the reference's script in `folder`, which has its data. Returns its curve and the weights it began with,
+    under its own names."""
+    source = edit_script(reference, checkout, steps, use_float32)
+
+    # The global variables that the script starts with. Two of them are for nanoGPT's edits.
+    scope: dict[str, Any] = {
+        "__name__": "__main__",
+        "folder": str(checkout),
+        "sequence_starts": itertools.cycle(sequence_starts(steps)),
+    }
+    recorder = Recorder(reference, scope, steps)
+    argv = [str(checkout / reference.script), *reference.argv.replace("{steps}", str(steps)).split()]
+    torch.manual_seed(1337)  # for a script that sets no seed
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.chdir(work))
+        # The surroundings that it expects: its folder, its arguments.
+        stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(mock.patch.object(sys, "argv", argv))
-        stack.enter_context(mock.patch.object(F, "cross_entropy", note_loss))
-        stack.enter_context(mock.patch.object(nn.utils, "clip_grad_norm_", note_norm))
+
+        # The recorder's hooks.
+        stack.enter_context(mock.patch.object(F, "cross_entropy", recorder.cross_entropy))
+        stack.enter_context(mock.patch.object(nn.utils, "clip_grad_norm_", recorder.clip_grad_norm_))
+        stack.callback(register_optimizer_step_pre_hook(recorder.before_optimizer_step).remove)
+
+        # It must not lower the precision of this process's matrix products.
         stack.enter_context(mock.patch.object(torch, "set_float32_matmul_precision"))
-        stack.callback(register_optimizer_step_pre_hook(note_step).remove)
-        if "dist.init_process_group" in (folder / peer.script).read_text():
+
+        # A script for torchrun gets a process group of one rank.
+        if "dist.init_process_group" in (checkout / reference.script).read_text():
             ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             stack.enter_context(mock.patch.dict(os.environ, ranks))
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
+
+        # Run it, without its output, until the recorder has all steps.
         stack.enter_context(contextlib.redirect_stdout(None))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        stack.enter_context(contextlib.suppress(Done))
-        exec(compile(source, peer.script, "exec"), scope)
-    return curve, begin
+        stack.enter_context(contextlib.suppress(AllStepsDone))
+        exec(compile(source, reference.script, "exec"), scope)
+    return recorder.curve, recorder.initial_weights
 
 
-def write_shards(data_dir: Path, folder: Path, steps: int) -> None:
-    """Two train shards, where each peer looks for them, that hold the steps of both sides: with two tokens more than
-    their windows none of the peers leaves out the last. And a val shard, which only has to be there."""
-    n = steps // 2 * BATCH * T + 2
-    parts = map(shards.read_shard, shards.find_shards(data_dir, "train"))
-    tokens = np.concatenate(list(parts))[: 2 * n] % VOCAB
-    require(len(tokens) == 2 * n, f"{data_dir} has only {len(tokens)} tokens; --steps {steps} takes {2 * n}")
-    for name in ("edu_fineweb10B", "data/fineweb10B", "data/openwebtext"):
-        (folder / name).mkdir(parents=True)
-    for i, shard in enumerate([tokens[:n], tokens[:n], tokens[n:]]):
-        name = f"{'train' if i else 'val'}_{i:06d}"
-        shards.write_shard(folder / "edu_fineweb10B" / f"edufineweb_{name}.npy", shard)
-        shards.write_shard(folder / "data" / "fineweb10B" / f"fineweb_{name}.bin", shard)
-    tokens.tofile(folder / "data" / "openwebtext" / "train.bin")
-
-
-def renamed(names: dict[str, str], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A peer's weights under our names; what it keeps as queries, keys and values is one matrix here."""
-    found: dict[str, list[Tensor]] = {}
+def rename_weights(weight_names: dict[str, str], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A reference's weights under this project's names, in float32. Queries, keys and values that are three matrices
+    there, (C, C) each, become the one matrix (3C, C) that they are here."""
+    parts_by_name: dict[str, list[Tensor]] = {}
     for name, tensor in state.items():
-        for pattern, by in names.items():
-            name = re.sub(pattern, by, name)
+        for pattern, replacement in weight_names.items():
+            name = re.sub(pattern, replacement, name)
         if name:
-            found.setdefault(name, []).append(tensor)
-    return {name: torch.cat(parts).float() for name, parts in found.items()}
+            parts_by_name.setdefault(name, []).append(tensor)
+    return {name: torch.cat(parts).float() for name, parts in parts_by_name.items()}
 
 
-def run_ours(flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] | None, plant: str) -> Curve:
-    """The curve of train_gpt2.py with these flags, from `state` or, if None, from random weights of the flags' seed."""
+# ------------------------------------------------------------------------- this project's side
+
+PlantedError = Literal["", "target", "decay", "rate"]
+
+
+def run_this_project(
+    flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] | None, planted_error: PlantedError
+) -> Curve:
+    """The curve of train_gpt2.py with these flags, from the weights `state` or, if None, from random weights of the
+    flags' seed."""
     cfg = parse(flags.split(), lambda path: {})
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model) if state is None else GPT.from_state_dict(cfg.model, state)
-    step = TrainStep(cfg, rt, model.train())
-    for group in [g for optimizer in step.optimizers for g in optimizer.param_groups]:
-        if plant == "rate":
-            group["peak_lr"] *= 1.01
-        if plant == "decay":
-            group["weight_decay"] = 0.1  # of vectors, too
+    train_step = TrainStep(cfg, rt, model.train())
+    plant_error_in_optimizers(train_step, planted_error)
+    read_batch = to_device_with_shifted_targets if planted_error == "target" else to_device
     data = Loader(data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
-    to_device, curve = training.step.to_device, []
+    batches = data.batches(0, cfg.sequences_per_step, train_step.micro_batch_size, rt)
 
-    def shifted(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        x, y = to_device(tokens, device)
-        return x, y.roll(1, dims=1)
-
+    # The same loop as train_gpt2.py's, without saving and evaluating.
+    curve: Curve = []
     with (
-        mock.patch.object(training.step, "to_device", shifted if plant == "target" else to_device),
-        mock.patch.object(optim, "NEWTON_SCHULZ_DTYPE", rt.dtype),
+        mock.patch.object(training.step, "to_device", read_batch),
+        # Muon's iterations in bfloat16, as everywhere, would not agree to float32 rounding.
+        mock.patch.object(muon, "NEWTON_SCHULZ_DTYPE", rt.dtype),
     ):
-        for at, batch in enumerate(data.batches(0, cfg.sequences_per_step, step.B, rt)):
-            result = step.compute_gradients(batch)
-            curve.append((result.loss, result.norm))
-            if len(curve) == cfg.max_steps:
-                return curve
-            step.set_learning_rates(at, cfg.max_steps)
-            step.update()
+        for step in range(cfg.max_steps):
+            result = train_step.compute_gradients(next(batches))
+            curve.append(StepRecord(result.loss, result.norm))
+            train_step.set_learning_rates(step, cfg.max_steps)
+            train_step.update()
+    return curve
 
 
-def largest(a: Curve, b: Curve) -> tuple[float, float]:
-    """The largest difference of two curves in loss (nats) and in the gradients' norm (relative)."""
-    assert len(a) == len(b), (len(a), len(b))
-    return tuple(max(abs(x[i] - y[i]) / (y[i] if i else 1) for x, y in zip(a, b, strict=True)) for i in (0, 1))
+def plant_error_in_optimizers(train_step: TrainStep, planted_error: PlantedError) -> None:
+    """Change the settings of the optimizers, if that is the error that was asked for."""
+    groups = [group for optimizer in train_step.optimizers for group in optimizer.param_groups]
+    match planted_error:
+        case "" | "target":
+            return
+        case "rate":  # all learning rates 1% too high
+            for group in groups:
+                group["peak_lr"] *= 1.01
+        case "decay":  # biases and gains decay like matrices
+            for group in groups:
+                group["weight_decay"] = 0.1
+        case _:
+            raise ValueError(f"no planted error {planted_error!r}: add a case here")
+
+
+def to_device_with_shifted_targets(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """tokens.loader.to_device with an error: the target of a token is the token itself, not the next one."""
+    x, y = to_device(tokens, device)  # (B, T) each
+    return x, y.roll(1, dims=1)
+
+
+# ------------------------------------------------------------------------- the comparison
+
+
+def largest_differences(curve: Curve, expected: Curve) -> tuple[float, float]:
+    """Over all steps, the largest difference in loss, in nats, and the largest relative one in norm."""
+    pairs = list(zip(curve, expected, strict=True))
+    loss = max(abs(a.loss - b.loss) for a, b in pairs)
+    norm = max(abs(a.norm - b.norm) / b.norm for a, b in pairs)
+    return loss, norm
 
 
 @dataclass(frozen=True)
 class Args:
-    peer: tyro.conf.Positional[Literal[tuple(PEERS)]]
-    folder: tyro.conf.Positional[Path]
-    """Its checkout."""
+    reference: tyro.conf.Positional[Literal[tuple(REFERENCES)]]
+    checkout: tyro.conf.Positional[Path]
+    """Folder with a checkout of the reference."""
     data_dir: Path = Path("data/stdlib")
     steps: int = 60
     as_written: bool = False
-    """Both in bfloat16 as they come; the limit is the difference of two seeds of ours."""
-    plant: Literal["", "target", "decay", "rate"] = ""
-    """An error in ours, which must be found: shifted targets, vectors that decay, rates 1% too high."""
+    """Both in bfloat16, as they are; the limit is the difference between two seeds of this project."""
+    plant: PlantedError = ""
+    """An error in this project's side, which must be found: shifted targets, biases and gains that decay, or learning
+    rates 1% too high."""
 
 
-def compare(peer: Peer, args: Args) -> None:
-    """Print how far the two curves are apart. Raises UserError if that is too far."""
+def compare(reference: Reference, args: Args) -> None:
+    """Run both sides and print how far their curves are apart. Raises UserError if that is too far."""
     steps = args.steps
     require(steps >= 2 and steps % 2 == 0, f"--steps {steps} must be even: half of them are in each of two shards")
-    rt = Runtime(torch.device("cpu"), torch.bfloat16 if args.as_written else torch.float32)
-    exact = "" if args.as_written else " --weights float32"
+    use_float32 = not args.as_written
+    rt = Runtime(torch.device("cpu"), torch.float32 if use_float32 else torch.bfloat16)
+
+    # This project's flags: what the reference needs, then the size, then float32 weights.
+    flags = (
+        f"{reference.flags} --model.n-layer {N_LAYER} --model.n-embd {N_EMBD} --model.vocab-size {VOCAB_SIZE} "
+        f"--sequence-length {T} --total-batch-size {TOKENS_PER_STEP} --micro-batch-size {MICRO_BATCH_SIZE} "
+        f"--max-steps {steps} --no-shuffle --no-compile"
+    ).replace("{cooldown}", str(20 / steps))
+    if use_float32:
+        flags += " --weights float32"
+
     with tempfile.TemporaryDirectory() as work:
-        write_shards(args.data_dir, Path(work), steps)
-        flags = (
-            f"{peer.flags.replace('{cooldown}', str(20 / steps))} --model.n-layer {LAYERS} --model.n-embd {WIDTH} "
-            f"--model.vocab-size {VOCAB} --sequence-length {T} --total-batch-size {BATCH * T} "
-            f"--micro-batch-size {MICRO} --max-steps {steps} --no-shuffle --no-compile{exact}"
-        )
-        data_dir = Path(work) / "edu_fineweb10B"
-        theirs, state = run_peer(peer, args.folder.resolve(), steps, Path(work), not args.as_written)
-        ours = run_ours(flags, rt, data_dir, renamed(peer.names, state), args.plant)
-        limit = (peer.limit, 10 * peer.limit)
+        folder = Path(work)
+        data_dir = folder / "edu_fineweb10B"
+        write_shards(args.data_dir, folder, steps)
+
+        # The reference first: this project starts from its weights.
+        expected, state = run_reference(reference, args.checkout.resolve(), steps, folder, use_float32)
+        state = rename_weights(reference.weight_names, state)
+        curve = run_this_project(flags, rt, data_dir, state, args.plant)
+
+        # How far apart they may be.
+        max_loss = reference.max_loss_difference
+        max_norm = 10 * reference.max_loss_difference
         if args.as_written:
-            a, b = (run_ours(f"{flags} --seed {seed}", rt, data_dir, None, "") for seed in (1, 2))
-            limit = largest(a, b)
-    loss, norm = largest(ours, theirs)
-    print(f"{args.peer}: {steps} steps, loss {theirs[0][0]:.4f} to {theirs[-1][0]:.4f}, ours to {ours[-1][0]:.4f}")
-    print(f"largest difference: loss {loss:.1e}, norm {norm:.1e} of it; limits {limit[0]:.1e} and {limit[1]:.1e}")
-    require(loss <= limit[0] and norm <= limit[1], "not the same curve")
+            seed_curves = [run_this_project(f"{flags} --seed {seed}", rt, data_dir, None, "") for seed in (1, 2)]
+            max_loss, max_norm = largest_differences(*seed_curves)
+
+    loss, norm = largest_differences(curve, expected)
+    final_losses = f"{expected[-1].loss:.4f}, this project's to {curve[-1].loss:.4f}"
+    print(f"{args.reference}: {steps} steps, its loss goes from {expected[0].loss:.4f} to {final_losses}")
+    print(f"largest difference in loss {loss:.1e} (limit {max_loss:.1e}), in norm {norm:.1e} of it ({max_norm:.1e})")
+    require(loss <= max_loss and norm <= max_norm, "not the same curve: a difference is above its limit")
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    compare(PEERS[args.peer], args)
+    compare(REFERENCES[args.reference], args)
 
 
 if __name__ == "__main__":
