@@ -1,10 +1,14 @@
-"""Properties that hold for any input: order of data, shard writer, config, schedules, manifest, durations."""
+"""Properties that hold for any input: order of data, shard writer, config, schedules, manifest, durations.
+
+hypothesis draws the inputs. When a property fails it reports the smallest input that it found.
+"""
 
 import dataclasses
 import math
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -12,100 +16,115 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import fineweb
 from model import GPTConfig
 from system import cli, machine
 from system.cli import UserError
 from system.units import parse_duration
-from tokens import shards, tokenizer
+from tokens import shard_writer, shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
-from training import presets, schedule
+from training import presets
 from training.config import TrainConfig
 from training.presets import PRESETS
+from training.schedule import lr_factor
 
 # derandomize: the same examples every time, so that a suite that passed passes again
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("steady")
 
-SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)  # windows of the shards
-
+# The schedules that a user may choose: a new one is tested as soon as TrainConfig names it.
+SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
 
 # ------------------------------------------------------------------------- order of data
 
+SEQUENCES_PER_SHARD = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)
 
-@given(SIZES, st.integers(-(2**63), 2**63 - 1), st.booleans(), st.integers(1, 9), st.integers(0, 5))
-def test_every_window_comes_once_an_epoch(sizes, seed, shuffle, together, epoch):
+
+@given(SEQUENCES_PER_SHARD, st.integers(-(2**63), 2**63 - 1), st.booleans(), st.integers(1, 9), st.integers(0, 5))
+def test_every_sequence_comes_once_an_epoch(sizes, seed, shuffle, shards_per_group, epoch):
     n = sum(sizes)
-    found = DataOrder(sizes, seed, shuffle, together).span(epoch * n, n)
-    assert sorted(map(tuple, found.tolist())) == [(s, w) for s, size in enumerate(sizes) for w in range(size)]
+    found = DataOrder(sizes, seed, shuffle, shards_per_group).span(epoch * n, n)  # (n, 2): shard, sequence
+    expected = [(shard, sequence) for shard, size in enumerate(sizes) for sequence in range(size)]
+    assert sorted(map(tuple, found.tolist())) == expected
 
 
-@given(SIZES, st.integers(0, 2**63 - 1), st.integers(0, 300), st.integers(1, 4), st.data())
-def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, step, share, data):
-    """Whatever the ranks, the micro-batch and what was read before, a step has the same windows in one order."""
-    ranks, micro_steps = data.draw(st.sampled_from([1, 2, 3, 4])), data.draw(st.integers(1, 3))
+@given(SEQUENCES_PER_SHARD, st.integers(0, 2**63 - 1), st.integers(0, 300), st.integers(1, 4), st.data())
+def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, step, B, data):
+    """Whatever the ranks, the micro-batch and what was read before, a step has the same sequences in one order."""
+    ranks = data.draw(st.sampled_from([1, 2, 3, 4]))
+    micro_steps = data.draw(st.integers(1, 3))
     order = sizes, seed, data.draw(st.booleans()), data.draw(st.integers(1, 9))
-    S = ranks * micro_steps * share
+    sequences_per_step = ranks * micro_steps * B
     loader = object.__new__(Loader)  # its files are not needed to know its order
     loader.order = DataOrder(*order)
-    for other in data.draw(st.lists(st.integers(0, 300), max_size=3)):
-        loader.step_sequences(other, S, share)
-    alone = DataOrder(*order).span(step * S, S)
-    parts = [loader.step_sequences(step, S, share, rank, ranks) for rank in range(ranks)]  # each (micro_steps, B, 2)
-    together = np.stack(parts, axis=1).reshape(-1, 2)
-    assert (together == alone).all()
+
+    # Other steps are read first, which must change nothing.
+    for other_step in data.draw(st.lists(st.integers(0, 300), max_size=3)):
+        loader.step_sequences(other_step, sequences_per_step, B)
+
+    # Each rank has (micro_steps, B, 2). In the order of micro-steps, then ranks, they are the whole step.
+    parts = [loader.step_sequences(step, sequences_per_step, B, rank, ranks) for rank in range(ranks)]
+    of_all_ranks = np.stack(parts, axis=1).reshape(-1, 2)  # (sequences_per_step, 2)
+    of_one_reader = DataOrder(*order).span(step * sequences_per_step, sequences_per_step)
+    assert (of_all_ranks == of_one_reader).all()
 
 
 # ------------------------------------------------------------------------- shard writer and manifest
 
 
-class Letters:
-    """An encoder for which a letter is a token: what fineweb.py asks of gigatoken, and quick."""
+class LetterEncoder:
+    """An encoder for which a letter is a token. It has the part of gigatoken's interface that the shard writer uses:
+    the documents' tokens in one array, and the offsets at which each begins and ends."""
 
     def encode_batch(self, texts):
-        ids = [np.frombuffer(t.encode(), np.uint8) for t in texts]
-        result = type("Result", (), {})()
-        result.layout = type("Layout", (), {})()
-        result.layout.offsets = type("Buffer", (), {"data": np.cumsum([0, *map(len, ids)])})
-        result.layout.content = type("Buffer", (), {"data": np.concatenate([*ids, np.zeros(0, np.uint8)])})
-        return result
+        ids = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        offsets = np.cumsum([0, *map(len, ids)])
+        content = np.concatenate([*ids, np.zeros(0, np.uint8)])
+        layout = SimpleNamespace(offsets=SimpleNamespace(data=offsets), content=SimpleNamespace(data=content))
+        return SimpleNamespace(layout=layout)
 
 
+# Documents of 0 to 30 letters.
 DOCUMENTS = st.lists(st.integers(0, 30).map(lambda n: "abcdefghijklmnopqrstuvwxyzabcd"[:n]), min_size=1, max_size=20)
-
-
-FORM = st.sampled_from(["npy", "bin"])
+SHARD_FORMATS = st.sampled_from(["npy", "bin"])
 
 
 @settings(max_examples=40)
-@given(DOCUMENTS, st.integers(1, 50), st.integers(0, 300), st.integers(1, 5), FORM, st.data())
-def test_shards_joined_are_the_documents(documents, size, limit, chunk, form, data):
+@given(DOCUMENTS, st.integers(1, 50), st.integers(0, 300), st.integers(1, 5), SHARD_FORMATS, st.data())
+def test_shards_joined_are_the_documents(documents, shard_tokens, limit, chunk_size, shard_format, data):
     """For any documents, shard size, limit and cut into chunks; also after a stop at any shard."""
     source = {"name": "x", "subset": "", "column": "text", "revision": "r", "files": [{"path": "x", "bytes": 1}]}
-    wish = shards.Manifest(source, form, size, limit or None)
-    cuts = [documents[i : i + chunk] for i in range(0, len(documents), chunk)]
-    chunks = [Chunk(texts, len(texts), 1.0) for texts in cuts]
-    expected = [t for d in documents for t in (tokenizer.EOT, *d.encode())][: limit or None]
+    empty = shards.Manifest(source, shard_format, shard_tokens, limit or None)
+    batches = [documents[i : i + chunk_size] for i in range(0, len(documents), chunk_size)]
+    chunks = [Chunk(texts, len(texts), 1.0) for texts in batches]
+    expected = [token for text in documents for token in (tokenizer.EOT, *text.encode())][: limit or None]
+
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fineweb, "bulk_encoder", Letters)
-        patch.setattr(machine.os, "fsync", lambda fd: None)
-        made = fineweb.write_shards(chunks, Path(folder), "x", wish, lambda *_: None)
-        parts = [np.array(shards.read_shard(Path(folder, s.file))) for s in made.shards]
+        patch.setattr(shard_writer, "bulk_encoder", LetterEncoder)
+        patch.setattr(machine.os, "fsync", lambda fd: None)  # most of the time, and no machine loses power here
+
+        # The shards hold the tokens in order; all but the last are full.
+        written = shard_writer.write_shards(chunks, Path(folder), "x", empty, lambda *_: None)
+        parts = [np.array(shards.read_shard(Path(folder, shard.file))) for shard in written.shards]
         assert np.concatenate(parts).tolist() == expected
-        assert {len(p) for p in parts[:-1]} <= {size} and 1 <= len(parts[-1]) <= size
-        assert [s.documents for s in made.shards] == [int((p == tokenizer.EOT).sum()) for p in parts]
-        assert shards.read_manifest(folder) == made
-        kept = data.draw(st.integers(0, len(made.shards)))
-        again = dataclasses.replace(made, shards=made.shards[:kept])
-        if kept < len(made.shards):
-            assert fineweb.write_shards(chunks, Path(folder), "x", again, lambda *_: None) == made
+        assert {len(part) for part in parts[:-1]} <= {shard_tokens} and 1 <= len(parts[-1]) <= shard_tokens
+
+        # The manifest describes them.
+        counts = [int((part == tokenizer.EOT).sum()) for part in parts]
+        assert [shard.documents for shard in written.shards] == counts
+        assert shards.read_manifest(folder) == written
+
+        # A manifest that ends earlier, as after a crash: the same shards are written again.
+        kept = data.draw(st.integers(0, len(written.shards)))
+        interrupted = dataclasses.replace(written, shards=written.shards[:kept])
+        if kept < len(written.shards):
+            assert shard_writer.write_shards(chunks, Path(folder), "x", interrupted, lambda *_: None) == written
 
 
-NAME = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda n: len(n.encode()) < 200)
+SHARD_NAMES = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda name: len(name.encode()) < 200)
 
 
-@given(NAME | st.from_regex(shards.INSIDE, fullmatch=True))
+@given(SHARD_NAMES | st.from_regex(shards.RELATIVE_PATH, fullmatch=True))
 def test_no_name_that_a_manifest_may_hold_leads_out_or_drives_a_terminal(name):
     assert Path("/x", name).resolve().is_relative_to("/x") and cli.printable(name) == name
 
@@ -113,59 +132,59 @@ def test_no_name_that_a_manifest_may_hold_leads_out_or_drives_a_terminal(name):
 # ------------------------------------------------------------------------- config and schedule
 
 
-def values(hint):
-    """Values of a field's type, the odd ones often among them."""
+def draw_value(hint):
+    """A strategy for values of a field's type, with odd ones often among them."""
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if options := get_args(hint):
-        return st.one_of(*map(values, options))
-    whole, real = st.integers(-2, 2000) | st.integers(), st.floats(allow_infinity=False) | st.floats(0, 1)
-    return {int: whole, float: real, bool: st.booleans(), str: st.text(max_size=8)}[hint]
+    if options := get_args(hint):  # a union, such as int | Literal["auto"]
+        return st.one_of(*map(draw_value, options))
+    integers = st.integers(-2, 2000) | st.integers()
+    floats = st.floats(allow_infinity=False) | st.floats(0, 1)
+    return {int: integers, float: floats, bool: st.booleans(), str: st.text(max_size=8)}[hint]
 
 
-def changes(cls):
-    """Some fields of a dataclass, with values of their types."""
-    hints = {name: values(hint) for name, hint in get_type_hints(cls).items() if name != "model"}
-    names = st.lists(st.sampled_from(sorted(hints)), max_size=4, unique=True)
-    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: hints[name] for name in chosen}))
+def draw_changes(cls):
+    """A strategy for {name: value} of up to four fields of a dataclass."""
+    strategies = {name: draw_value(hint) for name, hint in get_type_hints(cls).items() if name != "model"}
+    names = st.lists(st.sampled_from(sorted(strategies)), max_size=4, unique=True)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: strategies[name] for name in chosen}))
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(sorted(PRESETS)), changes(TrainConfig))
-def test_any_config_is_one_or_is_refused(preset, changed):
-    """And one that is accepted survives its way through a checkpoint, and has a horizon and optimizer settings."""
+@given(st.sampled_from(sorted(PRESETS)), draw_changes(TrainConfig))
+def test_any_config_is_one_or_is_refused(preset, changes):
+    """And one that is accepted survives its way through a checkpoint, and has a number of steps and learning rates."""
     try:
-        cfg = dataclasses.replace(PRESETS[preset], **changed)
+        cfg = dataclasses.replace(PRESETS[preset], **changes)
     except UserError as e:
         assert str(e)
         with pytest.raises(UserError):
-            TrainConfig.from_dict({**PRESETS[preset].to_dict(), **changed})
+            TrainConfig.from_dict({**PRESETS[preset].to_dict(), **changes})
         return
     assert TrainConfig.from_dict(cfg.to_dict()) == cfg
-    steps = cfg.total_steps(cfg.sequences_per_step)
-    assert steps >= 1 and cfg.sequences_per_step >= 1
+    total_steps = cfg.total_steps(cfg.sequences_per_step)
+    assert total_steps >= 1 and cfg.sequences_per_step >= 1
     for step in (0, 1, 10**6):
-        assert 0 <= schedule.lr_factor(step, steps, cfg) <= 1
+        assert 0 <= lr_factor(step, total_steps, cfg) <= 1
 
 
 @settings(max_examples=100)
-@given(changes(GPTConfig))
-def test_any_network_is_one_or_is_refused(changed):
+@given(draw_changes(GPTConfig))
+def test_any_network_is_one_or_is_refused(changes):
     try:
-        assert GPTConfig(**changed).head_size >= 1
+        assert GPTConfig(**changes).head_size >= 1
     except ValueError as e:
         assert str(e)
 
 
-FIELDS = {f.name for f in dataclasses.fields(TrainConfig)} - {"preset", "model"}
-FLAGS = st.lists(
-    st.tuples(st.sampled_from(sorted(name.replace("_", "-") for name in FIELDS)),
-              st.integers().map(str) | st.floats().map(str) | st.text(max_size=9)), max_size=3,
-)  # fmt: skip
+FLAG_NAMES = sorted(
+    f.name.replace("_", "-") for f in dataclasses.fields(TrainConfig) if f.name not in ("preset", "model")
+)
+FLAG_VALUES = st.integers().map(str) | st.floats().map(str) | st.text(max_size=9)
 
 
 @settings(max_examples=25)
-@given(FLAGS)
+@given(st.lists(st.tuples(st.sampled_from(FLAG_NAMES), FLAG_VALUES), max_size=3))
 def test_any_flags_are_a_config_or_a_message(flags):
     words = [f"--{name}={value}" for name, value in flags]
     try:
@@ -176,27 +195,33 @@ def test_any_flags_are_a_config_or_a_message(flags):
         assert isinstance(cfg, TrainConfig)
 
 
-LR = st.floats(1e-9, 1e3)
+LEARNING_RATES = st.floats(1e-9, 1e3)
+FRACTIONS = st.floats(0, 1)
 
 
-SHARE = st.floats(0, 1)
-
-
-@given(LR, SHARE, st.integers(0, 50), st.integers(1, 200), st.sampled_from(["cosine", "trapezoid"]), SHARE)
-def test_schedules_are_bounded_smooth_and_end_at_min_lr(max_lr, low, warmup, steps, schedule, cooldown):
-    rates = {"max_lr": max_lr, "min_lr": low * max_lr, "warmup_steps": warmup, "cooldown": cooldown}
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=60)
+@given(LEARNING_RATES, FRACTIONS, st.integers(0, 50), st.integers(1, 200), FRACTIONS)
+def test_schedules_are_bounded_smooth_and_end_at_min_lr(schedule, max_lr, floor, warmup, total_steps, cooldown):
+    rates = {"max_lr": max_lr, "min_lr": floor * max_lr, "warmup_steps": warmup, "cooldown": cooldown}
     cfg = dataclasses.replace(PRESETS["quickstart"], schedule=schedule, **rates)
-    f, floor = [schedule.lr_factor(s, steps, cfg) for s in range(steps + 2)], cfg.min_lr / max_lr
-    assert all(0 <= x <= 1 + 1e-12 for x in f) and all(x >= floor - 1e-12 for x in f[warmup:])
-    risen = f[: min(warmup, steps + 2)]
-    assert risen == sorted(risen) and len(set(risen)) == len(risen)
-    if warmup <= steps:
-        assert f[steps] == f[steps + 1] == pytest.approx(floor)
-        rest = f[warmup : steps + 1]
-        assert all(a >= b - 1e-12 for a, b in pairwise(rest))
-        fall = steps - warmup if schedule == "cosine" else cooldown * steps
-        jump = max((a - b for a, b in pairwise(rest)), default=0)
-        assert jump <= (1 - floor) * min(1, math.pi / 2 / max(1, fall)) + 1e-9
+    factors = [lr_factor(step, total_steps, cfg) for step in range(total_steps + 2)]
+    floor = cfg.min_lr / max_lr  # as it is computed from what was rounded
+
+    # Between 0 and 1 and, after the warm-up, not under min_lr. The warm-up rises at every step.
+    assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
+    assert all(factor >= floor - 1e-12 for factor in factors[warmup:])
+    rising = factors[: min(warmup, total_steps + 2)]
+    assert all(a < b for a, b in pairwise(rising))
+
+    # It ends at min_lr, never rises after the warm-up, and no step is steeper than half a cosine over its decay.
+    if warmup <= total_steps:
+        assert factors[total_steps] == factors[total_steps + 1] == pytest.approx(floor)
+        falling = factors[warmup : total_steps + 1]
+        assert all(a >= b - 1e-12 for a, b in pairwise(falling))
+        decay_steps = cooldown * total_steps if schedule == "trapezoid" else total_steps - warmup
+        steepest = max((a - b for a, b in pairwise(falling)), default=0)
+        assert steepest <= (1 - floor) * min(1, math.pi / 2 / max(1, decay_steps)) + 1e-9
 
 
 @given(st.text(max_size=12) | st.from_regex(r"(\d{1,12}[dhms.]?){0,4}", fullmatch=True))
