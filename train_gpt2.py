@@ -39,46 +39,56 @@ from training.stop import Stopped, StopRequest
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     """One run, from its first or resumed step to its last, or until `stop` is requested."""
-    # Where the run starts: which checkpoint, which network, which data, which step.
+    # Where the run starts. Each line may refuse: a run is never overwritten, nor resumed with other settings or data.
     saved = resume.find_checkpoint(cfg)
     cfg, initial_model = resume.resolve_network(cfg, saved)
     data, val_data = open_data(cfg, rt)
     run = resume.load_or_start(cfg, rt, data, saved)
+
+    # The same command is used to start and to resume, so it may meet a run that has nothing left to do.
     if run.is_complete:
         fix = "to train further: the same command with --resume auto and a larger --max-steps or --epochs"
         print0(f"{cfg.run_dir} is complete at step {run.step}; {fix}")
         return finish("finished", rt)
 
-    # What trains it, and what the run will do and cost, printed before it begins.
+    # Build the model and all that trains it, then print what the run will do, before hours are paid for.
     train_step = build_train_step(cfg, rt, saved, initial_model)
     plan.print_plan(train_step, data, run)
     plan.check_disk(train_step, run)
     plan.write_config(train_step, run)
+
+    # What accompanies the training: evaluations, the log, the batches, which a thread reads ahead.
     evaluator = Evaluator(train_step, data, val_data)
     metrics = MetricsLogger(train_step, run)
     batches = data.batches(
         run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
     )
 
+    # Checkpoints are written by a thread while training goes on. Every way out of this block waits for it.
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         try:
             stop_requested = rt.any_rank(stop.signal)
             while True:
+                # All ranks leave at the same step: the last step's collective told them of the request.
                 if stop_requested:
                     raise Stopped
 
-                # Save, evaluate, sample. Saving comes first, because an evaluation may take long or fail. A resumed run
-                # skips what is done.
+                # Save. This comes before the evaluations, because those take long.
                 if run.is_save_due(cfg.save_every):
                     save()
+
+                # Evaluate and sample, unless this step was evaluated before the run was interrupted.
                 if not run.evaluated:
+                    # In the first evaluation the time limit does not count, so that every start does at least one step.
                     check_stop = partial(stop.check, rt, timed=run.step > run.start_step)
                     run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
                     run.update_best()
                     if rt.is_main and run.step > 0 and run.is_due(evaluator.sample_every):
                         metrics.log_text(run.step, evaluator.sample_text(stop.is_requested))
+
+                # The last step is saved and evaluated, but there is nothing left to train.
                 if run.is_last_step:
                     break
 
@@ -101,19 +111,23 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             metrics.write(run.measured)
             status, reason = "finished", ""
             message = describe_result(cfg, run, stop)
+        # Asked to stop, by a signal or the time limit: save, and exit with code 0.
         except Stopped:
             save()
             status, reason = "stopped", stop.reason()
             outcome = f"stopped by {stop.reason()} at step {run.step}; checkpoint saved"
             message = f"{outcome}. To resume, run the same command with --resume auto"
+        # A loss or gradient was not finite. The weights are still good: save them, then report it as an error.
         except UpdateRefused as refused:
             outcome = save_before_error(save, writer, rt)
             fix = "to continue without it: the same command, --resume auto and --skip-bad-steps 5"
             hint = "if it happens again, lower --max-lr with --allow-drift"
             raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
         metrics.close()
+
+        # Wait until the last checkpoint is on disk. All ranks do: one that exits would end the one that still writes.
         writer.wait(run.best_step)
-        rt.barrier(hours=2)  # a rank that exits, or times out here, would end the one that is still writing
+        rt.barrier(hours=2)
     print0(message)
     finish(status, rt, reason)
 
@@ -129,6 +143,8 @@ def build_train_step(
 ) -> TrainStep:
     """The model and all that trains it: as `saved`, or with the weights of `initial_model`, or random from the seed."""
     rt = precision.agree_on_dtype(cfg, rt, saved)
+
+    # The weights. The seed determines random ones; nothing draws from torch's global generator afterwards.
     torch.manual_seed(cfg.seed)
     if saved:
         model = open_model(saved["model_file"])
@@ -136,6 +152,8 @@ def build_train_step(
     else:
         model = initial_model or GPT(cfg.model)
     model.recompute = cfg.recompute
+
+    # The optimizers and the compiled forward pass; a resumed run gets its optimizer state back.
     train_step = TrainStep(cfg, rt, model.to(rt.device).train())
     if saved:
         train_step.load_state_dict(saved)
@@ -146,21 +164,28 @@ def save_checkpoint(
     train_step: TrainStep, run: RunState, metrics: MetricsLogger, writer: checkpoint.CheckpointWriter
 ) -> None:
     """Save the run as it is, unless that has been done. Every rank must call it: parts of the state are gathered."""
+    # The last step may be saved by the loop and again by whatever ends it.
     if run.last_saved_step == run.step:
         return
     cfg = train_step.cfg
+
+    # Collect everything that resuming needs: progress, optimizer state (from all ranks), config and versions.
     train_state = {
         **run.state_dict(),
         **train_step.state_dict(),
         "config": cfg.to_dict(),
         "versions": machine.versions(),
     }
+
+    # Rank 0 writes. metrics.jsonl comes first: after a resume it must have every line before the checkpoint's step.
     if train_step.rt.is_main:
         facts = {"val_loss": run.measured.get("val_loss"), "preset": cfg.preset}
         model_file = checkpoint.model_file(train_step.model, run.step, **facts)
         model_file["model"] = train_step.weights.state_dict()  # in float32, whatever the model computes in
         metrics.flush()
         writer.save(run.step, model_file, train_state, run.best_step)
+
+    # A step that is both saved and evaluated may be the best so far.
     run.last_saved_step = run.step
     run.update_best()
 
@@ -179,7 +204,7 @@ def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWri
 
 
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
-    """What a finished run prints."""
+    """What a finished run prints: where the last weights are and, if others were better, where the best are."""
     path = checkpoint.model_path(cfg.run_dir, run.step)
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
     if run.best and run.best_step < run.step:
@@ -194,10 +219,13 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan and its cost. Needs no data if the preset fixes the number of steps. With --card it is
     predicted, for 1,000 steps if only the data would tell how many."""
+    # With --card nothing is built or run, so no GPU and no data are needed.
     steps_are_fixed = bool(cfg.max_steps or cfg.steps_per_epoch)
     if cfg.card:
         max_steps = cfg.total_steps(0) if steps_are_fixed else 1000
         return print0(predict.report(cfg, predict.predict(cfg, cfg.card), max_steps))
+
+    # Without --card, build the run as training would, and measure a step on this machine.
     cfg, initial_model = resume.resolve_network(cfg, saved=None)
     data = None
     if Path(cfg.data_dir).is_dir() or not steps_are_fixed:
@@ -247,6 +275,8 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
     """The shard folder. hf://OWNER/NAME is pulled and verified first, by one rank per machine."""
     if not cfg.data_dir.startswith("hf://"):
         return Path(cfg.data_dir)
+
+    # One rank per machine downloads; the others wait for hours if they must.
     repo = cfg.data_dir.removeprefix("hf://")
     folder = Path("data") / repo.replace("/", "--")
     if rt.local_rank == 0:
@@ -256,7 +286,9 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
 
 
 def main() -> None:
+    # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+
     # A run chooses its precision once its ranks are there (training/precision.py).
     dtype = cfg.dtype if cfg.eval_only else "float32"
     session = distributed.session(cfg.device, dtype, cfg.deterministic)
@@ -266,7 +298,8 @@ def main() -> None:
         with session as rt:
             return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)
 
-    # One process at a time may write to the run folder: rank 0 holds its lock.
+    # Train. Signals are handled from the start, so that one during start-up is not lost. One process at a time may
+    # write to the run folder: rank 0 holds its lock.
     stop = StopRequest(cfg.time_limit)
     with stop.handle_signals(), session as rt:
         with lock_folder(cfg.run_dir) if rt.is_main else nullcontext():

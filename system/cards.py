@@ -31,7 +31,8 @@ CARDS = {
     "RTX 4090": Card(165.2, 24, 1.008, 32), "RTX 5090": Card(209.5, 32, 1.792, 64),
     "RTX 2080 Ti": Card(56.9, 11, 0.616, 16),
 }  # fmt: skip
-BEFORE_AMPERE = ("T4", "V100", "V100-PCIE", "RTX 2080 Ti")  # no bfloat16
+# Cards without bfloat16, which train in float16.
+BEFORE_AMPERE = ("T4", "V100", "V100-PCIE", "RTX 2080 Ti")
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -41,6 +42,7 @@ def peak_flops(device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
+    # "NVIDIA H100 80GB HBM3" contains "H100", "NVIDIA H100 PCIe" also "H100 PCIe", which is longer and right.
     driver_name = torch.cuda.get_device_name(device)
     not_a_variant = r"(?! (Ti|D|SUPER|Laptop|Max-Q)\b)(?!.*\bMIG\b)"
     matches = [name for name in CARDS if re.search(rf"\b{re.escape(name)}\b{not_a_variant}", driver_name)]

@@ -44,6 +44,7 @@ class Runtime:
 
     def autocast(self):
         """The context in which the model's forward pass runs."""
+        # Autocast to float32 would be slower than none.
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -61,6 +62,7 @@ class Runtime:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's `tensor` (same shape on all), in rank order. Every rank must call it."""
+        # dist.all_gather fills tensors of the same shape, one for each rank.
         if self.world_size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -83,7 +85,7 @@ class Runtime:
     def barrier(self, hours: float) -> None:
         """Wait until every rank is here, for up to `hours`. Every rank must call it."""
         if self.world_size > 1:
-            # by gloo: NCCL would end the run after its own timeout, whatever the ranks are waiting for
+            # By gloo: NCCL would end the run after its own timeout, whatever the ranks are waiting for
             dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo"))
 
 
@@ -128,6 +130,7 @@ def session(
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
+    # Join the others. From here on an error may only be the echo of another rank's.
     join_group(rt, timedelta(minutes=timeout_minutes))
     try:
         check_network(rt)
@@ -135,7 +138,8 @@ def session(
     except RuntimeError as e:
         if not is_lost_rank_error(e):
             raise
-        time.sleep(6)  # let the rank at fault report first: torchrun ends all as soon as one exits
+        # Let the rank at fault report first: torchrun ends all ranks as soon as one exits.
+        time.sleep(6)
         what = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
         fail(f"{what}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
@@ -189,6 +193,7 @@ def check_network(rt: Runtime) -> None:
 
 def roll_call(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
     """Wait until every rank has called this. Raises RuntimeError with the names of those that have not."""
+    # Each rank leaves its name in the store, then waits for the names of all.
     names = [f"rank {r}" for r in range(world_size)]
     store.set(names[rank], "here")
     try:
@@ -206,6 +211,7 @@ def leave_group(error: BaseException | None, rt: Runtime) -> None:
         print(f"error: {error}" if error else "the other ranks do not respond", file=sys.stderr, flush=True)
         os._exit(1)
 
+    # A thread that ends the process, unless it is cancelled in time.
     watchdog = threading.Timer(60, give_up)
     watchdog.daemon = True
     watchdog.start()

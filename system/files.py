@@ -16,6 +16,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     The order is the protocol: write to a temporary name, sync the content, rename, sync the folder. A kill or a power
     cut at any moment leaves either the old file, or none, or the complete new one.
     """
+    # A hidden name in the same folder: renaming across file systems would not be atomic.
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as f:
@@ -46,6 +47,7 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
+    # Somebody else holds it: for a download that is worth waiting for, a second run in one folder is a mistake.
     except filelock.Timeout:
         require(wait, f"{folder} is in use by another process; wait for it or choose another folder")
         print(f"{folder} is in use by another process: waiting for it", flush=True)

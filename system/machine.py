@@ -24,9 +24,12 @@ from system.cli import UserError, env_rank, require
 
 def unusable_gpu_reason(devices: str = "/dev/nvidia[0-9]*") -> str:
     """Why a torch built for CUDA cannot use this machine's GPU; an empty string if nothing is wrong."""
+    # Nothing is wrong where torch has no CUDA, where the GPUs are hidden on purpose, or where they work.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if torch.version.cuda is None or hidden or not glob(devices) or torch.cuda.is_available():
         return ""
+
+    # torch says why: the driver is too old, or belongs to another CUDA.
     try:
         torch.cuda.init()
     except Exception as e:
@@ -41,6 +44,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     mps counts from torch 2.14 on: before, M1 and M2 get a gradient wrong that sums over more than 32,768 tokens or
     vocabulary entries, such as that of GPT-2's head (pytorch#177116).
     """
+    # The usable kinds, the fastest first.
     usable = ["cpu"]
     if torch.backends.mps.is_available() and torch.__version__ >= (2, 14):
         usable.insert(0, "mps")
@@ -107,18 +111,22 @@ def peak_memory(device: torch.device) -> int:
 def missing_compiler(device: torch.device) -> str:
     """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++, for a GPU Triton's
     launchers are C; both include Python's headers."""
+    # Which compiler: an environment variable may name it, as in CXX=clang++.
     if device.type == "cpu":
         names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"
     else:
         names, compiler = ("CC", "gcc", "clang"), "C compiler (gcc)"
     if not any(shutil.which(os.environ.get(name, name)) for name in names):
         return compiler
+
+    # The headers come with the interpreter, or in a package of their own.
     has_headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
     return "" if has_headers else "Python.h (python3-dev)"
 
 
 def git(*args: str) -> str:
     """The output of git in the project's folder; an empty string if the folder is no clone."""
+    # No clone, no git, no answer within ten seconds: then the commit is not known.
     command = ["git", "-C", os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *args]
     with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -40,6 +40,7 @@ SCORING = Workload(rows=512, width=768, columns=3072)  # HellaSwag: many rows at
 
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
+    # Only Linux says so in a file; elsewhere float32 is taken.
     try:
         with open("/proc/cpuinfo") as f:
             flags = f.read()
@@ -51,10 +52,13 @@ def cpu_has_bfloat16() -> bool:
 def supported_dtypes(device: torch.device) -> list[torch.dtype]:
     """What the device multiplies in hardware, the preferred first. float16 needs a loss scale in training, so it is
     preferred only on GPUs that lack bfloat16."""
+    # Ampere (sm_80) brought bfloat16.
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= (8, 0):  # Ampere
+        if torch.cuda.get_device_capability(device) >= (8, 0):
             return [torch.bfloat16, torch.float16, torch.float32]
         return [torch.float16, torch.float32]
+
+    # A CPU may have it. Apple's GPUs are used in float32.
     if device.type == "cpu" and cpu_has_bfloat16():
         return [torch.bfloat16, torch.float32]
     return [torch.float32]
@@ -64,6 +68,7 @@ def supported_dtypes(device: torch.device) -> list[torch.dtype]:
 def bfloat16_speedup(rows: int, width: int, columns: int, make_multiply: Callable = linear_with) -> float:
     """How many times as fast this CPU multiplies (rows, width) by (width, columns) in bfloat16 as in float32. Measured
     in some tens of milliseconds."""
+    # The same product in both precisions.
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(rows, width, dtype=dtype)
@@ -89,14 +94,19 @@ def choose_dtype(
     available: what may be chosen, the preferred first; default: what the device supports. agree: turns a measured
     speedup into the one to go by, such as the smallest of all ranks.
     """
+    # A GPU multiplies fastest in the first that it has.
     own = supported_dtypes(device)
     available = own if available is None else available
     if device.type == "cuda":
         if list(available) == own:
             return available[0], "which this GPU multiplies fastest"
         return available[0], "which every GPU of this run has"
+
+    # A CPU has a choice only if it has bfloat16 in hardware.
     if torch.bfloat16 not in available:
         return torch.float32, "as no faster precision is in this hardware"
+
+    # Then it is measured.
     rows, width, columns, min_speedup, make_multiply = workload
     speedup = agree(bfloat16_speedup(rows, width, columns, make_multiply))
     dtype = torch.bfloat16 if speedup >= min_speedup else torch.float32

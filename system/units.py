@@ -8,6 +8,7 @@ from system.cli import UserError
 
 def format_duration(seconds: float) -> str:
     """4d07h, 1h02m, 3m20s or 12s."""
+    # The two largest units are enough to plan by.
     s = int(seconds)
     if s >= 86400:
         return f"{s // 86400}d{s % 86400 // 3600:02d}h"
@@ -22,6 +23,7 @@ def parse_duration(text: str) -> float:
     """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
     if not text:
         return math.inf
+    # A plain number.
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
         return float(text)
     # Each unit is optional, but the order is fixed: days, hours, minutes, seconds.

@@ -37,11 +37,16 @@ class Evaluator:
 
     def __init__(self, train_step: TrainStep, data: Loader, val_data: Loader | None):
         cfg = train_step.cfg
-        self.cfg, self.rt = cfg, train_step.rt
-        self.train_step, self.data, self.val_data = train_step, data, val_data
+        self.cfg = cfg
+        self.rt = train_step.rt
+        self.train_step = train_step
+        self.data = data
+        self.val_data = val_data
 
         # Without rows, or with a model that cannot read them, HellaSwag is off, and the reason is printed.
         self.examples = hellaswag_eval.available_examples(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
+
+        # Samples need GPT-2's vocabulary to be readable.
         self.sample_every = cfg.sample_every
         if cfg.sample_every and cfg.model.vocab_size < VOCAB_SIZE:
             self.sample_every = 0
@@ -68,17 +73,25 @@ class Evaluator:
         """The result of `measure(run, check_stop)`; empty if it fails on any rank."""
         try:
             return measure(run, check_stop)
-        except (Stopped, OSError):  # the latter: nothing can be printed or read, see system/cli.py
+        # Not failures of the evaluation: a request to stop, and files that cannot be read or written (system/cli.py).
+        except (Stopped, OSError):
             raise
+        # Another rank has failed, and prints the reason.
         except EvaluationFailedElsewhere:
             return {}
         except Exception as e:
+            # A rank that is gone is not coming back: no evaluation, and no training.
             if is_lost_rank_error(e):
                 raise
-            traceback.clear_frames(e.__traceback__)  # frees the tensors that the failed pass held
+
+            # Free the tensors that the failed pass held: often it failed for lack of memory. Then tell the other ranks,
+            # which are in the middle of the same evaluation.
+            traceback.clear_frames(e.__traceback__)
             report_failed_evaluation(self.rt)
+
             reason = f"{type(e).__name__}: {printable(str(e)):.500}"
-            # Not print0: it may be another rank's, and nobody else knows the reason.
+
+            # Not print0: this rank alone knows the reason.
             print(
                 f"warning: {name} failed at step {run.step} on rank {self.rt.rank} ({reason}). Training continues; "
                 f"to turn {name} off, resume with {off_switch}",
@@ -110,7 +123,8 @@ class Evaluator:
         try:
             return self._sample_text(stop_requested)
         except Exception as e:
-            traceback.clear_frames(e.__traceback__)  # frees the tensors that the failed pass held
+            # Free the tensors that the failed pass held.
+            traceback.clear_frames(e.__traceback__)
             return f"no samples: {type(e).__name__}: {printable(str(e)):.300}"
 
     @torch.no_grad()
@@ -149,6 +163,8 @@ def validate(
     All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
     `check` is called before each batch, equally often on all ranks. Every rank must call this.
     """
+    # The first sequences of the split, in order. Float64 sums, where the device has them, keep thousands of batches
+    # exact enough that the number of ranks does not show.
     count = num_val_sequences(data, cfg)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
@@ -159,6 +175,8 @@ def validate(
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
         if len(own) == 0:
             continue
+
+        # Pad to B rows, whose targets the loss ignores.
         padded = np.zeros((B, data.T + 1), np.uint16)
         padded[: len(own)] = own
         x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each

@@ -60,6 +60,7 @@ class MetricsLogger:
     def log_step(self, run: RunState, result: StepResult, lr: float, seconds: float) -> None:
         """Log the step that has just been done in `seconds`: its line in metrics.jsonl and, at most about once a
         second, on the console."""
+        # What was measured in the step joins what was measured before it, such as the val loss.
         run.measured |= {"train_loss": result.loss, "lr": lr, "grad_norm": result.norm}
         run.measured |= self.throughput.update(seconds)
         self.write(run.measured)
@@ -73,11 +74,13 @@ class MetricsLogger:
 
     def _console_line(self, run: RunState) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
+        # Step, loss, rate, norm and speed are always known.
         m = run.measured
         parts = [
             f"step {run.step:5d}/{run.max_steps} | loss: {m['train_loss']:.6f} | lr {m['lr']:.4e}",
             f"norm: {m['grad_norm']:.4f} | dt: {m['step_ms']:.2f}ms | tok/sec: {m['tokens_per_second']:,.0f}",
         ]
+        # MFU needs a card with a data sheet, an ETA more than one step, a cost the price of a GPU.
         if m["mfu"]:
             parts.append(f"mfu: {m['mfu']:.1%}")
         eta_s = self.throughput.eta_s(run.max_steps - run.step - 1)
@@ -95,13 +98,17 @@ class MetricsLogger:
         # JSON has no NaN and no infinity, which a refused update may contain.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in measured.items()}
         line = json.dumps(row).encode() + b"\n"
+
+        # One write for the whole line. A full disk may take a part of it; readers skip a torn line.
         try:
             written = self.file.write(line)
-            if written != len(line):  # the disk is full; readers skip a torn line
+            if written != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
             problem = f"cannot write to {self.file.name}: {e.strerror}"
             raise UserError(f"{problem}; fix that, then continue with --resume auto") from None
+
+        # The tracker gets what can be drawn.
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
         self.tracker.log_scalars(measured["step"], values)
 
@@ -132,6 +139,7 @@ class Throughput:
     """How fast a run is: step time, tokens per second, MFU (None if the card's peak is unknown), time to go."""
 
     def __init__(self, train_step: TrainStep):
+        # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022).
         self.tokens_per_step = train_step.cfg.total_batch_size
         self.flops_per_token = train_step.model.flops_per_token(train_step.cfg.sequence_length)
         self.peak_flops = (cards.peak_flops(train_step.rt.device) or 0) * train_step.rt.world_size

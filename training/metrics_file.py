@@ -19,10 +19,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     for line in path.read_text(errors="replace").splitlines():
+        # A run may be writing the last line right now, or have been killed while it did.
         try:
             row = json.loads(line, parse_int=parse_integer)
         except (ValueError, RecursionError):
             continue
+        # The file may have been edited: keep only what looks like a row. type() and not isinstance(): True is an int.
         if isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0:
             rows.append(row)
     return rows
@@ -35,6 +37,7 @@ def parse_integer(digits: str) -> int | float:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """A run's config.json; empty if there is none that can be read."""
+    # Plots and model cards do without it, so nothing here is an error.
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError, RecursionError):

@@ -10,14 +10,21 @@ from typing import Any
 class RunState:
     """The progress of a run. `step` counts the optimizer steps done; training/resume.py finds it again."""
 
+    # What the run is: its length, and the data it must find again (Loader.fingerprint).
     max_steps: int
-    data_id: str  # Loader.fingerprint: a resumed run must find the same data
+    data_id: str
+
+    # Where it is. `measured` is the line of metrics.jsonl for this step, as far as it is known.
     step: int = 0
-    measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # at this step: a line of metrics.jsonl
-    evaluated: bool = False  # whether this step's evaluations are done
-    best: dict[str, Any] | None = None  # step and val_loss of the best step that has a checkpoint
-    last_saved_step: int | None = None  # of the newest checkpoint in this run's folder
-    start_step: int = field(init=False)  # where this process began
+    measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+    evaluated: bool = False
+
+    # The step and val_loss of the best step that has a checkpoint, and the newest step saved in this run's folder.
+    best: dict[str, Any] | None = None
+    last_saved_step: int | None = None
+
+    # Where this process began.
+    start_step: int = field(init=False)
 
     def __post_init__(self):
         self.start_step = self.step
@@ -45,6 +52,7 @@ class RunState:
     def update_best(self) -> None:
         """Make this step the best if it is both saved and evaluated, and its val loss is the lowest so far. A step
         without a checkpoint cannot be kept as the best."""
+        # Called after a save and after an evaluation: whichever comes second completes the pair.
         val_loss = self.measured.get("val_loss")
         if val_loss is None or self.last_saved_step != self.step:
             return
@@ -59,6 +67,7 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of a checkpoint's train state that describe the run's progress."""
+        # These names are part of the checkpoint format.
         return {
             "step": self.step,
             "record": self.measured,

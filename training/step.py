@@ -52,10 +52,20 @@ class TrainStep:
     def __init__(self, cfg: TrainConfig, rt: Runtime, model: GPT):
         self.cfg, self.rt, self.model = cfg, rt, model
 
-        # A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
+        # Precision. A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
         uses_float16 = rt.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(rt.device.type, enabled=uses_float16)
-        self.weights = MasterWeights(model, keep_float32_copy=cfg.weights == "bfloat16" and not uses_float16)
+
+        # The weights that are updated and the optimizers with their state. They are allocated before the micro-batch is
+        # chosen, so that the search for one sees the memory that is really left.
+        match cfg.weights:
+            case "float32":
+                keep_float32_copy = False
+            case "bfloat16":
+                keep_float32_copy = not uses_float16
+            case _:
+                raise ValueError(f"no weights in {cfg.weights!r}: add a case to TrainStep in training/step.py")
+        self.weights = MasterWeights(model, keep_float32_copy)
         self.optimizers = optim.build_optimizers(self.weights.named, cfg, rt)
 
         # Validation calls `forward`, training the same with DDP around it.
@@ -74,14 +84,16 @@ class TrainStep:
         loss_sum = torch.zeros((), device=self.rt.device)
         for i, tokens in enumerate(batch):
             x, y = to_device(tokens, self.rt.device)  # (B, T) each
-            is_last = i == len(batch) - 1
-            self.ddp_forward.require_backward_grad_sync = is_last  # a switch of DDP; without DDP nothing reads it
+            # A switch of DDP; without DDP nothing reads it.
+            self.ddp_forward.require_backward_grad_sync = i == len(batch) - 1
             with self.rt.autocast():
                 _, loss = self.ddp_forward(x, y)
+            # The micro-batches are of equal size, so the mean of their means is the mean over the step.
             self.scaler.scale(loss / len(batch)).backward()
             loss_sum += loss.detach() / len(batch)
 
-        # Undo the loss scale of float16, then clip.
+        # Undo the loss scale of float16, move the gradients to the master weights, clip. Without --grad-clip the call
+        # only measures the norm.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self.weights.take_gradients(), self.cfg.grad_clip or math.inf)
@@ -115,9 +127,11 @@ class TrainStep:
         """Drop gradients that are not finite. A float16 overflow halves the loss scale. Anything else is reported with
         the rank and the data, and counted; UpdateRefused is raised once --skip-bad-steps is used up. Every rank must
         call it."""
+        # With float16 a finite loss with infinite gradients is expected now and then: the loss scale was too high.
         scale = self.scaler.get_scale()
         if math.isfinite(result.loss) and scale > 1:
             print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped, scale halved")
+        # Otherwise something is wrong with the data or the settings, and somebody should know.
         else:
             self.refused_steps += 1
             message = self._describe_bad_step(step, result, data)
@@ -127,7 +141,8 @@ class TrainStep:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self.scaler.update()  # once a step: it halves the scale after an overflow, else doubles it now and then
+        # Once a step: it halves the scale after an overflow, and doubles it now and then otherwise.
+        self.scaler.update()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -184,7 +199,8 @@ class Forward(nn.Module):
 
     def __init__(self, model: GPT, compiles: bool):
         super().__init__()
-        self.model = model  # DDP finds the parameters here; the plain list of blocks below registers none
+        # DDP finds the parameters in the model; the plain list of blocks below registers none.
+        self.model = model
         self.blocks = list(model.transformer.h)
         self.chunk_loss = head.chunk_loss
         if compiles:
@@ -202,6 +218,8 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     use the model itself."""
     if rt.device.type == "cpu":
         machine.keep_freed_memory()
+
+    # Without torch.compile, by choice or because something is missing.
     if not cfg.compile or rt.device.type == "mps":
         return Forward(model, compiles=False)
     missing = machine.missing_compiler(rt.device)
@@ -209,7 +227,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
         print0(f"no {missing}: training without torch.compile, several times slower")
         return Forward(model, compiles=False)
 
-    # --micro-batch-size auto may try seven sizes, and validation adds a graph.
+    # With it. --micro-batch-size auto may try seven sizes, and validation adds a graph.
     torch._dynamo.config.recompile_limit = 16
     # DDP would split the graphs at its buckets.
     torch._dynamo.config.optimize_ddp = False

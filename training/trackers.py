@@ -111,6 +111,7 @@ class WandbTracker(Tracker):
 def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tracker:
     """The tracker of a run that starts or resumes at `start_step`. `last_logged_step`: the newest in metrics.jsonl, -1
     if there is none; a tracker that has followed the run so far has been sent everything up to it."""
+    # Each tracker leaves a trace in the run folder, which tells whether it has followed the run so far.
     match cfg.tracker:
         case "none":
             return Tracker()
@@ -120,6 +121,8 @@ def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tr
             tracker_class, trace = WandbTracker, "wandb_id"
         case _:
             raise ValueError(f"no tracker {cfg.tracker!r}: add a case here")
+
+    # A tracker that was turned on only now gets the resumed steps from the first one.
     was_followed = start_step > 0 and (cfg.run_dir / trace).exists()
     first_unlogged_step = max(start_step, last_logged_step + 1) if was_followed else start_step
     return tracker_class(cfg, start_step, first_unlogged_step)
