@@ -62,6 +62,7 @@ class GPTConfig:
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
         """The config stored in a checkpoint. Raises ValueError or TypeError if no network of this version can have it.
         A setting that is unknown here may mean another network with the same weights, so it must be off."""
+        # New settings are off in old checkpoints, so their defaults apply. Removed ones must have been off.
         known = {f.name for f in fields(GPTConfig)}
         removed = ("logit_softcap", "unet_skips", "value_tables")  # of versions up to November 2026
         for name in saved.keys() - known:
@@ -75,12 +76,16 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if not 1 <= getattr(self, name) <= 2**20:
                 raise ValueError(f"{name} {getattr(self, name)} must lie between 1 and {2**20}")
+
+        # The heads share the channels evenly, and RoPE needs pairs of channels.
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
+
+        # Written this way, the comparison refuses NaN, too.
         for name in ("attention_scale", "softcap"):
-            if not getattr(self, name) >= 0:  # NaN is refused, too
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} {getattr(self, name)} must not be negative")
 
 
@@ -102,13 +107,18 @@ def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
     hs = config.head_size
     match config.positions:
-        case "rope":  # wavelengths from 2 pi to 10,000 * 2 pi (Su et al. 2021)
+        # Wavelengths from 2 pi to 10,000 * 2 pi positions (Su et al. 2021).
+        case "rope":
             frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
-        case "half_rope":  # modded-nanogpt's since 2025: a quarter of the channels' pairs turn, the rest do not
+        # modded-nanogpt's since 2025: the pairs of half the channels turn, the others have frequency 0.
+        case "half_rope":
             frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
             frequencies = F.pad(frequencies, (0, hs // 2 - hs // 4))
         case _:
             raise ValueError(f"no rotation for positions {config.positions!r}: add a case here")
+
+    # The angle is position times frequency. On the CPU even when the model is built on the meta device: the table is no
+    # parameter, so nothing would load it.
     positions = torch.arange(config.block_size, device="cpu").float()
     angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
     return torch.stack((angles.cos(), angles.sin()))
@@ -176,6 +186,7 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
+        # The length is the same for all layers until the last one has appended.
         start, end = self.length, self.length + k.size(2)
         self.k[layer, :, :, start:end] = k
         self.v[layer, :, :, start:end] = v
@@ -201,6 +212,8 @@ class Attention(nn.Module):
 
         # (B, T, C) -> (B, T, 3C) -> (B, T, 3, nh, hs) -> three of (B, T, nh, hs)
         q, k, v = self.c_attn(x).view(B, T, 3, nh, hs).unbind(2)
+
+        # Normalized queries and keys keep the attention scores in bounds (QK-norm, Henry et al. 2020).
         if self.config.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         if cos_sin is not None:
@@ -227,6 +240,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
+        # Four times as wide inside, as in the original transformer.
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.activation = choose_activation(config)
@@ -246,6 +260,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         """x (B, T, C) -> (B, T, C); the other arguments are Attention's."""
+        # Pre-norm: each part reads a normalized copy of the residual stream and adds to the stream itself.
         x = x + self.attn(self.ln_1(x), cos_sin, cache, mask)
         return x + self.mlp(self.ln_2(x))
 
@@ -268,7 +283,8 @@ class GPT(nn.Module):
         self.config = config
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
 
-        # Embeddings, blocks, final norm. RMSNorm networks also normalize the embedding (ln_0).
+        # Embeddings, blocks, final norm, under the names of the public checkpoints. RMSNorm networks also normalize the
+        # embedding (ln_0).
         layers: dict[str, nn.Module] = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
         if not has_rope(config):
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -322,6 +338,7 @@ class GPT(nn.Module):
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a float32 tensor")
 
+        # Build the modules without memory, then put the tensors in. assign=True breaks the tie of the head.
         with torch.device("meta"), SkipInit():
             model = cls(config)
         model.load_state_dict(state, assign=True)
@@ -336,6 +353,7 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Training FLOPs per token: 6 per parameter used in a matmul (the head counts, embedding lookups do not) plus
         12 * n_layer * n_embd * T for attention (PaLM, Chowdhery et al. 2022, appendix B)."""
+        # A tied head is an embedding that is also multiplied with.
         embeddings = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         tied_head = self.lm_head.weight.numel() if self.config.tied_head else 0
         in_matmuls = self.num_params() - embeddings + tied_head
@@ -380,6 +398,8 @@ class GPT(nn.Module):
                     x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos_sin, cache, mask)
+
+        # All layers have appended their keys and values.
         if cache is not None:
             cache.length += T
         return x
@@ -399,6 +419,7 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache. Its precision is autocast's or, without autocast, the weights'; on a CPU it is float32, which
         is faster there."""
+        # The head's weight tells the device and the precision of the model.
         weight = self.lm_head.weight
         device_type = weight.device.type
         if torch.is_autocast_enabled(device_type):

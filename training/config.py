@@ -38,9 +38,11 @@ GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 12
 class TrainConfig:
     """Everything a run depends on. A period (--*-every) of 0 disables that action."""
 
+    # The recipe it started from, and the network.
     preset: Annotated[str, tyro.conf.Suppress] = "gpt2-124m"
     model: GPTConfig = GPT2_124M
 
+    # Data and length of the run.
     data_dir: str = "data/fineweb-edu"  # may move: resume compares the shards' fingerprint
     """Folder of token shards, or hf://OWNER/NAME to pull them first."""
     out_dir: str = ""
@@ -56,6 +58,7 @@ class TrainConfig:
     max_steps: int = 0
     """Total optimizer steps; 0 means epochs * steps-per-epoch."""
 
+    # The batch of a step, and how it is split. Only the first and the last shape the result.
     total_batch_size: int = 524_288
     """Tokens per step, over all ranks and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
@@ -63,6 +66,7 @@ class TrainConfig:
     sequence_length: int = 1024
     """Tokens per sequence (T)."""
 
+    # Schedule and optimizer.
     max_lr: float = 6e-4
     min_lr: float = 6e-5
     warmup_steps: int = 715
@@ -91,6 +95,7 @@ class TrainConfig:
     vector_lr_scale: float = 1.0
     """Multiplies max-lr for biases and gains."""
 
+    # Evaluation and saving; a period is in steps.
     val_every: int = 250
     val_tokens: int = 10_485_760
     """Validation tokens: the first of the val split, regardless of ranks and micro-batch."""
@@ -104,6 +109,7 @@ class TrainConfig:
     keep: int = 0
     """Newest checkpoints to keep, besides the best by val loss; 0 keeps all."""
 
+    # What the run starts from.
     resume: str = "none"
     """none, auto (newest complete checkpoint of the run folder, if any) or the path of a model_*.pt."""
     allow_drift: bool = False
@@ -111,6 +117,7 @@ class TrainConfig:
     init_from: str = "scratch"
     """scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, a model_*.pt or a run folder."""
 
+    # Hardware. None of this changes the result beyond rounding, except `weights`.
     device: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     weights: Literal["float32", "bfloat16"] = "float32"
@@ -123,6 +130,7 @@ class TrainConfig:
     """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
     zero_stage: Literal[0, 1] = 0
     """1 shards the optimizer state across ranks (ZeRO-1)."""
+    # Everything else.
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     time_limit: str = ""
     """Stop cleanly and save after this long, e.g. 3h50m."""
@@ -184,6 +192,7 @@ class TrainConfig:
     def total_steps(self, sequences_per_epoch: int) -> int:
         """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if
         the data are less than one step."""
+        # A number of steps that was set wins, then a preset's epoch, then the data's.
         if self.max_steps:
             return self.max_steps
         if self.steps_per_epoch:
@@ -202,6 +211,7 @@ class TrainConfig:
     def from_dict(saved: dict[str, Any]) -> TrainConfig:
         """The config stored in a checkpoint. Fields unknown to this version are dropped, new ones get defaults. Raises
         UserError for values that are not valid here."""
+        # Old checkpoints lack new fields, and have some that were removed.
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         values = {k: v for k, v in saved.items() if k in known}
         try:
@@ -227,6 +237,7 @@ def config_drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[st
     harmless, refused = [], []
     for field in dataclasses.fields(TrainConfig):
         a, b = getattr(old, field.name), getattr(new, field.name)
+        # The network is compared field by field, so that the message names what differs.
         if field.name == "model":
             networks = [(name, value, vars(b)[name]) for name, value in vars(a).items()]
             refused += [f"model.{name}: {x} -> {y}" for name, x, y in networks if x != y]

@@ -23,8 +23,11 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: torch.nn.Mod
     `forward` is called with idx, targets (B, T) and returns (None, loss). Raises UserError if the batch does not divide
     evenly, or if not even one sequence fits. Every rank must call it.
     """
+    # A number that was asked for is only checked.
     if cfg.micro_batch_size != "auto":
         return check_micro_batch_size(cfg, rt.world_size, cfg.micro_batch_size)
+
+    # On a GPU, try: the largest first, because more sequences at once are faster.
     share = sequences_per_rank(cfg, rt.world_size)
     if rt.device.type == "cuda":
         return largest_that_fits(forward, cfg, rt, halving_candidates(share))
@@ -49,6 +52,7 @@ def sequences_per_rank(cfg: TrainConfig, world_size: int) -> int:
 
 def check_micro_batch_size(cfg: TrainConfig, world_size: int, B: int) -> int:
     """Return B if it divides a rank's share of the step, so that all micro-batches have one size. Raises UserError."""
+    # The message offers the nearest number that would do.
     share = sequences_per_rank(cfg, world_size)
     nearest = min(divisors(share), key=lambda divisor: abs(divisor - B))
     rule = f"does not divide the {share} sequences that each of {world_size} ranks takes per step"
@@ -74,6 +78,7 @@ def halving_candidates(share: int) -> list[int]:
 def largest_that_fits(forward: torch.nn.Module, cfg: TrainConfig, rt: Runtime, candidates: list[int]) -> int:
     """The first of the descending `candidates` that fits on every rank. Raises UserError if none does. Every rank must
     call it."""
+    # A rank with less memory, or with a smaller card, decides for all.
     largest_here = next((B for B in candidates if fits_in_memory(forward, cfg, rt, B)), 0)
     largest = int(rt.all_reduce(torch.tensor(float(largest_here), device=rt.device), "min").item())
     problem = f"out of memory with {candidates[-1]} sequence(s) of {cfg.sequence_length} tokens per rank"

@@ -73,6 +73,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
 def check_disk(train_step: TrainStep, run: RunState) -> None:
     """Raise UserError, before anything is paid for, if the disk has no room for the checkpoints that are still to come:
     the weights in float32 and the state of the optimizers."""
+    # How many, and how large: float32 numbers, four bytes each.
     cfg = train_step.cfg
     saves = remaining_saves(cfg, run)
     state_numel = sum(
@@ -80,6 +81,8 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
         for optimizer in train_step.optimizers
     )
     bytes_per_save = 4 * (train_step.model.num_params() + state_numel)
+
+    # A network volume may show the space of the whole cluster, whatever the quota.
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cfg.run_dir).free
     problem = f"{saves} checkpoints of {bytes_per_save / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
@@ -103,6 +106,8 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
     cfg = train_step.cfg
     if not train_step.rt.is_main:
         return
+
+    # The settings as they were resolved, and what is known only now.
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     content = {
         **cfg.to_dict(),
@@ -126,6 +131,7 @@ def print_estimate(train_step: TrainStep, max_steps: int) -> None:
     """--dry-run: print memory, step time as measured here, ETA and dollars. It trains on zeros, and saves nothing."""
     cfg, rt, B = train_step.cfg, train_step.rt, train_step.micro_batch_size
 
+    # Work on a GPU is queued: wait for it on both sides of the clock.
     def measure_s(work: Callable[[], object]) -> float:
         rt.synchronize()
         start_time = time.perf_counter()
@@ -150,6 +156,7 @@ def print_estimate(train_step: TrainStep, max_steps: int) -> None:
     step_s = one_s + (micro_steps - 1) * micro_s + update_s
     total_s = max_steps * step_s
 
+    # Report it as a run would.
     speed = Throughput(train_step).update(step_s)
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     peak_gib = machine.peak_memory(rt.device) / 2**30

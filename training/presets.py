@@ -61,16 +61,19 @@ _speedrun = replace(
 )
 
 PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
+    # build-nanogpt's recipe: FineWeb-Edu, AdamW, a cosine; larger sizes with the papers' rates.
     _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
     _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
     _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
     _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
+    # DDP-BASEMODEL-TRAIN: a head of its own, and half as many tokens a step.
     TrainConfig(
         preset="untied-124m",
         model=GPTConfig(vocab_size=50304, tied_head=False),
         total_batch_size=262_144, steps_per_epoch=38_146, warmup_steps=700,
         val_every=100, sample_every=1000, save_every=2000,
     ),
+    # llm.c's run on FineWeb (its discussion 481).
     TrainConfig(
         preset="llmc-124m",
         data_dir="data/fineweb",
@@ -80,13 +83,16 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
     ),
     _record8,
     _speedrun,
-    TrainConfig(  # rate and batch from nanoGPT's finetune_shakespeare; --init-from sets the network
+    # OpenAI's GPT-2 on a text of one's own. Rate and batch are nanoGPT's (finetune_shakespeare). It is saved as often
+    # as it is evaluated: the best checkpoint matters, and it is seldom the last.
+    TrainConfig(
         preset="finetune",
         data_dir="data/my", init_from="gpt2",
         total_batch_size=32_768, epochs=2, warmup_steps=5, max_lr=3e-5, min_lr=3e-6,
         val_every=25, val_tokens=131_072, hellaswag_every=0, sample_every=50,
-        save_every=25, keep=1,  # as often as val: the best checkpoint matters, and it is seldom the last
+        save_every=25, keep=1,
     ),
+    # Does anything learn at all? One batch, over and over: the loss must collapse.
     TrainConfig(
         preset="overfit",
         model=_small, data_dir="data/stdlib", overfit_single_batch=True,
@@ -94,8 +100,9 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
         warmup_steps=10, max_lr=3e-3, min_lr=3e-4, weight_decay=0.0,
         val_every=0, hellaswag_every=0, sample_every=0, save_every=0,
     ),
+    # Tuned to the lowest loss within two minutes on two slow cores (bench/RESULTS.md).
     TrainConfig(
-        preset="quickstart",  # tuned to the lowest loss within two minutes on two slow cores: bench/RESULTS.md
+        preset="quickstart",
         model=_small, data_dir="data/stdlib",
         sequence_length=256, total_batch_size=4096, max_steps=80,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,

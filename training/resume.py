@@ -34,6 +34,8 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     run that this one would overwrite."""
     run_dir = cfg.run_dir
     newest = checkpoint.latest_step(run_dir)
+
+    # auto: the newest complete checkpoint of the run folder, if there is one. A path: that checkpoint, of any run.
     saved = None
     if cfg.resume == "auto":
         if newest is not None:
@@ -131,6 +133,7 @@ def load_or_start(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, 
 def check_ranks_agree(rt: Runtime, saved: dict[str, Any] | None, run: RunState) -> None:
     """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
     may not, and DDP would train different weights side by side without a word. Every rank must call it."""
+    # Three numbers tell it all; gathered, they can be compared on every rank.
     step = saved["step"] if saved else -1
     data_hash = int(run.data_id[:15], 16)  # 60 bits fit in an int64
     own = torch.tensor([step, run.max_steps, data_hash], device=rt.device)
@@ -145,6 +148,7 @@ def check_ranks_agree(rt: Runtime, saved: dict[str, Any] | None, run: RunState) 
 def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
     """Print what has changed since the checkpoint was made. Raises UserError if that shapes the result, unless
     --allow-drift accepts it; the network cannot change at all."""
+    # Settings: harmless changes are printed. These two differ whenever a run is resumed.
     old = TrainConfig.from_dict(saved["config"])
     harmless, refused = config_drift(old, cfg)
     for change in harmless:
@@ -158,6 +162,7 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
         change = "would now be shuffled differently" if same_shards else "are not those the run was trained on"
         refused.append(f"data: the shards in {cfg.data_dir} {change}")
 
+    # Refuse, naming every change.
     network = [c for c in refused if c.startswith("model.") and not c.startswith("model.vocab_size")]
     problem = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
     fix = "its network cannot change" if network else "or continue anyway with --allow-drift"
@@ -169,6 +174,7 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
 
 def print_rate_change(cfg: TrainConfig, old: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
     """Say what another number of steps makes of the learning rate."""
+    # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
     step, old_steps = saved["step"], saved["max_steps"]
     if old_steps == run.max_steps:
         return

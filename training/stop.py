@@ -67,6 +67,8 @@ class StopRequest:
         failed evaluation in place of this call. Every rank must call it, equally often. timed=False ignores
         --time-limit, as in the first evaluation, so that every start does at least one step."""
         requested = self.is_requested() if timed else self.signal is not None
+
+        # One collective: after it all ranks know the same, and do the same.
         match agree(rt, Vote.STOP if requested else Vote.CONTINUE):
             case Vote.STOP:
                 raise Stopped
@@ -74,6 +76,7 @@ class StopRequest:
                 raise EvaluationFailedElsewhere
 
     def reason(self) -> str:
+        # A rank that was not asked itself was stopped by the vote of another.
         if self.signal:
             return f"signal {self.signal}"
         return "the time limit" if self.is_over_time() else "the time limit or another rank's signal"
