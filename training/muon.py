@@ -44,11 +44,19 @@ def mark_matrices(name: str, p: Tensor) -> None:
 
     The queries, keys and values share one parameter but are three matrices, which Muon makes orthogonal one by one.
     They are known by the parameter's name; that it is three times as tall as wide would also be true of some MLPs.
+    Raises ValueError for a name that is not known here, and for queries, keys and values that are not three squares.
     """
-    if name.endswith("attn.c_attn.weight"):
-        p.matrix_rows = (p.size(1), p.size(1), p.size(1))
-    else:
-        p.matrix_rows = (p.size(0),)
+    rows, columns = p.shape
+    match name.split(".")[-3:]:
+        case ["attn", "c_attn", "weight"]:
+            if rows != 3 * columns:
+                problem = f"{name} has {rows} rows, not {columns} for each of queries, keys and values"
+                raise ValueError(f"{problem}: change mark_matrices in training/muon.py")
+            p.matrix_rows = (columns, columns, columns)
+        case ["attn", "c_proj", "weight"] | ["mlp", "c_fc" | "c_proj", "weight"]:
+            p.matrix_rows = (rows,)
+        case _:
+            raise ValueError(f"which matrices are in {name}? Add a case to mark_matrices in training/muon.py")
 
 
 class Muon(torch.optim.Optimizer):
@@ -59,6 +67,9 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
+        if newton_schulz not in NEWTON_SCHULZ_ITERATIONS:
+            fix = "add it to NEWTON_SCHULZ_ITERATIONS in training/muon.py"
+            raise ValueError(f"no Newton-Schulz iterations {newton_schulz!r}: {fix}")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "newton_schulz": newton_schulz}
         super().__init__(params, defaults)
 

@@ -3,8 +3,8 @@
     optimizers = build_optimizers(master_weights.named, cfg, rt)
 
 Called by training/step.py. The algorithms are torch's AdamW and training/muon.py; ZeRO-1 is torch's. To add an
-optimizer: its name in TrainConfig.optimizer, its parameters in parameter_groups, its class in OPTIMIZERS, its state in
-OPTIMIZER_STATE.
+optimizer: its name in TrainConfig.optimizer, its parameters in parameter_groups, its class in OPTIMIZERS, its settings
+in optimizer_settings, its state in OPTIMIZER_STATE. If one of them is missing, an error says so before the first step.
 """
 
 import math
@@ -56,7 +56,8 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
         case "muon":
             muon_names = [name for name, p in named.items() if p.dim() == 2 and ".h." in name]
         case _:
-            raise ValueError(f"no optimizer {cfg.optimizer!r}: add a case here")
+            fix = "add a case to parameter_groups in training/optim.py"
+            raise ValueError(f"no parameters for optimizer {cfg.optimizer!r}: {fix}")
 
     # Everything else is AdamW's: embeddings by name, other matrices (an untied head, or all of them), vectors.
     rest = [name for name in named if name not in muon_names]
@@ -84,28 +85,51 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
     return {name: found for name, found in groups.items() if found}
 
 
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of an optimizer that parameter_groups names. Raises ValueError if it is not in OPTIMIZERS."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"no class for optimizer {name!r}: add it to OPTIMIZERS in training/optim.py")
+    return OPTIMIZERS[name]
+
+
+def optimizer_settings(name: str, cfg: TrainConfig) -> dict[str, Any]:
+    """What the class of an optimizer is constructed with, besides the groups and their learning rates."""
+    match name:
+        case "adamw":
+            return {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True}
+        case "muon":
+            return {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz}
+        case _:
+            fix = "add a case to optimizer_settings in training/optim.py"
+            raise ValueError(f"no settings for optimizer {name!r}: {fix}")
+
+
 def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The run's optimizers, with their state. With --zero-stage 1 each rank keeps the state of its share of the
     parameters alone (ZeRO, Rajbhandari et al. 2020), by torch's ZeroRedundancyOptimizer."""
-    settings = {
-        "adamw": {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True},
-        "muon": {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz},
-    }
+    match cfg.zero_stage:
+        case 0:
+            is_sharded = False
+        case 1:
+            is_sharded = rt.world_size > 1
+        case _:
+            raise ValueError(f"no ZeRO stage {cfg.zero_stage}: add a case to build_optimizers in training/optim.py")
+
     optimizers = []
     for name, groups in parameter_groups(named, cfg).items():
-        optimizer_class = OPTIMIZERS[name]
-        if cfg.zero_stage == 1 and rt.world_size > 1:
+        settings = optimizer_settings(name, cfg)
+        if is_sharded:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             optimizer = ZeroRedundancyOptimizer(
                 groups,
-                optimizer_class,
+                optimizer_class(name),
                 lr=cfg.max_lr,
                 parameters_as_bucket_view=True,  # one broadcast per rank instead of one per parameter
-                **settings[name],
+                **settings,
             )
         else:
-            optimizer = optimizer_class(groups, lr=cfg.max_lr, **settings[name])
+            optimizer = optimizer_class(name)(groups, lr=cfg.max_lr, **settings)
         create_state(optimizer)
         optimizers.append(optimizer)
     return optimizers
@@ -124,11 +148,12 @@ def all_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 # ------------------------------------------------------------------------- state
 
 
-def state_shapes(optimizer_class: type, p: Tensor) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of what an optimizer keeps of a parameter. Raises ValueError for one that is not in the table."""
-    if optimizer_class not in OPTIMIZER_STATE:
-        raise ValueError(f"add to OPTIMIZER_STATE what {optimizer_class.__name__} keeps of a parameter")
-    return {name: shape(p) for name, shape in OPTIMIZER_STATE[optimizer_class].items()}
+def state_shapes(kind: type, p: Tensor) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of what an optimizer of this class keeps of a parameter. Raises ValueError for a class that is not
+    in the table."""
+    if kind not in OPTIMIZER_STATE:
+        raise ValueError(f"add to OPTIMIZER_STATE in training/optim.py what {kind.__name__} keeps of a parameter")
+    return {name: shape(p) for name, shape in OPTIMIZER_STATE[kind].items()}
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -140,9 +165,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             inner.state[p] = {name: torch.zeros(s, device=p.device) for name, s in shapes.items()}
 
 
-def state_numel(optimizer_class: type, params: Iterable[Tensor]) -> int:
-    """Numbers (float32) that an optimizer keeps of these parameters, all ranks together."""
-    return sum(math.prod(shape) for p in params for shape in state_shapes(optimizer_class, p).values())
+def state_numel(kind: type, params: Iterable[Tensor]) -> int:
+    """Numbers (float32) that an optimizer of this class keeps of these parameters, all ranks together."""
+    return sum(math.prod(shape) for p in params for shape in state_shapes(kind, p).values())
 
 
 def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
@@ -209,11 +234,11 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
 def check_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Raise ValueError unless a state dict has what this optimizer keeps, in the shapes of its parameters."""
     params = all_params(optimizer)
-    optimizer_class = type(unwrap(optimizer))
+    kind = type(unwrap(optimizer))
     for i, tensors in state["state"].items():
-        shapes = state_shapes(optimizer_class, params[i])
+        shapes = state_shapes(kind, params[i])
         if tensors.keys() != shapes.keys():
-            raise ValueError(f"it keeps {', '.join(tensors)} of parameter {i}, unlike {optimizer_class.__name__}")
+            raise ValueError(f"it keeps {', '.join(tensors)} of parameter {i}, unlike {kind.__name__}")
         # A scalar may have been saved with one dimension or none.
         if any(t.numel() != 1 and t.shape != shapes[name] for name, t in tensors.items()):
             raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")

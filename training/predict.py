@@ -267,13 +267,12 @@ def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, mic
 
 def optimizer_bytes(cfg: TrainConfig, model: GPT, ranks: int) -> int:
     """Bytes of optimizer state on one GPU: what the run's optimizers keep of their parameters, by the table that
-    creates
-    it. With ZeRO-1 each rank keeps about its share."""
+    creates it (OPTIMIZER_STATE in training/optim.py). With ZeRO-1 each rank keeps about its share."""
     groups_by_optimizer = optim.parameter_groups(dict(model.named_parameters()), cfg)
     numbers = 0
     for name, groups in groups_by_optimizer.items():
         for group in groups:
-            numbers += optim.state_numel(optim.OPTIMIZERS[name], group["params"])
+            numbers += optim.state_numel(optim.optimizer_class(name), group["params"])
     match cfg.zero_stage:
         case 0:
             return FLOAT32 * numbers

@@ -3,10 +3,12 @@
     lr = set_learning_rates(optimizers, step, total_steps, cfg)     # before each update; returns the rate to log
 
 No checkpoint keeps a rate: a resumed run's rate follows from its own flags and total_steps, and training/resume.py says
-where that makes the rate jump. To add a schedule: its name in TrainConfig.schedule, a case in decay_factor.
+where that makes the rate jump. To add a schedule: its name in TrainConfig.schedule, a function such as cosine_decay,
+and a case in choose_decay.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -16,25 +18,37 @@ from training.config import TrainConfig
 def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Fraction of the peak learning rate at `step`: a linear warm-up to 1, then the schedule's decay down to
     min_lr / max_lr at total_steps."""
+    decay = choose_decay(cfg)  # before the warm-up, so that a schedule without a function raises in the first step
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     if step >= total_steps:
         return floor
-    return floor + (1 - floor) * decay_factor(step, total_steps, cfg)
+    return floor + (1 - floor) * decay(step, total_steps, cfg)
 
 
-def decay_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
-    """How much of the decay is left at `step` (warmup_steps <= step < total_steps), from 1 down to 0."""
+def choose_decay(cfg: TrainConfig) -> Callable[[int, int, TrainConfig], float]:
+    """The function of a schedule: decay(step, total_steps, cfg) is how much of the decay is left at `step`
+    (warmup_steps <= step < total_steps), from 1 down to 0."""
     match cfg.schedule:
-        case "cosine":  # half a cosine from the end of the warm-up to the last step
-            progress = (step - cfg.warmup_steps) / (total_steps - cfg.warmup_steps)
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        case "trapezoid":  # constant, then linear over the last `cooldown` part of the steps (Hägele et al. 2024)
-            steps_left = total_steps - step
-            return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
+        case "cosine":
+            return cosine_decay
+        case "trapezoid":
+            return trapezoid_decay
         case _:
-            raise ValueError(f"no learning-rate schedule {cfg.schedule!r}: add a case here")
+            raise ValueError(f"no schedule {cfg.schedule!r}: add a case to choose_decay in training/schedule.py")
+
+
+def cosine_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
+    """Half a cosine from the end of the warm-up to the last step."""
+    progress = (step - cfg.warmup_steps) / (total_steps - cfg.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def trapezoid_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
+    """Constant, then linear over the last `cooldown` part of the steps (Hägele et al. 2024)."""
+    steps_left = total_steps - step
+    return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig) -> float:
