@@ -3,8 +3,8 @@
     python fineweb.py                                       # FineWeb-Edu, 10B tokens, into data/fineweb-edu
     python fineweb.py --source stdlib                       # Python's standard library: no download, a few seconds
     python fineweb.py --source 'books-*.parquet' --out data/books
-    python fineweb.py --verify data/books
-    python fineweb.py --adopt edu_fineweb10B                # shards of build-nanogpt or llm.c, as they are
+    python fineweb.py --verify data/books                   # read every byte, and check it against the manifest
+    python fineweb.py --verify edu_fineweb10B               # shards of build-nanogpt or llm.c: also write a manifest
 
 After any interruption, the same command resumes at the shard in progress and ends with the same bytes.
 """
@@ -15,29 +15,25 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from system.cli import UserError, print0, require, run_cli
 from system.files import lock_folder
 from tokens import shards, sources
-from tokens.documents import Chunk, read
+from tokens.documents import read_files
 from tokens.prefetch import prefetch
-from tokens.shards import Manifest, Shard
-from tokens.tokenizer import EOT, bulk_encoder
+from tokens.shard_writer import next_shard_path, write_shards
+from tokens.shards import Manifest
 
 
 @dataclass(frozen=True)
 class Args:
     source: tuple[str, ...] = ("fineweb-edu",)
     """fineweb-edu, fineweb, fineweb-edu-100bt, fineweb-100bt; stdlib; a Hub dataset OWNER/NAME; or files or
-    globs: parquet, jsonl, csv, arrow, and anything else as plain text, one document per file; text, jsonl and csv also
-    as .gz, .bz2, .xz or .zst."""
+    globs: parquet, jsonl, csv, and plain text (.txt, .md, .py and the like, or no suffix), one document per file; all
+    but parquet also as .gz, .bz2, .xz or .zst."""
     out: Path | None = None
     """Folder for the shards; default data/NAME."""
     shard_size: int | None = None
@@ -50,167 +46,159 @@ class Args:
     subset: str | None = None
     """Use only the files of a Hub dataset whose paths start with this."""
     text_column: str = "text"
-    """Column (parquet, csv, arrow) or field (jsonl) that holds the text."""
+    """Column (parquet, csv) or field (jsonl) that holds the text."""
     keep_source: bool = False
     """Keep downloaded files in OUT/.source."""
     verify: Path | None = None
-    """Only check this folder of shards."""
-    adopt: Path | None = None
-    """Only make the manifest of this folder of shards, which another program made: then it can be verified and
-    pushed."""
+    """Only check this folder of shards. If it has no manifest, as with shards of another program, write one."""
 
 
-# ------------------------------------------------------------------------- tokens: chunks to shards
+# ------------------------------------------------------------------------- before the work
 
 
-def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (n,) uint16 of a chunk with EOT before each document, and the positions of these EOTs."""
-    tokens = encoder.encode_batch(chunk.texts).layout
-    starts = np.asarray(tokens.offsets.data[: chunk.documents])
-    return np.insert(np.asarray(tokens.content.data, np.uint16), starts, EOT), starts + np.arange(len(starts))
-
-
-def next_shard(out: Path, name: str, manifest: Manifest) -> Path:
-    index = len(manifest.shards)
-    return out / f"{name}_{'train' if index else 'val'}_{index:06d}.{manifest.format}"
-
-
-def add_shard(out: Path, name: str, manifest: Manifest, tokens: np.ndarray, documents: int, end: dict) -> Manifest:
-    """Write a shard, then the manifest that lists it; a shard that no manifest lists yet is written again."""
-    path = next_shard(out, name, manifest)
-    shard = Shard(path.name, len(tokens), documents, shards.write_shard(path, tokens), end)
-    manifest = replace(manifest, shards=[*manifest.shards, shard])
-    shards.write_manifest(out, manifest)
-    return manifest
-
-
-def write_shards(chunks: Iterable[Chunk], out: Path, name: str, manifest: Manifest, report: Callable) -> Manifest:
-    """Tokenize chunks, starting with the file in which `manifest` ends, into shards; returns the extended manifest.
-    A shard is written in the background while the next one fills."""
-    encoder, size, limit = bulk_encoder(), manifest.shard_tokens, manifest.limit_tokens or sys.maxsize
-    done = sum(s.tokens for s in manifest.shards)
-    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file already in shards
-    filling, other = (np.empty(min(size, limit), np.uint16) for _ in range(2))
-    filled = documents = file = used = 0  # used: tokens of the current file in earlier chunks
-    with ThreadPoolExecutor(1) as writer:
-        latest = writer.submit(lambda: manifest)
-        for chunk in chunks:
-            if done >= limit:
-                break
-            ids, starts = encode(encoder, chunk)
-            if chunk.file != file:
-                file, used = chunk.file, 0
-            pos = min(skip, len(ids))
-            skip -= pos
-            while pos < len(ids) and done < limit:
-                take = min(len(ids) - pos, size - filled, limit - done)
-                filling[filled : filled + take] = ids[pos : pos + take]
-                first, last = np.searchsorted(starts, (pos, pos + take))
-                documents += int(last - first)
-                filled, pos, done = filled + take, pos + take, done + take
-                end = {"file": file, "token": used + pos}
-                if filled == size:
-                    latest = writer.submit(add_shard, out, name, latest.result(), filling, documents, end)
-                    filling, other, filled, documents = other, filling, 0, 0
-            used += len(ids)
-            report(chunk.size, done)
-        manifest = latest.result()
-    return add_shard(out, name, manifest, filling[:filled], documents, end) if filled else manifest
-
-
-# ------------------------------------------------------------------------- the run
-
-
-def plan(args: Args, source: dict) -> Manifest:
+def plan_manifest(args: Args, source: dict) -> Manifest:
     """The manifest of a folder that is yet to be filled."""
-    total = sum(f["bytes"] for f in source["files"])
-    size = min(shards.SHARD_TOKENS, total / 24, (args.limit_tokens or total) / 10)
-    size = args.shard_size or max(1, int(float(f"{size:.0e}")))
-    return Manifest({**source, "column": args.text_column}, args.format, size, args.limit_tokens)
+    source_bytes = sum(file["bytes"] for file in source["files"])
+
+    # The default size of a shard, rounded to one digit: "4e+07".
+    shard_tokens = args.shard_size
+    if shard_tokens is None:
+        largest = min(shards.SHARD_TOKENS, source_bytes / 24, (args.limit_tokens or source_bytes) / 10)
+        rounded = float(f"{largest:.0e}")
+        shard_tokens = max(1, int(rounded))
+    return Manifest({**source, "column": args.text_column}, args.format, shard_tokens, args.limit_tokens)
 
 
-def check_resumable(out: Path, name: str, planned: Manifest, old: Manifest | None) -> Manifest:
-    """The manifest to go on from. Raises UserError if the folder holds files of others or was made in another way."""
-    ours = [*(s.file for s in old.shards), next_shard(out, name, old).name] if old else []
+def load_or_start(out: Path, name: str, planned: Manifest, previous: Manifest | None) -> Manifest:
+    """The manifest to continue from: the folder's own, or the planned one, which is then written. Raises UserError if
+    the folder holds other files or was made in another way."""
+    # Every shard in the folder must be in its manifest, or be the one that was in progress.
+    own_names = []
+    hint = f"; for shards of another program: python fineweb.py --verify {shlex.quote(str(out))}"
+    if previous:
+        own_names = [shard.file for shard in previous.shards] + [next_shard_path(out, name, previous).name]
+        hint = ""
     for path in shards.shard_files(out):
-        hint = "" if old else f"; {shards.adoption(out)}"
-        require(path.name in ours, f"{path} was not written by this command; choose another --out{hint}")
-    if not (old and old.shards):
-        shards.write_manifest(out, planned)  # from here on, the shards in this folder are ours
+        require(path.name in own_names, f"{path} was not written by this command; choose another --out{hint}")
+
+    # From the moment the manifest exists, the shards in this folder are known to be this command's.
+    if previous is None or not previous.shards:
+        shards.write_manifest(out, planned)
         return planned
-    was, now = ({**m.source, **vars(m)} for m in (old, planned))
-    for what in ("name", "subset", "column", "revision", "format", "shard_tokens", "limit_tokens"):
-        why = f"{out} was made with {what} {was[what]}, not {now[what]}; choose another --out, or remove this one"
-        require(was[what] == now[what], why)
-    return old
+
+    # Shards that exist cannot be continued with other settings.
+    before = {**previous.source, **vars(previous)}
+    now = {**planned.source, **vars(planned)}
+    for key in ("name", "subset", "column", "revision", "format", "shard_tokens", "limit_tokens"):
+        difference = f"{out} was made with {key} {before[key]}, not {now[key]}"
+        require(before[key] == now[key], f"{difference}; choose another --out, or remove this one")
+    return previous
 
 
-def check_room(out: Path, manifest: Manifest, downloads: bool) -> None:
+def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
     """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source."""
-    sizes, stated = [f["bytes"] for f in manifest.source["files"]], re.search(r"(\d+)BT", manifest.source["subset"])
-    expected = int(stated[1]) * 1e9 if stated else sum(sizes) / 2  # FineWeb's samples are named by their size
-    tokens = (manifest.limit_tokens or expected) - sum(s.tokens for s in manifest.shards)
-    need, free = 2 * tokens + (sum(sorted(sizes)[-2:]) if downloads else 0), shutil.disk_usage(out).free
-    room = f"{out} needs about {need / 1e9:.1f} GB but its disk has only {free / 1e9:.1f} GB free"
-    require(need <= free, f"{room}; choose another --out or lower --limit-tokens")
+    file_bytes = [file["bytes"] for file in manifest.source["files"]]
+
+    # How many tokens are to come: FineWeb's samples are named by their tokens ("10BT"); other text has about one token
+    # per four bytes, and one per two is safe.
+    stated = re.search(r"(\d+)BT", manifest.source["subset"])
+    expected_tokens = int(stated[1]) * 1e9 if stated else sum(file_bytes) / 2
+    finished_tokens = sum(shard.tokens for shard in manifest.shards)
+    tokens = (manifest.limit_tokens or expected_tokens) - finished_tokens
+
+    # While one downloaded file is read, the next one arrives.
+    download_bytes = sum(sorted(file_bytes)[-2:]) if downloads else 0
+    needed = 2 * tokens + download_bytes
+    free = shutil.disk_usage(out).free
+    room = f"{out} needs about {needed / 1e9:.1f} GB but its disk has only {free / 1e9:.1f} GB free"
+    require(needed <= free, f"{room}; choose another --out or lower --limit-tokens")
+
+
+# ------------------------------------------------------------------------- the work
 
 
 def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source: bool) -> Manifest:
     """Make the shards that the manifest does not list yet, of local files or else of the Hub's. Raises UserError."""
     from tqdm import tqdm
 
-    check_room(out, manifest, downloads=not paths)
-    source, limit, done = manifest.source, manifest.limit_tokens, sum(s.tokens for s in manifest.shards)
-    first = manifest.shards[-1].end["file"] if manifest.shards else 0
-    files = paths[first:] if paths else prefetch(sources.download(source, first, out / ".source"), 1)
+    check_disk_space(out, manifest, downloads=not paths)
+    source = manifest.source
+    limit = manifest.limit_tokens
+    download_folder = out / ".source"
 
-    def used(path: Path) -> None:
+    # Begin with the file in which the last finished shard ends. While a file from the Hub is read, the next one is
+    # downloaded.
+    first_index = manifest.shards[-1].end["file"] if manifest.shards else 0
+    if paths:
+        files = paths[first_index:]
+    else:
+        files = prefetch(sources.download_files(source, first_index, download_folder), 1)
+
+    def delete_downloaded(path: Path) -> None:
         if not paths and not keep_source:
             path.unlink()
 
-    def report(size: float, tokens: int) -> None:
-        bar.set_description_str(f"{name}: {tokens / 1e6:,.1f}M tokens", refresh=False)
-        bar.update(tokens - bar.n if limit else size)
+    # The progress bar counts tokens if their number is known, otherwise bytes of the source.
+    file_bytes = [file["bytes"] for file in source["files"]]
+    if limit:
+        total = limit
+        initial = sum(shard.tokens for shard in manifest.shards)
+    else:
+        total = sum(file_bytes)
+        initial = sum(file_bytes[:first_index])
+    update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
+    bar_format = "{desc} {percentage:.0f}%|{bar}| [{elapsed}<{remaining}]"
 
-    sizes = [f["bytes"] for f in source["files"]]
-    total, start = (limit, done) if limit else (sum(sizes), sum(sizes[:first]))
-    pace = 0.2 if sys.stderr.isatty() else 20  # seconds between updates; a log file needs few lines
-    form = "{desc} {percentage:.0f}%|{bar}| [{elapsed}<{remaining}]"
-    with tqdm(total=total, initial=start, desc=name, mininterval=pace, bar_format=form) as bar:
-        chunks = prefetch(read(files, first, source["column"], used), 4)
-        manifest = replace(write_shards(chunks, out, name, manifest, report), complete=True)
+    def report(source_bytes: float, tokens: int) -> None:
+        bar.set_description_str(f"{name}: {tokens / 1e6:,.1f}M tokens", refresh=False)
+        bar.update(tokens - bar.n if limit else source_bytes)
+
+    # A few chunks are read while others are tokenized.
+    with tqdm(total=total, initial=initial, desc=name, mininterval=update_seconds, bar_format=bar_format) as bar:
+        chunks = prefetch(read_files(files, first_index, source["column"], delete_downloaded), 4)
+        manifest = write_shards(chunks, out, name, manifest, report)
     require(manifest.shards, f"the source {source['name']} holds no documents; give another --source")
+
+    # `complete` comes last: it tells that nothing is missing.
+    manifest = replace(manifest, complete=True)
     shards.write_manifest(out, manifest)
     if not keep_source:
-        shutil.rmtree(out / ".source", ignore_errors=True)
+        shutil.rmtree(download_folder, ignore_errors=True)
     return manifest
 
 
 def remake_missing(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> None:
     """Make missing shards of the manifest again (removed because damaged), with the same bytes, or raise UserError."""
-    part = out / ".mend"
+    remake_folder = out / ".remake"
     for i, shard in enumerate(manifest.shards):
         path = out / shard.file
         if path.exists():
-            shards.count_tokens(path)  # raises if it was cut
+            shards.count_tokens(path)  # raises UserError if it was cut
             continue
         print0(f"{path} is missing: making it again")
-        part.mkdir(exist_ok=True)
-        limit = sum(s.tokens for s in manifest.shards[: i + 1])
-        before = replace(manifest, shards=manifest.shards[:i], limit_tokens=limit)
-        made = make_shards(part, name, before, paths, keep_source=False).shards[-1]
-        why = f"{path} is now another than {shards.MANIFEST} says: the source has changed; choose another --out"
-        require(made.sha256 == shard.sha256, why)
-        os.replace(part / shard.file, path)
-        shutil.rmtree(part)
+
+        # In a folder of its own, make one shard: as if only those before it existed and the limit were its end.
+        remake_folder.mkdir(exist_ok=True)
+        end = sum(s.tokens for s in manifest.shards[: i + 1])
+        up_to_here = replace(manifest, shards=manifest.shards[:i], limit_tokens=end)
+        remade = make_shards(remake_folder, name, up_to_here, paths, keep_source=False).shards[-1]
+
+        # It joins the others only if it is the shard that the manifest promises.
+        difference = f"{path} now differs from what {shards.MANIFEST} says: the source has changed"
+        require(remade.sha256 == shard.sha256, f"{difference}; choose another --out")
+        os.replace(remake_folder / shard.file, path)
+        shutil.rmtree(remake_folder)
 
 
-def fill(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Manifest:
-    """Make all shards of --source that are not in the folder yet."""
-    old = shards.read_manifest(out)
-    was = old.source if old else None
-    source = sources.local(name, paths) if paths else sources.on_hub(args.source[0], args.subset, was)
-    manifest = check_resumable(out, name, plan(args, source), old)
+def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Manifest:
+    """Make all shards of --source that are not in the folder yet. Raises UserError."""
+    previous = shards.read_manifest(out)
+    if paths:
+        source = sources.describe_local(name, paths)
+    else:
+        source = sources.describe_hub(args.source[0], args.subset, previous.source if previous else None)
+
+    manifest = load_or_start(out, name, plan_manifest(args, source), previous)
     remake_missing(out, name, manifest, list(paths))
     if manifest.complete:
         print0("nothing left to do")
@@ -218,41 +206,76 @@ def fill(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Manifest:
     return make_shards(out, name, manifest, list(paths), args.keep_source)
 
 
-def tell(out: Path, manifest: Manifest, seconds: float) -> None:
-    """Print what there is now, and what to do with it."""
-    tokens, documents = (sum(getattr(s, what) for s in manifest.shards) for what in ("tokens", "documents"))
+# ------------------------------------------------------------------------- the command line
+
+
+def print_summary(out: Path, manifest: Manifest, seconds: float) -> None:
+    """Print what the folder holds now, and the command that trains on it."""
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    documents = sum(shard.documents for shard in manifest.shards)
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({seconds:.1f} s)")
     if len(manifest.shards) == 1:
-        return print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
-    data = f"--data-dir {shlex.quote(str(out))}"
-    if tokens < 100_000_000:  # too little for gpt2-124m, which takes half a million tokens per step
-        own = f"{data} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt ''"  # the preset's is Python's "def "
-        return print0(f"next: python train_gpt2.py quickstart {own if out != Path('data/stdlib') else ''}".strip())
-    return print0(f"next: python train_gpt2.py {data}")
+        print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
+        return
+
+    # Enough for gpt2-124m, the default preset, which takes half a million tokens per step?
+    data_flag = f"--data-dir {shlex.quote(str(out))}"
+    if tokens >= 100_000_000:
+        print0(f"next: python train_gpt2.py {data_flag}")
+        return
+
+    # The preset quickstart is made for data/stdlib: its sample prompt is Python's "def ". Other text needs flags.
+    command = "python train_gpt2.py quickstart"
+    if out != Path("data/stdlib"):
+        command += f" {data_flag} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt ''"
+    print0(f"next: {command}")
+
+
+def verify_folder(folder: Path) -> None:
+    """Check every byte of a folder of shards, and write the manifest if it has none. Raises UserError for any problem.
+
+    Without a manifest there are no hashes to compare with: headers, sizes and ids are checked.
+    """
+    if shards.read_manifest(folder) is not None:
+        problems = shards.verify(folder)
+        fix = f"{folder} has {len(problems)} problem(s); remove those files and make or pull them again"
+        require(not problems, "\n".join([*problems, fix]))
+        print0(f"{folder}: every shard is intact")
+        return
+
+    try:
+        manifest = shards.create_manifest(folder)
+    except OSError as e:
+        problem = f"{folder} has no {shards.MANIFEST}, and it cannot be written: {e.strerror}"
+        raise UserError(f"{problem}; copy the folder to a disk that you can write to") from None
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    documents = sum(shard.documents for shard in manifest.shards)
+    found = f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {folder}"
+    print0(f"wrote {shards.MANIFEST}: {found}; headers, sizes and ids are good, and from now on hashes are checked")
 
 
 def main() -> None:
     import tyro
 
-    args, began = tyro.cli(Args, description=__doc__), time.monotonic()
+    start_time = time.monotonic()
+    args = tyro.cli(Args, description=__doc__)
     if args.verify:
-        wrong = shards.verify(args.verify)
-        mend = f"{args.verify} has {len(wrong)} problem(s); remove those files and make or pull them again"
-        require(not wrong, "\n".join([*wrong, mend]))
-        return print0(f"{args.verify}: every shard is intact")
-    if args.adopt:
-        return tell(args.adopt, shards.adopt(args.adopt), time.monotonic() - began)
+        verify_folder(args.verify)
+        return
+
+    # Flags that cannot work are refused before anything is made.
     require(args.source, "--source needs a name or files")
-    sizes = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
-    require(all(n > 0 for n in sizes), "--shard-size and --limit-tokens must be above 0")
-    name, paths = sources.choose(args.source)
+    counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
+    require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
+
+    name, paths = sources.choose_source(args.source)
     out = args.out or Path("data") / name
     try:
         with lock_folder(out):
-            manifest = fill(args, out, name, paths)
+            manifest = fill_folder(args, out, name, paths)
     except OSError as e:
         raise UserError(f"cannot write to {out}: {e}; fix that, then run the same command again") from None
-    return tell(out, manifest, time.monotonic() - began)
+    print_summary(out, manifest, time.monotonic() - start_time)
 
 
 if __name__ == "__main__":

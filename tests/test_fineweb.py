@@ -26,7 +26,7 @@ import fineweb
 from system.cli import UserError
 from system.files import lock_folder
 from tokens import documents as reading
-from tokens import shards, tokenizer
+from tokens import shard_writer, shards, tokenizer
 from tokens.prefetch import prefetch
 
 
@@ -164,13 +164,13 @@ def test_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch):
     text = "\n".join(t[:300] for t in make_documents(4)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     for piece, block in ((1, 900), (3, 1000), (50, 333), (1 << 16, 1 << 23)):
-        monkeypatch.setattr(reading, "PIECE", piece)
-        monkeypatch.setattr(reading, "CHUNK", block)
+        monkeypatch.setattr(reading, "PIECE_CHARACTERS", piece)
+        monkeypatch.setattr(reading, "CHUNK_BYTES", block)
         chunks = list(reading.read_text(open(tmp_path / "a.txt", "rb")))
         assert "".join(t for c in chunks for t in c.texts) == text
         assert sum(c.documents for c in chunks) == 1 and chunks[0].documents == 1
         encoder = tokenizer.bulk_encoder()
-        ids = np.concatenate([fineweb.encode(encoder, c)[0] for c in chunks])
+        ids = np.concatenate([shard_writer.encode(encoder, c)[0] for c in chunks])
         assert ids.tolist() == expected([text]), (piece, block)
 
 
@@ -180,7 +180,7 @@ def test_chunks_do_not_show(tmp_path, quick, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", documents, row_group_size=11)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
     for i, (chunk, size) in enumerate(((1, 3000), (2000, 2999), (1 << 23, 10**8))):
-        monkeypatch.setattr(reading, "CHUNK", chunk)
+        monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
         make("--source", path, tmp_path / "b.jsonl", "--out", tmp_path / str(i), "--shard-size", size)
         assert stream(tmp_path / str(i))[0].tolist() == expected(documents * 2)
 
@@ -242,7 +242,7 @@ class Killed(BaseException):
 def quick(monkeypatch):
     """Many runs in this process share one encoder, and do not wait for the disk."""
     encoder = tokenizer.bulk_encoder()
-    monkeypatch.setattr(fineweb, "bulk_encoder", lambda: encoder)
+    monkeypatch.setattr(shard_writer, "bulk_encoder", lambda: encoder)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 

@@ -135,7 +135,7 @@ def test_every_bad_shard_is_named(tmp_path):
 
 
 def test_check_ids_names_the_place(monkeypatch):
-    monkeypatch.setattr(shards, "CHUNK", 100)
+    monkeypatch.setattr(shards, "CHECKED_TOKENS", 100)
     tokens = np.zeros(1000, np.uint16)
     shards.check_ids(tokens, "x.npy", 50257)
     tokens[[437, 900]] = 50257, 60000

@@ -1,7 +1,16 @@
-"""Documents: the texts of parquet, jsonl, csv, arrow and plain text files, in small chunks however large a file is.
+"""Documents: the texts of parquet, jsonl, csv and plain text files, in small chunks however large a file is.
 
-The readers are ours: `datasets` 5.2 turns the text "2020-01-01" of JSON into a date, shifts the columns of a csv file
-with one long row, and took 7.6 GB of memory for a row group of 4 GB of parquet (here 0.2).
+fineweb.py reads every source through read_files:
+
+    for chunk in read_files([Path("a.parquet"), Path("b.txt.gz")], first_index=0, column="text"):
+        ...  # chunk.texts: a few megabytes of text, to be tokenized together
+
+The suffix of a file's name chooses its reader. Suffixes in READERS are parsed; suffixes in TEXT_SUFFIXES, and names
+without a suffix, are plain text, one document per file; anything else is refused. A file of any format but parquet may
+be compressed as a whole, with a suffix of COMPRESSIONS after the first one.
+
+The readers are this project's own: `datasets` 5.2 turns the text "2020-01-01" of JSON into a date, shifts the columns
+of a csv file with one long row, and took 7.6 GB of memory for a row group of 4 GB of parquet (here 0.2).
 """
 
 import bz2
@@ -19,9 +28,13 @@ from typing import BinaryIO, NamedTuple
 
 from system.cli import UserError, require
 
-CHUNK = 8 << 20  # bytes of text tokenized together: enough for all cores, little compared to the shards in memory
-PIECE = 1 << 16  # characters of a text file tokenized as a unit; the pieces of a chunk go to different cores
-CUT = re.compile(r"\S(?=[ \n])")  # no GPT-2 token spans this point or looks back past it: cutting keeps the ids
+CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
+PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
+PARQUET_BATCH_ROWS = 4096  # at most; fewer if the rows are long
+
+# The point after a non-space character and before a space or newline. No GPT-2 token spans this point or depends on
+# what comes before it, so the tokens of the two parts are those of the whole.
+SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
 class Chunk(NamedTuple):
@@ -29,140 +42,217 @@ class Chunk(NamedTuple):
 
     texts: list[str]
     documents: int
-    size: float = 0  # about how many bytes of the source file these take up
-    file: int = 0  # index in the source
+    source_bytes: float = 0  # about how many bytes of the source file these texts take up
+    file_index: int = 0  # of the source's files
+
+
+# A reader gets the decompressed file and the name of the column with the text, and yields its chunks.
+Reader = Callable[[BinaryIO, str], Iterator[Chunk]]
+
+
+# ------------------------------------------------------------------------- one reader per format
 
 
 def read_text(file: BinaryIO, _column: str = "") -> Iterator[Chunk]:
-    """One document, in pieces that no token crosses."""
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    documents, rest, block = 1, "", " "
-    while block:
-        block = text.read(CHUNK)
-        searched = max(0, len(rest) - 1)  # already searched: text without spaces is not rescanned
-        rest, start, pieces = rest + block, 0, []
-        while cut := CUT.search(rest, max(start + PIECE, searched)):
-            pieces.append(rest[start : cut.end()])
-            start = cut.end()
-        rest = rest[start:]
-        if not block:  # the end of the file
-            pieces.append(rest)
+    """A file of UTF-8 text is one document, in pieces that no token crosses."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")  # newline="": line ends stay as they are
+    documents = 1  # the first chunk starts the document, the others continue it
+    pending = ""  # text after the last cut
+    at_end = False
+    while not at_end:
+        block = text.read(CHUNK_BYTES)
+        at_end = not block
+
+        # Long text without spaces has no cut yet; searching it again with every block would take quadratic time.
+        searched = max(0, len(pending) - 1)
+        pieces, pending = _cut_pieces(pending + block, searched)
+        if at_end:
+            pieces.append(pending)
         if pieces:
             yield Chunk(pieces, documents)
             documents = 0
 
 
+def _cut_pieces(text: str, searched: int) -> tuple[list[str], str]:
+    """Pieces of at least PIECE_CHARACTERS, and the rest of the text. The first `searched` characters hold no cut."""
+    pieces = []
+    start = 0
+    while True:
+        cut = SAFE_CUT.search(text, max(start + PIECE_CHARACTERS, searched))
+        if cut is None:
+            return pieces, text[start:]
+        pieces.append(text[start : cut.end()])
+        start = cut.end()
+
+
 def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
-    """One document per line; null is an empty document, and blank lines are skipped."""
-    number = 0
-    while lines := file.readlines(CHUNK):
+    """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped."""
+    line_number = 0
+    lines = file.readlines(CHUNK_BYTES)
+    while lines:
         texts = []
         for line in lines:
-            number += 1
+            line_number += 1
             if line.isspace():
                 continue
-            try:  # a lone surrogate, possible only in JSON, is replaced as in tiktoken
+            try:
                 text = json.loads(line)[field] or ""
+                # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
                 texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"line {number} is not an object with text in {field!r} (--text-column)") from None
+                problem = f"line {line_number} is not an object with text in {field!r} (--text-column)"
+                raise ValueError(problem) from None
         yield Chunk(texts, len(texts))
+        lines = file.readlines(CHUNK_BYTES)
 
 
 def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
     """One document per row after the first, which names the columns."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(sys.maxsize)  # Python's own limit of 128 kB is shorter than a book
     rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+
+    # The header tells where the text is.
     names = next(rows, [])
     require(column in names, f"its column {column!r} is missing; choose one with --text-column: {', '.join(names)}")
-    at, texts, size = names.index(column), [], 0
-    for row in filter(None, rows):
+    column_index = names.index(column)
+
+    texts = []
+    characters = 0
+    for row in rows:
+        if not row:  # a blank line
+            continue
+        # A quote that is never closed, or a comma too many, would shift the columns.
         require(len(row) == len(names), f"line {rows.line_num} has {len(row)} fields and the first {len(names)}")
-        texts.append(row[at])
-        size += len(row[at])
-        if size > CHUNK:
+        texts.append(row[column_index])
+        characters += len(row[column_index])
+        if characters > CHUNK_BYTES:
             yield Chunk(texts, len(texts))
-            texts, size = [], 0
+            texts = []
+            characters = 0
     yield Chunk(texts, len(texts))
 
 
-def rows(column, size: float) -> Chunk:
-    """One document per row of an arrow array; null is an empty document."""
-    return Chunk([text or "" for text in column.to_pylist()], len(column), size)
-
-
-def check_column(name: str, schema) -> None:
-    """Raise UserError unless column `name` of an arrow schema is text."""
-    found = str(schema.field(name).type) if name in schema.names else "missing"
-    mend = f"choose one with --text-column: {', '.join(schema.names)}"
-    require(found in ("string", "large_string", "string_view"), f"its column {name!r} is {found}, not text; {mend}")
-
-
 def read_parquet(file: BinaryIO, column: str) -> Iterator[Chunk]:
-    """Memory use stays small, however large a row group is."""
+    """One document per row; null is an empty document. Memory use stays small, however large a row group is."""
     import pyarrow.parquet as pq
 
     # By name, as a read from a Python file that is under way when the process exits would keep it from exiting.
-    # Without pre_buffer, a row group's column is not read whole.
+    # Without pre_buffer, a row group's column is not read as a whole.
     table = pq.ParquetFile(file.name, buffer_size=1 << 20, pre_buffer=False)
-    check_column(column, table.schema_arrow)
-    size = os.fstat(file.fileno()).st_size / max(1, table.metadata.num_rows)
+    _check_column(column, table.schema_arrow)
+
+    # Rows per batch: as many as make a chunk, if all were as long as those of the row group with the longest rows.
     groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
-    widest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
-    for batch in table.iter_batches(max(1, min(4096, int(CHUNK / max(1, widest)))), columns=[column]):
-        yield rows(batch.column(0), size * len(batch))
+    longest_row_bytes = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
+    chunk_rows = int(CHUNK_BYTES / max(1, longest_row_bytes))
+    batch_rows = max(1, min(PARQUET_BATCH_ROWS, chunk_rows))
+
+    bytes_per_row = os.fstat(file.fileno()).st_size / max(1, table.metadata.num_rows)
+    for batch in table.iter_batches(batch_rows, columns=[column]):
+        texts = [text or "" for text in batch.column(0).to_pylist()]
+        yield Chunk(texts, len(texts), bytes_per_row * len(texts))
 
 
-def read_arrow(file: BinaryIO, column: str) -> Iterator[Chunk]:
-    """Either of arrow's formats: the stream that `datasets` writes, or the file with a footer."""
-    from pyarrow import OSFile, ipc
-
-    streamed = file.peek(6)[:6] != b"ARROW1"
-    table = ipc.open_stream(OSFile(file.name)) if streamed else ipc.open_file(OSFile(file.name))
-    check_column(column, table.schema)
-    for batch in table if streamed else map(table.get_batch, range(table.num_record_batches)):
-        batch.validate(full=True)  # wrong offsets could crash the process
-        for start in range(0, len(batch), 512):
-            part = batch.slice(start, 512)
-            yield rows(part[column], part.nbytes)
+def _check_column(name: str, schema) -> None:
+    """Raise UserError unless column `name` of an arrow schema holds text."""
+    found = str(schema.field(name).type) if name in schema.names else "missing"
+    is_text = found in ("string", "large_string", "string_view")
+    fix = f"choose one with --text-column: {', '.join(schema.names)}"
+    require(is_text, f"its column {name!r} is {found}, not text; {fix}")
 
 
-READERS = {".parquet": read_parquet, ".jsonl": read_json, ".ndjson": read_json, ".csv": read_csv}
-READERS |= {".arrow": read_arrow, ".json": read_json}  # last, as a folder of arrow files has .json files beside them
-UNPACK = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
+# ------------------------------------------------------------------------- which reader for which file
+
+# In order of preference: of a Hub dataset with several formats, the first one here is read. The suffix .json comes
+# last, as datasets have metadata in .json files beside their data.
+READERS: dict[str, Reader] = {
+    ".parquet": read_parquet,
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".csv": read_csv,
+    ".json": read_json,
+}
+
+# Prose and source code: formats whose every character is meant to be learned. Markup and data formats (html, xml, yaml,
+# tsv, ...) are left out on purpose: tokenized as they are, they would train a model on tags and separators in silence.
+TEXT_SUFFIXES = (
+    ".txt .text .md .markdown .rst .adoc .org .tex "
+    ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .java .kt .scala .swift .cs .js .mjs .jsx .ts .tsx .rb .php .pl "
+    ".lua .r .jl .hs .ml .ex .erl .clj .lisp .scm .el .f90 .zig .dart .sh .bash .sql"
+).split()
+TOKEN_SUFFIXES = (".bin", ".npy")  # whose bytes may happen to be UTF-8, as those of nanoGPT's character tokens are
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 
-def opened(path: Path, packed: str) -> tuple[BinaryIO, BinaryIO]:
-    """A file, whose position tells how much has been read, and what it holds, decompressed."""
-    if packed == ".zst":
+def split_suffixes(name: str) -> tuple[str, str]:
+    """The suffix that names the format of a file and that of its compression, as written, each perhaps empty."""
+    path = Path(name)
+    if path.suffix.lower() in COMPRESSIONS:
+        return Path(path.stem).suffix, path.suffix
+    return path.suffix, ""
+
+
+def choose_reader(path: Path) -> Reader:
+    """The reader for a file, judging by its name alone. Raises UserError for a suffix that no reader takes."""
+    suffix = split_suffixes(path.name)[0].lower()
+    if suffix in READERS:
+        return READERS[suffix]
+    if suffix in ("", *TEXT_SUFFIXES):
+        return read_text
+    is_tokens = suffix in TOKEN_SUFFIXES
+    require(not is_tokens, f"cannot read {path}: it holds tokens, not text; a folder of shards goes to --data-dir")
+    known = (
+        f"Parsed are {', '.join(READERS)}; read as plain text are {', '.join(TEXT_SUFFIXES)} and names without a suffix; "
+        f"all but parquet may be compressed ({', '.join(COMPRESSIONS)})"
+    )
+    fix = "Convert the file to .jsonl, an object with a text per line, or, if it is plain text, rename it to end in .txt"
+    raise UserError(f"cannot read {path}: the suffix {suffix} is unknown. {known}. {fix}")
+
+
+def open_compressed(path: Path, compression: str) -> tuple[BinaryIO, BinaryIO]:
+    """Two views of a file: as it is on disk, whose position tells how much has been read, and decompressed."""
+    if compression == ".zst":
         import pyarrow
 
-        file = pyarrow.OSFile(str(path))
-        return file, io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
-    file = open(path, "rb")
-    return file, UNPACK[packed](file) if packed else file
+        on_disk = pyarrow.OSFile(str(path))
+        return on_disk, io.BufferedReader(pyarrow.CompressedInputStream(on_disk, "zstd"))
+    on_disk = open(path, "rb")
+    match compression:
+        case "":
+            return on_disk, on_disk
+        case ".gz":
+            return on_disk, gzip.open(on_disk)
+        case ".bz2":
+            return on_disk, bz2.open(on_disk)
+        case ".xz":
+            return on_disk, lzma.open(on_disk)
+        case _:
+            raise ValueError(f"compression {compression!r} is not one of {', '.join(COMPRESSIONS)}")
 
 
-def suffixes(name: str) -> tuple[str, str]:
-    """The suffix that names the format of a file and that of its compression, each perhaps empty."""
-    path = Path(name)
-    return (Path(path.stem).suffix, path.suffix) if path.suffix in UNPACK else (path.suffix, "")
+def read_files(
+    paths: Iterable[Path], first_index: int, column: str, on_file_read: Callable[[Path], None] = lambda path: None
+) -> Iterator[Chunk]:
+    """Chunks of the files in turn. Raises UserError for a file that cannot be read.
 
-
-def read(paths: Iterable[Path], first: int, column: str, used: Callable[[Path], None]) -> Iterator[Chunk]:
-    """Chunks of the files in turn, the first of which has index `first`. Calls `used(path)` after reading a file."""
-    for index, path in enumerate(paths, first):
+    first_index: the index in the source of the first of `paths`, which may be those that are left to read.
+    column: the column (parquet, csv) or field (jsonl) with the text.
+    on_file_read: is called with each path after the last chunk of that file.
+    """
+    for file_index, path in enumerate(paths, first_index):
+        reader = choose_reader(path)
         try:
-            form, packed = suffixes(path.name)
-            tokens = form in (".bin", ".npy")  # whose bytes may happen to be UTF-8: nanoGPT's characters are
-            require(not tokens, "it holds tokens, not text; a folder of shards goes straight to --data-dir")
-            file, held = opened(path, packed)
-            with file:
-                done = 0
-                for chunk in READERS.get(form, read_text)(held, column):
-                    if chunk.texts:
-                        yield chunk._replace(file=index, size=chunk.size or file.tell() - done)
-                        done = file.tell()
+            compression = split_suffixes(path.name)[1].lower()
+            on_disk, content = open_compressed(path, compression)
+            with on_disk:
+                position = 0
+                for chunk in reader(content, column):
+                    if not chunk.texts:
+                        continue
+                    # The reader tells how much of the file a chunk is, or else the position in the file does.
+                    source_bytes = chunk.source_bytes or on_disk.tell() - position
+                    yield chunk._replace(file_index=file_index, source_bytes=source_bytes)
+                    position = on_disk.tell()
         except Exception as e:  # every library has errors of its own for a file that is not what it should be
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e
-        used(path)
+        on_file_read(path)

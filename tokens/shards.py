@@ -1,8 +1,19 @@
 """Shards: the token formats (`.npy` and llm.c's `.bin`) and the manifest that describes a folder of them.
 
-A shard is a 1-D array of little-endian uint16 token ids. Files are named NAME_{train|val}_INDEX.npy or .bin, like
-build-nanogpt's edufineweb_train_000001.npy and kjj0's fineweb_train_000001.bin. Every header is checked against the
-file's size before memory is allocated, and nothing is ever unpickled.
+tokens/shard_writer.py writes shards, tokens/loader.py reads them, tokens/hub_data.py pushes and pulls them.
+
+    write_shard("data/x/x_train_000001.npy", tokens)            # (n,) uint16; returns the file's sha256
+    tokens = read_shard("data/x/x_train_000001.npy", sha256)
+    problems = verify("data/x")                                 # every byte of a folder
+
+A shard is a 1-D array of little-endian uint16 token ids behind a header:
+
+    .npy    numpy's header: type and shape         | id 0 | id 1 | ...
+    .bin    256 int32: magic, version, n, 0, 0 ... | id 0 | id 1 | ...
+
+Files are named NAME_{train|val}_INDEX.npy or .bin, like build-nanogpt's edufineweb_train_000001.npy and kjj0's
+fineweb_train_000001.bin. Every header is checked against the file's size before memory is allocated, and nothing is
+ever unpickled.
 """
 
 import hashlib
@@ -13,10 +24,11 @@ import shlex
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from system.cli import UserError, print0, require
+from system.cli import UserError, require
 from system.files import atomic_write
 from tokens.tokenizer import EOT
 
@@ -25,9 +37,13 @@ MANIFEST = "manifest.json"
 SHARD_NAME = re.compile(
     r"(?P<stem>(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?)\.(npy|bin)"
 )
-INSIDE = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")  # a relative path that stays inside its folder
-BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256  # llm.c: dataloader.h; the header is int32 words
-CHUNK = 1 << 24  # tokens checked at a time, so that checking a shard needs little memory
+# A path that stays inside its folder: not absolute, without ".." and without control characters or backslashes.
+RELATIVE_PATH = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")
+SHA256 = re.compile("[0-9a-f]{64}")
+BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
+BIN_HEADER_WORDS = 256  # of int32
+MAX_NPY_HEADER_BYTES = 1 << 16  # more than numpy accepts, whatever length a header states
+CHECKED_TOKENS = 1 << 24  # tokens checked at a time, so that checking a shard needs little memory
 
 
 # ------------------------------------------------------------------------- which files
@@ -37,114 +53,151 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
     require(not data_dir.is_file(), f"{data_dir} is a file, but a folder of shards is needed; use {data_dir.parent}")
-    require(data_dir.is_dir(), f"data folder {data_dir} does not exist; make it with: {_make(data_dir)}")
-    found = [(m, p) for p in data_dir.iterdir() if (m := SHARD_NAME.fullmatch(p.name)) and p.is_file()]
-    return [p for m, p in sorted(found, key=lambda f: (f[0]["name"], int(f[0]["index"] or 0), f[1].name))]
+    require(data_dir.is_dir(), f"data folder {data_dir} does not exist; make it with: {_make_command(data_dir)}")
+    paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
+
+    def sort_key(path: Path) -> tuple[str, int, str]:
+        match = SHARD_NAME.fullmatch(path.name)
+        return match["name"], int(match["index"] or 0), path.name
+
+    return sorted(paths, key=sort_key)
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none."""
-    found = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
+    paths = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
     rule = f"named like NAME_{split}_000001.npy or .bin"
-    require(found, f"data folder {data_dir} has no {split} shard ({rule}); make it with: {_make(data_dir)}")
-    for a, b in pairwise(found):
+    require(paths, f"data folder {data_dir} has no {split} shard ({rule}); make it with: {_make_command(data_dir)}")
+
+    # The same shard in both formats would be trained on twice.
+    for a, b in pairwise(paths):
         require(a.stem != b.stem, f"{data_dir} has {a.stem} both as .npy and as .bin; move one of them elsewhere")
-    return found
+    return paths
 
 
-def _make(data_dir: str | Path) -> str:
+def _make_command(data_dir: str | Path) -> str:
     """The command that makes a folder of shards, judging by its name."""
     name = Path(data_dir).name
     source = name if name in ("fineweb-edu", "fineweb", "stdlib") else "FILE..."
     return f"python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
 
 
-def adoption(data_dir: str | Path) -> str:
-    """What to do with shards that have no manifest."""
-    return f"for shards of another program: python fineweb.py --adopt {shlex.quote(str(data_dir))}"
-
-
 # ------------------------------------------------------------------------- one file
 
 
-def _layout(path: Path) -> tuple[int, int]:
+def _read_header(path: Path) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) of a complete, well-formed shard. Raises UserError."""
-    rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin. Move it away and make it again"
     try:
         size = path.stat().st_size
         with open(path, "rb") as f:
-            if path.suffix == ".npy":
-                head = io.BytesIO(f.read(1 << 16))  # more than numpy accepts of a header, whatever length it states
-                version = np.lib.format.read_magic(head)[0]  # 1, as numpy writes for such arrays, or 2
-                read = np.lib.format.read_array_header_1_0 if version == 1 else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(head)  # literals only: nothing is unpickled
-                uint16 = dtype == np.dtype("<u2") and len(shape) == 1
-                require(uint16, f"it holds {dtype} of shape {shape}, not uint16 with one dimension"[:300])
-                offset, count = head.tell(), int(shape[0])
-            else:
-                words = np.frombuffer(f.read(4 * BIN_HEADER), dtype="<i4")
-                llm_c = len(words) == BIN_HEADER and words[:2].tolist() == [BIN_MAGIC, BIN_VERSION]
-                require(llm_c, f"its first words are {words[:2].tolist()}, not {[BIN_MAGIC, BIN_VERSION]}")
-                offset, count = words.nbytes, int(words[2])
-        whole = count > 0 and size == offset + 2 * count
-        require(whole, f"its header promises {count:,} tokens ({offset + 2 * count:,} bytes) but it has {size:,} bytes")
+            match path.suffix:
+                case ".npy":
+                    offset, count = _read_npy_header(f)
+                case ".bin":
+                    offset, count = _read_bin_header(f)
+                case _:
+                    raise ValueError(f"suffix {path.suffix!r} is neither .npy nor .bin")
+        expected_size = offset + 2 * count
+        is_complete = count > 0 and size == expected_size
+        promise = f"{count:,} tokens ({expected_size:,} bytes)"
+        require(is_complete, f"its header promises {promise} but it has {size:,} bytes")
     except OSError as e:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
     except Exception as e:  # numpy raises a dozen kinds for headers that are damaged
-        why = str(e) if isinstance(e, UserError) else f"its header is unreadable ({type(e).__name__}: {e!s:.300})"
-        raise UserError(f"{path} is not a usable shard: {why}; {rule}: {_make(path.parent)}") from None
+        problem = str(e) if isinstance(e, UserError) else f"its header is unreadable ({type(e).__name__}: {e!s:.300})"
+        rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin"
+        fix = f"Move it away and make it again: {_make_command(path.parent)}"
+        raise UserError(f"{path} is not a usable shard: {problem}; {rule}. {fix}") from None
     return offset, count
+
+
+def _read_npy_header(f: BinaryIO) -> tuple[int, int]:
+    """(byte offset of the first token, number of tokens) that numpy's header states. The header is parsed as literals,
+    so nothing is unpickled."""
+    header = io.BytesIO(f.read(MAX_NPY_HEADER_BYTES))
+    major_version = np.lib.format.read_magic(header)[0]
+    # numpy writes version 1 for such arrays; others may write 2.
+    if major_version == 1:
+        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(header)
+    is_token_array = dtype == np.dtype("<u2") and len(shape) == 1
+    require(is_token_array, f"it holds {dtype} of shape {shape}, not uint16 with one dimension"[:300])
+    return header.tell(), int(shape[0])
+
+
+def _read_bin_header(f: BinaryIO) -> tuple[int, int]:
+    """(byte offset of the first token, number of tokens) that llm.c's header states."""
+    words = np.frombuffer(f.read(4 * BIN_HEADER_WORDS), dtype="<i4")
+    first_words = words[:2].tolist()
+    is_llm_c = len(words) == BIN_HEADER_WORDS and first_words == [BIN_MAGIC, BIN_VERSION]
+    require(is_llm_c, f"its first words are {first_words}, not {[BIN_MAGIC, BIN_VERSION]}")
+    return words.nbytes, int(words[2])
 
 
 def count_tokens(path: str | Path) -> int:
     """Number of tokens in a shard, from its header, checked against the file's size. Raises UserError."""
-    return _layout(Path(path))[1]
+    return _read_header(Path(path))[1]
 
 
 def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
-    """A whole shard as (n_tokens,) uint16, not memory-mapped: truncating a mapped file would crash the process.
+    """All tokens of a shard, (n_tokens,) uint16. Not memory-mapped: truncating a mapped file would crash the process.
     Raises UserError if the shard is incomplete or its sha256 is not the one given."""
-    offset, count = _layout(Path(path))
+    offset, count = _read_header(Path(path))
+    size = offset + 2 * count
+
+    # Header and tokens in one read, so that the hash is that of the bytes which are used.
     try:
-        data = np.fromfile(path, np.uint8, offset + 2 * count)
+        data = np.fromfile(path, np.uint8, size)
     except OSError as e:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
-    require(len(data) == offset + 2 * count, f"{path} was cut to {len(data):,} bytes while being read; make it again")
+    require(len(data) == size, f"{path} was cut to {len(data):,} bytes while being read; make it again")
+
     if sha256:
-        found = hashlib.sha256(data).hexdigest()
-        mend = "it is damaged or replaced; remove it and run the command that made or pulled the folder again"
-        require(found == sha256, f"{path} has sha256 {found}, but {MANIFEST} says {sha256}: {mend}")
-    return data[offset:].view("<u2")
+        actual = hashlib.sha256(data).hexdigest()
+        fix = "it is damaged or replaced; remove it and run the command that made or pulled the folder again"
+        require(actual == sha256, f"{path} has sha256 {actual}, but {MANIFEST} says {sha256}: {fix}")
+    return data[offset:].view("<u2")  # (2 * n,) bytes -> (n,) ids
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
     """Write (n,) token ids as .npy or .bin, by suffix, all or nothing; returns the sha256 of the file."""
-    path, tokens = Path(path), np.ascontiguousarray(tokens)
-    assert tokens.ndim == 1 and len(tokens) and path.suffix in (".npy", ".bin"), (path, tokens.shape)
+    path = Path(path)
+    tokens = np.ascontiguousarray(tokens)
+    assert tokens.ndim == 1 and len(tokens), (path, tokens.shape)
     assert tokens.dtype == np.uint16 or 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
     tokens = tokens.astype("<u2", copy=False)
-    if path.suffix == ".npy":
-        head = io.BytesIO()
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(tokens))
-        head = head.getvalue()
-    else:
-        head = np.array([BIN_MAGIC, BIN_VERSION, len(tokens)] + [0] * (BIN_HEADER - 3), dtype="<i4").tobytes()
+
+    match path.suffix:
+        case ".npy":
+            buffer = io.BytesIO()
+            np.lib.format.write_array_header_1_0(buffer, np.lib.format.header_data_from_array_1_0(tokens))
+            header = buffer.getvalue()
+        case ".bin":
+            words = np.zeros(BIN_HEADER_WORDS, dtype="<i4")
+            words[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
+            header = words.tobytes()
+        case _:
+            raise ValueError(f"{path}: a shard's suffix is .npy or .bin")
+
     with atomic_write(path) as f:
-        f.write(head)
+        f.write(header)
         f.write(tokens.data)
-    digest = hashlib.sha256(head)
+    digest = hashlib.sha256(header)
     digest.update(tokens.data)
     return digest.hexdigest()
 
 
 def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -> None:
     """Raise UserError naming shard, position and id if an id in `tokens` (n,) is not below vocab_size."""
-    for start in range(0, len(tokens), CHUNK):
-        part = tokens[start : start + CHUNK]
-        if part.max() >= vocab_size:
-            at = int(np.argmax(part >= vocab_size))
-            rule = f"ids must be below the vocabulary size, {vocab_size}"
-            raise UserError(f"{path}: token {start + at:,} is id {part[at]}, but {rule}; make it again or move it away")
+    for start in range(0, len(tokens), CHECKED_TOKENS):
+        part = tokens[start : start + CHECKED_TOKENS]
+        if part.max() < vocab_size:
+            continue
+        position = int(np.argmax(part >= vocab_size))  # of the first one that is too large
+        rule = f"ids must be below the vocabulary size, {vocab_size}"
+        problem = f"token {start + position:,} is id {part[position]}, but {rule}"
+        raise UserError(f"{path}: {problem}; make it again or move it away")
 
 
 # ------------------------------------------------------------------------- the manifest
@@ -153,7 +206,7 @@ def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -
 @dataclass(frozen=True)
 class Shard:
     """One finished shard. `documents`: how many start in it. `end`: the index of the source file of its last token, and
-    the tokens used of that file by then."""
+    the tokens used of that file by then; unknown, and so empty, for shards of another program."""
 
     file: str
     tokens: int
@@ -178,92 +231,144 @@ class Manifest:
 
 
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder, all or nothing."""
     with atomic_write(Path(data_dir) / MANIFEST) as f:
         f.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
 
 
 def read_manifest(data_dir: str | Path) -> Manifest | None:
-    """The manifest of a folder, or None if it has none. Raises UserError if it is malformed, or if a path in it, which
-    may be a stranger's, leads out of the folder."""
+    """The manifest of a folder, or None if it has none. Raises UserError if it is malformed, or if a path in it leads
+    out of the folder: it may have been downloaded from anyone."""
     path = Path(data_dir) / MANIFEST
     try:
         raw = json.loads(path.read_bytes())
-        manifest = Manifest(**{**raw, "shards": [Shard(**s) for s in raw["shards"]]})
-        source, names = manifest.source, [s.file for s in manifest.shards]
-        known = manifest.version == 1 and manifest.tokenizer == "gpt2" and manifest.format in ("npy", "bin")
-        require(known, "version 1, tokenizer gpt2 and format npy or bin are known")
-        require(all(SHARD_NAME.fullmatch(n) for n in names) and len(set(names)) == len(names), "names of shards")
-        require(all(INSIDE.fullmatch(f["path"]) for f in source["files"]), "paths of the source's files")
-        require(all(isinstance(source[k], str) for k in ("name", "subset", "column", "revision")), "source")
-        require(all(re.fullmatch("[0-9a-f]{64}", s.sha256) for s in manifest.shards), "sha256")
+        manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
+        _check_manifest(manifest)
     except FileNotFoundError:
         return None
-    except Exception as e:
-        why = f"{path} is not a manifest of this program ({type(e).__name__}: {e!s:.300})"
-        raise UserError(f"{why}; move it away, or get the folder again") from None
+    except Exception as e:  # json, dataclass and checks raise errors of many kinds for content that is not a manifest
+        problem = f"{path} is not a manifest of this program ({type(e).__name__}: {e!s:.300})"
+        raise UserError(f"{problem}; move it away, or get the folder again") from None
     return manifest
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Raise UserError, or another error for fields of the wrong type, unless every field that is used is usable."""
+    is_known = manifest.version == 1 and manifest.tokenizer == "gpt2" and manifest.format in ("npy", "bin")
+    require(is_known, "version 1, tokenizer gpt2 and format npy or bin are known")
+
+    # Names and paths that are opened or created must stay in the folder.
+    names = [shard.file for shard in manifest.shards]
+    require(all(SHARD_NAME.fullmatch(name) for name in names), "names of shards")
+    require(len(set(names)) == len(names), "names of shards")
+    source = manifest.source
+    require(all(RELATIVE_PATH.fullmatch(file["path"]) for file in source["files"]), "paths of the source's files")
+
+    require(all(isinstance(source[key], str) for key in ("name", "subset", "column", "revision")), "source")
+    require(all(SHA256.fullmatch(shard.sha256) for shard in manifest.shards), "sha256")
 
 
 def fingerprint(data_dir: str | Path) -> str:
     """Short hash of a folder's contents: names, token counts and, from any manifest, sha256s. Reads only headers."""
     manifest = read_manifest(data_dir)
-    known = {s.file: s.sha256 for s in manifest.shards} if manifest else {}
-    rows = [(p.name, count_tokens(p), known.get(p.name)) for p in shard_files(data_dir)]
+    sha256_by_file = {shard.file: shard.sha256 for shard in manifest.shards} if manifest else {}
+    rows = [(path.name, count_tokens(path), sha256_by_file.get(path.name)) for path in shard_files(data_dir)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
-def inspect(path: Path, first: bool, sha256: str | None = None) -> tuple[int, int]:
+# ------------------------------------------------------------------------- checking a folder
+
+
+def check_shard(path: Path, is_first: bool, sha256: str | None = None) -> tuple[int, int]:
     """(tokens, documents) of a shard, of which every byte is read. Raises UserError for what is wrong with it: header,
-    size, ids, a given sha256 or, of the first, that it does not begin with a document (a later one may not)."""
+    size, ids, a given sha256 or, of a folder's first shard, that it does not begin with a document (a later one may
+    begin within one)."""
     tokens = read_shard(path, sha256)
     check_ids(tokens, path)
-    require(not first or tokens[0] == EOT, f"{path} begins with id {tokens[0]}, not with {EOT}, a document's start")
-    return len(tokens), sum(int((tokens[i : i + CHUNK] == EOT).sum()) for i in range(0, len(tokens), CHUNK))
+    begins_document = tokens[0] == EOT
+    require(begins_document or not is_first, f"{path} begins with id {tokens[0]}, not with {EOT}, a document's start")
+
+    # Count in parts: a comparison of the whole shard would take half as much memory again.
+    documents = 0
+    for start in range(0, len(tokens), CHECKED_TOKENS):
+        documents += int((tokens[start : start + CHECKED_TOKENS] == EOT).sum())
+    return len(tokens), documents
 
 
-def adopt(data_dir: Path) -> Manifest:
-    """Write the manifest of shards that others made, as they are; of their source nothing is known. Raises UserError,
-    also if there is one already."""
-    files = shard_files(data_dir)
-    require(files, f"data folder {data_dir} has no shard (named like NAME_train_000001.npy or .bin)")
-    there = f"{data_dir} has a {MANIFEST} already; check it with: python fineweb.py --verify {data_dir}"
-    require(read_manifest(data_dir) is None, there)
-    formats = {path.suffix[1:] for path in files}
+def create_manifest(data_dir: str | Path) -> Manifest:
+    """Check the shards of another program (header, size and ids of each) and write the manifest that they lack; of
+    their source nothing is known. Returns it.
+
+    Raises UserError, and writes nothing, if there is a manifest already, if there is no shard or one is bad, and if the
+    shards are of both formats.
+    """
+    data_dir = Path(data_dir)
+    _refuse_existing_manifest(data_dir)
+    paths = shard_files(data_dir)
+    require(paths, f"data folder {data_dir} has no shard (named like NAME_train_000001.npy or .bin)")
+    formats = {path.suffix.removeprefix(".") for path in paths}
     require(len(formats) == 1, f"{data_dir} has .npy and .bin shards; move one kind elsewhere")
-    made = []
-    for path in files:
-        tokens, documents = inspect(path, first=not made)
+
+    # Check every shard, and report all problems at once: a folder may take minutes to read.
+    entries = []
+    problems = []
+    for path in paths:
+        try:
+            tokens, documents = check_shard(path, is_first=path == paths[0])
+        except UserError as e:
+            problems.append(str(e))
+            continue
         with open(path, "rb") as f:
-            made.append(Shard(path.name, tokens, documents, hashlib.file_digest(f, "sha256").hexdigest(), end={}))
+            sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+        entries.append(Shard(path.name, tokens, documents, sha256, end={}))
+    require(not problems, "\n".join(problems))
+
+    # Another process may have written one in the meantime.
+    _refuse_existing_manifest(data_dir)
     source = {"name": "an unknown source", "subset": "", "column": "", "revision": "", "files": []}
-    manifest = Manifest(source, formats.pop(), max(s.tokens for s in made), complete=True, shards=made)
+    shard_tokens = max(shard.tokens for shard in entries)
+    manifest = Manifest(source, formats.pop(), shard_tokens, complete=True, shards=entries)
     write_manifest(data_dir, manifest)
     return manifest
+
+
+def _refuse_existing_manifest(data_dir: Path) -> None:
+    """Raise UserError if a folder has a manifest: it knows more of its shards than a new one would."""
+    fix = f"check it with: python fineweb.py --verify {shlex.quote(str(data_dir))}"
+    require(read_manifest(data_dir) is None, f"{data_dir} has a {MANIFEST} already; {fix}")
 
 
 def verify(data_dir: str | Path) -> list[str]:
     """What is wrong with the shards of a folder, one sentence each; empty if nothing is. Reads every byte.
 
-    Checked: header and size; ids below the vocabulary size; with a manifest, also missing and unknown shards, sha256,
-    and one EOT per document, the very first token among them (a later shard may begin within a document). Raises
-    UserError if there is no folder or no shard.
+    Checked: header and size; ids below the vocabulary size; the first shard begins with a document. With a manifest,
+    also: missing and unknown shards, sha256, and the number of tokens and documents. Raises UserError if there is no
+    folder or no shard.
     """
-    manifest, files = read_manifest(data_dir), {p.name: p for p in shard_files(data_dir)}
-    known = {s.file: s for s in manifest.shards} if manifest else {}
-    wrong = [f"{name}: missing" for name in known if name not in files]
+    manifest = read_manifest(data_dir)
+    paths = {path.name: path for path in shard_files(data_dir)}
+    problems = []
+
+    # The manifest and the folder must list the same files.
+    expected = {}
     if manifest is None:
-        require(files, f"data folder {data_dir} has no shard; make it with: {_make(data_dir)}")
-        print0(f"warning: {data_dir} has no {MANIFEST}: checking headers, sizes and ids only; {adoption(data_dir)}")
+        require(paths, f"data folder {data_dir} has no shard; make it with: {_make_command(data_dir)}")
     else:
-        wrong += [f"{name}: not in {MANIFEST}" for name in files if name not in known]
-        wrong += [] if manifest.complete else [f"{MANIFEST}: not finished; run the same fineweb.py command again"]
-    for name, path in files.items():
+        expected = {shard.file: shard for shard in manifest.shards}
+        problems += [f"{name}: missing" for name in expected if name not in paths]
+        problems += [f"{name}: not in {MANIFEST}" for name in paths if name not in expected]
+        if not manifest.complete:
+            problems.append(f"{MANIFEST}: not finished; run the same fineweb.py command again")
+
+    # Every file must be what it should be.
+    first_name = next(iter(expected or paths))
+    for name, path in paths.items():
+        shard = expected.get(name)
         try:
-            shard = known.get(name)
-            found = inspect(path, name == next(iter(known or files)), shard and shard.sha256)
+            counts = check_shard(path, name == first_name, shard.sha256 if shard else None)
             if shard:
                 stated = (shard.tokens, shard.documents)
-                require(found == stated, f"(tokens, documents) are {found}, but {MANIFEST} says {stated}")
+                require(counts == stated, f"(tokens, documents) are {counts}, but {MANIFEST} says {stated}")
         except UserError as e:
-            wrong.append(f"{name}: {e}")
-    return wrong
+            problems.append(f"{name}: {e}")
+    return problems
