@@ -3,14 +3,14 @@
     python tests/faults/torture.py                           # every class; `make torture` runs it
     python tests/faults/torture.py --only hub-faults disk-full --scale 0.2 --seed 7
 
-Each class is a function that plants faults, draws their places and moments from the seed, and judges each by what the
-user is left with:
+Each class is a function that injects faults, draws their places and moments from the seed, and judges each fault by
+what the user is left with:
 
-    recovered   run again, the work ended with the bits of the run that nothing happened to
+    recovered   run again, the work ended with the bits of an undisturbed run
     refused     one message, no traceback, an exit code that says failure, and every file still as it was
-    unharmed    the result is that of the undisturbed run: the fault hit nothing that is read
+    unharmed    the result is that of an undisturbed run: the fault hit nothing that is read
 
-Anything else is SILENT (no message, or success with another result) or LOST (something finished is gone), and fails.
+Anything else is SILENT (no message, or success with another result) or LOST (something complete is gone), and fails.
 Processes are real and die of real signals (see processes.py).
 """
 
@@ -57,217 +57,298 @@ from tokens import shards
 from training import checkpoint
 from training.metrics_file import read_metrics
 from training.open_model import open_model
-from training.step import Step
+from training.step import TrainStep
 
 
 @dataclass
 class Torture:
-    """A class of faults at work: its folder, its random choices, and what came of each fault."""
+    """One run of a class of faults: its folder, its random choices, and what came of each fault."""
 
     folder: Path
     seed: int = 0
-    scale: float = 1.0
+    scale: float = 1.0  # the share of the faults to inject
     outcomes: Counter = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    figures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # a description of each SILENT or LOST fault
+    figures: list[str] = field(default_factory=list)  # measurements to print
     kills: int = 0  # signals that ended a live process
-    count: int = 0
+    path_count: int = 0
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def times(self, n: int) -> range:
+    def scaled_range(self, n: int) -> range:
+        """n repetitions, or at a smaller scale that share of them, at least one."""
         return range(max(1, round(n * self.scale)))
 
-    def some(self, items: list) -> list:
-        """All of them, or at a smaller scale a random part."""
+    def scaled_sample(self, items: list) -> list:
+        """All items in random order, or at a smaller scale a random part, at least one."""
         return self.rng.sample(items, min(len(items), max(1, round(len(items) * self.scale))))
 
-    def path(self, name: str, folder: Path | None = None) -> Path:
+    def new_path(self, name: str, folder: Path | None = None) -> Path:
         """A path not used before."""
-        self.count += 1
-        return (folder or self.folder) / f"{name}-{self.count}"
+        self.path_count += 1
+        return (folder or self.folder) / f"{name}-{self.path_count}"
 
     # what came of a fault
 
-    def note(self, outcome: str, fault: str, n: int = 1, why: object = "") -> None:
+    def record(self, outcome: str, fault: str, n: int = 1, details: object = "") -> None:
+        """Count `n` faults with this outcome; SILENT and LOST are failures, printed with their details."""
         self.outcomes[outcome] += n
         if outcome in ("SILENT", "LOST"):
-            self.failures.append(f"{outcome}: {fault}: {str(why)[-1500:]}")
+            self.failures.append(f"{outcome}: {fault}: {str(details)[-1500:]}")
 
-    def same(self, fault: str, equal: bool, n: int = 1, outcome: str = "recovered", why: object = "") -> None:
-        """Whether the result of what went on after `n` faults is that of the undisturbed run."""
-        self.note(outcome if equal else "LOST", fault, n if equal else max(n, 1), why)
+    def record_result(
+        self, fault: str, is_same: bool, n: int = 1, outcome: str = "recovered", details: object = ""
+    ) -> None:
+        """Count `n` faults, after which the result is that of the undisturbed run (`outcome`) or is not (LOST, at least
+        once)."""
+        if is_same:
+            self.record(outcome, fault, n, details)
+        else:
+            self.record("LOST", fault, max(n, 1), details)
 
-    def refused(self, fault: str, ended: Script, *says: str, last: bool = True) -> bool:
-        """One message that says these things, no traceback, failure as exit code. last=False: not counted yet if all
-        that is so, because the run goes on and is judged by its end."""
-        said = ended.output
-        messages = len(re.findall(r"^(?:(?:system )?error: |rank \d+ (?:lost|could not))", said, re.MULTILINE))
-        wrong = [f"not a word of {s!r}" for s in says if s.lower() not in said.lower()]
-        if ended.exit_code <= 0 or messages != 1 or "Traceback" in said:
-            wrong.append(f"exit code {ended.exit_code}, {messages} messages, {said.count('Traceback')} tracebacks")
-        if wrong or last:
-            self.note("SILENT" if wrong else "refused", fault, why=f"{said[-1200:]}\n{wrong}")
-        return not wrong
+    def check_refusal(self, fault: str, ended: Script, *mentions: str, is_final: bool = True) -> bool:
+        """Whether a script ended with one message that mentions these words, no traceback, and failure as exit code.
+        is_final=False: do not count a proper refusal yet, because the run is resumed and judged by its end."""
+        output = ended.output
+        problems = [f"does not mention {words!r}" for words in mentions if words.lower() not in output.lower()]
+        messages = len(re.findall(r"^(?:(?:system )?error: |rank \d+ (?:lost|could not))", output, re.MULTILINE))
+        if ended.exit_code <= 0 or messages != 1 or "Traceback" in output:
+            tracebacks = output.count("Traceback")
+            problems.append(f"exit code {ended.exit_code}, {messages} messages, {tracebacks} tracebacks")
+        if problems or is_final:
+            self.record("SILENT" if problems else "refused", fault, details=f"{output[-1200:]}\n{problems}")
+        return not problems
 
 
-def files(folder: Path, only: str = "*") -> dict[Path, bytes]:
-    """What has been given its name (.lock, .incoming, .part belong to nobody yet) and is not the Hub's page."""
-    found = [p for p in sorted(folder.rglob(only)) if p.is_file() and p.name != "README.md"]
+def read_files(folder: Path, pattern: str = "*") -> dict[Path, bytes]:
+    """The contents of all complete files. Not of temporary ones (.lock, .incoming, .part), nor of the Hub's page."""
+    found = [p for p in sorted(folder.rglob(pattern)) if p.is_file() and p.name != "README.md"]
     return {p: p.read_bytes() for p in found if "/." not in f"/{p.relative_to(folder)}"}
 
 
-# ------------------------------------------------------------------------- works, and what they should give
+# ------------------------------------------------------------------------- jobs, and the results they should have
 
 
-class Work:
-    """What a script makes of a folder, as often as one likes: `words(folder)` are its arguments, which start it or go
-    on, `whole` is the folder that nothing happened to, `only` what counts of it."""
+class Job:
+    """A script that fills a folder, and that can be run again in the same folder to continue.
 
-    def __init__(self, t: Torture, script: str, words: Callable[[Path], list], whole: Path | None = None, **how):
-        self.t, self.script, self.words = t, script, words
-        self.ranks, self.only, self.place = how.pop("ranks", 1), how.pop("only", "*"), how.pop("place", None)
-        self.how, first = how, self.out()
-        self.whole, began = whole or first, time.monotonic()
-        self.finish(first)
-        self.seconds = time.monotonic() - began
+    script            a script of the project, without ".py"
+    arguments         arguments(folder) are the script's arguments
+    reference_folder  the result of an undisturbed run, to compare with; by default that of one made here
+    pattern           the files that make up the result
+    parent            where new folders are made; by default the folder of `t`
+    ranks             number of processes
+    start_options     passed to processes.start
+    """
 
-    def out(self) -> Path:
-        return self.t.path("out", self.place)
+    def __init__(
+        self,
+        t: Torture,
+        script: str,
+        arguments: Callable[[Path], list],
+        reference_folder: Path | None = None,
+        *,
+        pattern: str = "*",
+        parent: Path | None = None,
+        ranks: int = 1,
+        **start_options,
+    ):
+        self.t = t
+        self.script = script
+        self.arguments = arguments
+        self.pattern = pattern
+        self.parent = parent
+        self.ranks = ranks
+        self.start_options = start_options
 
-    def start(self, folder: Path, *more: object, **how) -> list[Script]:
-        how = {"log": self.t.path("said"), "cwd": self.t.folder, **self.how, **how}
-        words = [*self.words(folder), *more]
+        # one undisturbed run, which also tells how long a run takes
+        folder = self.new_folder()
+        self.reference_folder = reference_folder or folder
+        start_time = time.monotonic()
+        self.run_to_end(folder)
+        self.seconds = time.monotonic() - start_time
+
+    def new_folder(self) -> Path:
+        """The path of a new result."""
+        return self.t.new_path("out", self.parent)
+
+    def start(self, folder: Path, *more: object, **options) -> list[Script]:
+        """Start the script, or one process a rank, with more arguments and options of processes.start."""
+        options = {"log": self.t.new_path("output"), "cwd": self.t.folder, **self.start_options, **options}
+        arguments = [*self.arguments(folder), *more]
         if self.ranks > 1:
-            return processes.start_ranks(self.ranks, self.script, *words, **how)
-        return [processes.start(self.script, *words, **how)]
+            return processes.start_ranks(self.ranks, self.script, *arguments, **options)
+        return [processes.start(self.script, *arguments, **options)]
 
-    def run(self, folder: Path, *more: object, **how) -> Script:
-        return self.start(folder, *more, **how)[0].wait()
+    def run(self, folder: Path, *more: object, **options) -> Script:
+        """Start the script and wait for its end (of several ranks: that of rank 0)."""
+        return self.start(folder, *more, **options)[0].wait()
 
-    def finish(self, out: Path) -> None:
-        for script in self.start(out):
+    def run_to_end(self, folder: Path) -> None:
+        """Run the script undisturbed, with success."""
+        for script in self.start(folder):
             script.wait_for_success()
 
     def contents(self, folder: Path) -> dict[str, bytes]:
-        return {str(p.relative_to(folder)): data for p, data in files(folder, self.only).items()}
+        """{path in the folder: content} of the result."""
+        return {str(p.relative_to(folder)): data for p, data in read_files(folder, self.pattern).items()}
 
-    def equals_whole(self, out: Path) -> bool:
-        return self.contents(out) == self.contents(self.whole)
+    def equals_reference(self, folder: Path) -> bool:
+        """Whether the result is that of the undisturbed run."""
+        return self.contents(folder) == self.contents(self.reference_folder)
 
-    def progress(self, out: Path) -> int:
-        return len(list(out.glob("*")))
+    def progress(self, folder: Path) -> int:
+        """A number that grows while the script runs."""
+        return len(list(folder.glob("*")))
 
-    def recovers(self, fault: str, out: Path, n: int = 1, outcome: str = "recovered") -> None:
-        """Gone on with, undisturbed now, it ends with the bits of the whole one."""
+    def check_recovery(self, fault: str, folder: Path, n: int = 1, outcome: str = "recovered") -> None:
+        """Run the script again, undisturbed now, and judge `n` faults by whether the result is the reference."""
         try:
-            self.finish(out)
-            self.t.same(fault, self.equals_whole(out), n, outcome, "the result differs")
+            self.run_to_end(folder)
+            self.t.record_result(fault, self.equals_reference(folder), n, outcome, "the result differs")
         except AssertionError as e:
-            self.t.note("LOST", fault, max(n, 1), f"it does not go on: {e}")
+            self.t.record("LOST", fault, max(n, 1), f"it cannot be continued: {e}")
 
-    def judge(self, fault: str, ended: Script, out: Path, *says: str, **how) -> None:
-        """Success has the result of the whole one. A refusal is one message that says these things and, when all is
-        well again (`mend`), the same command ends the work."""
+    def judge(
+        self,
+        fault: str,
+        ended: Script,
+        folder: Path,
+        *mentions: str,
+        fix: Callable[[], object] = processes.do_nothing,
+        outcome: str = "unharmed",
+    ) -> None:
+        """Judge a fault after the script has ended. After a success (`outcome`), the result must be the reference.
+        After a failure, the script must have refused with one message that mentions these words; then `fix` removes the
+        cause, the same command must end the work, and no complete file may be gone."""
         if ended.exit_code == 0:
-            return self.t.same(fault, self.equals_whole(out), 1, how.get("outcome", "unharmed"), ended.output)
-        finished = {p for p in files(out) if p.suffix in (".npy", ".pt")}
-        good = self.t.refused(fault, ended, *says, last=False)
-        how.get("mend", processes.do_nothing)()
-        if good:
-            self.recovers(fault, out)
-            self.t.same(fault, not (gone := finished - files(out).keys()), 0, why=f"{gone} is gone")
+            self.t.record_result(fault, self.equals_reference(folder), 1, outcome, ended.output)
+            return
+        complete = {p for p in read_files(folder) if p.suffix in (".npy", ".pt")}
+        is_refused = self.t.check_refusal(fault, ended, *mentions, is_final=False)
+        fix()
+        if is_refused:
+            self.check_recovery(fault, folder)
+            gone = complete - read_files(folder).keys()
+            self.t.record_result(fault, not gone, 0, details=f"{gone} is gone")
 
-    def killed(self, times: int) -> None:
-        """SIGKILL at random moments, over and over in one folder; whenever it is through, the bits are right."""
-        fault, out, pending = f"kills of {self.script} {self.words(Path())}", self.out(), 0
-        for _ in self.t.times(times):
-            script = self.start(out)[0]
+    def kill_repeatedly(self, times: int) -> None:
+        """SIGKILL at random moments, over and over in one folder. Whenever the script reaches its end, its result must
+        be the reference, and a new folder is begun."""
+        fault = f"kills of {self.script} {self.arguments(Path())}"
+        folder = self.new_folder()
+        pending_kills = 0  # kills in this folder that are not judged yet
+        for _ in self.t.scaled_range(times):
+            script = self.start(folder)[0]
+
+            # The moment: some progress, which hub.py does not show, and a random time after that.
             if self.script == "hub":
-                goal, later = 0, self.t.rng.uniform(0.2, 1.0) * self.seconds
+                goal = 0
+                delay = self.t.rng.uniform(0.2, 1.0) * self.seconds
             else:
-                goal = self.t.rng.randint(self.progress(out), max(self.progress(self.whole), self.progress(out)))
-                later = self.t.rng.uniform(0, 0.03)
-            hit = script.kill_at(goal, partial(self.progress, out), later)
-            pending, self.t.kills = pending + hit, self.t.kills + hit
+                done = self.progress(folder)
+                goal = self.t.rng.randint(done, max(self.progress(self.reference_folder), done))
+                delay = self.t.rng.uniform(0, 0.03)
+            was_alive = script.kill_at(goal, partial(self.progress, folder), delay)
+            pending_kills += was_alive
+            self.t.kills += was_alive
+
             if script.wait().exit_code == 0:
-                self.t.same(fault, self.equals_whole(out), pending)
-                out, pending = self.out(), 0
-        self.recovers(fault, out, pending)
+                self.t.record_result(fault, self.equals_reference(folder), pending_kills)
+                folder = self.new_folder()
+                pending_kills = 0
+        self.check_recovery(fault, folder, pending_kills)
 
 
-FLAGS = "--device cpu --max-steps 40 --save-every 2 --val-every 10 --shuffle --resume auto".split()
+RUN_FLAGS = "--device cpu --max-steps 40 --save-every 2 --val-every 10 --shuffle --resume auto".split()
 
 
-def tiny_data(folder: Path) -> Path:
-    """The walk over 256 tokens with a manifest, so that hashes are checked."""
+def make_tiny_data(folder: Path) -> Path:
+    """The random walk over 256 tokens, with a manifest, so that hashes are checked."""
     write_random_walk_shards(folder)
-    known = []
-    for p in shards.shard_files(folder):
-        tokens = shards.read_shard(p)
-        sha256 = hashlib.sha256(p.read_bytes()).hexdigest()
-        known.append(shards.Shard(p.name, len(tokens), 0, sha256, {"file": 0, "token": 0}))
+    entries = []
+    for path in shards.shard_files(folder):
+        tokens = shards.read_shard(path)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        entries.append(shards.Shard(path.name, len(tokens), 0, sha256, {"file": 0, "token": 0}))
     source = {"name": "walk", "subset": "", "column": "text", "revision": "0", "files": []}
-    shards.write_manifest(folder, shards.Manifest(source, "npy", 4097, complete=True, shards=known))
+    shards.write_manifest(folder, shards.Manifest(source, "npy", 4097, complete=True, shards=entries))
     return folder
 
 
-class Training(Work):
-    """The same tiny run: to be whole is to have its losses, and the bits of every checkpoint that both kept."""
+class TrainingJob(Job):
+    """The same tiny run, with more flags. Its result is the reference if it has the same losses, and the same bits in
+    every checkpoint that both kept."""
 
     def __init__(self, t: Torture, *more: str, ranks: int = 1):
-        self.data = tiny_data(t.path("data"))
-        flags = ["quickstart", *TINY_FLAGS, "--data-dir", str(self.data), *FLAGS, *more, "--out-dir"]
-        super().__init__(t, "train_gpt2", lambda out: [*flags, str(out)], ranks=ranks)
-        self.steps = checkpoint.latest_step(self.whole)
+        self.data = make_tiny_data(t.new_path("data"))
+        flags = ["quickstart", *TINY_FLAGS, "--data-dir", str(self.data), *RUN_FLAGS, *more, "--out-dir"]
+        super().__init__(t, "train_gpt2", lambda folder: [*flags, str(folder)], ranks=ranks)
+        self.last_step = checkpoint.latest_step(self.reference_folder)
 
-    def progress(self, out: Path) -> int:
-        path = out / "metrics.jsonl"
+    def progress(self, folder: Path) -> int:
+        path = folder / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
-    def equals_whole(self, out: Path) -> bool:
-        both = set(checkpoint.complete_steps(out)) & set(checkpoint.complete_steps(self.whole))
-        bits = all(same_bits(load_weights(out, step), load_weights(self.whole, step)) for step in both)
-        return self.steps in both and load_curve(out) == load_curve(self.whole) and bits
+    def equals_reference(self, folder: Path) -> bool:
+        reference = self.reference_folder
+        in_both = set(checkpoint.complete_steps(folder)) & set(checkpoint.complete_steps(reference))
+        equal_weights = all(same_bits(load_weights(folder, step), load_weights(reference, step)) for step in in_both)
+        return self.last_step in in_both and load_curve(folder) == load_curve(reference) and equal_weights
 
 
-def tokens(t: Torture, size: int = 9000, form: str = "npy") -> Work:
-    """Shards of some documents, the same every time."""
-    path, rng = t.folder / "text.jsonl", np.random.default_rng(0)
+def make_tokens_job(t: Torture, shard_size: int = 9000, shard_format: str = "npy") -> Job:
+    """fineweb.py, making shards of some documents that are the same every time."""
+    path = t.folder / "text.jsonl"
+    rng = np.random.default_rng(0)
     words = ["walk", " the", " line", "\n", " 12", "é", "  ", " and", "_x", "."]
     texts = ["".join(rng.choice(words, 400)) for _ in range(150)]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    args = ["--source", path, "--shard-size", size, "--format", form, "--out"]
-    return Work(t, "fineweb", lambda out: [*args, out])
+    flags = ["--source", path, "--shard-size", shard_size, "--format", shard_format, "--out"]
+    return Job(t, "fineweb", lambda folder: [*flags, folder])
 
 
 @contextmanager
-def a_hub(t: Torture, *names: str) -> Iterator[tuple[hub_server.Hub, dict[str, Work]]]:
-    """A Hub with the tokens of `fineweb` and the run of `train_gpt2`; the works named, these two or verbs of hub.py."""
-    with hub_server.start(t.path("hub") / "root") as hub:
-        known = {"fineweb": tokens(t), "train_gpt2": Training(t)}
-        data, run = (work.whole for work in known.values())
-        name, theirs = (
-            f"{known['train_gpt2'].steps:05d}.pt",
-            [hub.root / f"{kind}/tester" for kind in ("datasets", "models")],
-        )
-        shutil.copytree(data, theirs[0] / "toy")
-        shutil.copytree(run, theirs[1] / "run")
-        verbs = {  # what follows them, the whole, and where and what it is
-            "pull-data": (lambda out: ["tester/toy", out], data, None, "*"),
-            "push-data": (lambda out: [data, f"tester/{out.name}"], data, theirs[0], "*"),
-            "pull-model": (lambda out: ["tester/run", out], run, None, f"model_{name}"),
-            "push-model": (lambda out: ["--with-optimizer", run, f"tester/{out.name}"], run, theirs[1], f"*_{name}"),
-            "export": (lambda out: [run, out], None, None, "*"),
-        }
+def open_hub(t: Torture, *names: str) -> Iterator[tuple[hub_server.Hub, dict[str, Job]]]:
+    """A Hub that holds shards and a run; yields it with the jobs that are named: `fineweb`, which makes these shards,
+    `train_gpt2`, which makes that run, or verbs of hub.py."""
+    with hub_server.start(t.new_path("hub") / "root") as hub:
+        # what the Hub holds
+        tokens_job = make_tokens_job(t)
+        training_job = TrainingJob(t)
+        data = tokens_job.reference_folder
+        run = training_job.reference_folder
+        last_file = f"{training_job.last_step:05d}.pt"
+        hub_data = hub.root / "datasets" / "tester"
+        hub_models = hub.root / "models" / "tester"
+        shutil.copytree(data, hub_data / "toy")
+        shutil.copytree(run, hub_models / "run")
 
-        def work(verb: str) -> Work:
-            more, whole, place, only = verbs[verb]
-            return Work(t, "hub", lambda out: [verb, *more(out)], whole, only=only, place=place, env=hub.env())
+        def make_job(name: str) -> Job:
+            hub_job = partial(Job, t, "hub", env=hub.env())
+            match name:
+                case "fineweb":
+                    return tokens_job
+                case "train_gpt2":
+                    return training_job
+                case "pull-data":
+                    return hub_job(lambda out: ["pull-data", "tester/toy", out], data)
+                case "push-data":
+                    return hub_job(lambda out: ["push-data", data, f"tester/{out.name}"], data, parent=hub_data)
+                case "pull-model":
+                    return hub_job(lambda out: ["pull-model", "tester/run", out], run, pattern=f"model_{last_file}")
+                case "push-model":
+                    push = ["push-model", "--with-optimizer", run]
+                    arguments = lambda out: [*push, f"tester/{out.name}"]
+                    return hub_job(arguments, run, pattern=f"*_{last_file}", parent=hub_models)
+                case "export":
+                    return hub_job(lambda out: ["export", run, out])
+                case _:
+                    raise ValueError(name)
 
-        yield hub, {name: known.get(name) or work(name) for name in names}
+        yield hub, {name: make_job(name) for name in names}
 
 
 # ------------------------------------------------------------------------- kills
@@ -275,134 +356,160 @@ def a_hub(t: Torture, *names: str) -> Iterator[tuple[hub_server.Hub, dict[str, W
 
 def fineweb_kill(t: Torture) -> None:
     """SIGKILL at any moment of fineweb.py; run again, the shards are the same bytes."""
-    for form in ("npy", "bin"):
-        tokens(t, 1500, form).killed(24)
+    for shard_format in ("npy", "bin"):
+        make_tokens_job(t, 1500, shard_format).kill_repeatedly(24)
 
 
 def train_kill(t: Torture) -> None:
     """SIGKILL at any moment of a run, saves included; resumed, it ends with the bits of the run never killed."""
     for more in ([], ["--optimizer", "muon", "--keep", "2"], ["--no-shuffle", "--save-every", "1", "--keep", "1"]):
-        Training(t, *more).killed(20)
+        TrainingJob(t, *more).kill_repeatedly(20)
 
 
 def hub_kill(t: Torture) -> None:
-    """SIGKILL at any moment of a push or a pull; the same command goes on and ends with every hash right."""
-    with a_hub(t, "push-data", "pull-data", "push-model", "pull-model") as (_, works):
-        for work in works.values():
-            work.killed(6)
+    """SIGKILL at any moment of a push or a pull; the same command continues and ends with every hash right."""
+    with open_hub(t, "push-data", "pull-data", "push-model", "pull-model") as (_, jobs):
+        for job in jobs.values():
+            job.kill_repeatedly(6)
 
 
-def lose_rank(run: Training, number: int, times: int, *says: str, **how) -> None:
-    """This signal to one of two ranks at a random moment: the other soon ends with a message, the run goes on with the
-    same bits."""
-    t = run.t
-    for _ in t.times(times):
-        out, victim = run.out(), t.rng.randrange(2)
-        pair = run.start(out, **how)
+def signal_one_rank(job: TrainingJob, number: int, times: int, *mentions: str, **options) -> None:
+    """Send this signal to one of two ranks at a random moment. The other rank must soon end with a message, and the run
+    must resume to the same bits."""
+    t = job.t
+    for _ in t.scaled_range(times):
+        # the signal, while the run trains
+        folder = job.new_folder()
+        victim = t.rng.randrange(2)
+        pair = job.start(folder, **options)
         pair[0].wait_until("loss")
         time.sleep(t.rng.uniform(0, 0.4))
-        hit, began = pair[victim].send(number), time.monotonic()
+        was_alive = pair[victim].send(number)
+        signal_time = time.monotonic()
+
+        # the other rank ends by itself; a victim that is only stopped is killed afterwards
         survivor = pair[1 - victim].wait(30)
-        took = time.monotonic() - began
+        waited = time.monotonic() - signal_time
         pair[victim].send(signal.SIGKILL)
         pair[victim].wait()
+
         fault = f"{signal.Signals(number).name} to rank {victim}"
-        t.kills += hit
-        if hit and took >= 15:
-            t.note("SILENT", fault, why=f"the other waited {took:.0f} s")
+        t.kills += was_alive
+        if was_alive and waited >= 15:
+            t.record("SILENT", fault, details=f"the other rank waited {waited:.0f} s")
         elif survivor.exit_code == 0:  # it had done its last step
-            run.recovers(fault, out, outcome="unharmed")
+            job.check_recovery(fault, folder, outcome="unharmed")
         else:
-            run.judge(fault, survivor, out, *says, "--resume auto")
+            job.judge(fault, survivor, folder, *mentions, "--resume auto")
 
 
 def rank_kill(t: Torture) -> None:
-    """SIGKILL of one of two ranks: the other ends with a message; the run goes on with the same bits."""
+    """SIGKILL of one of two ranks: the other ends with a message; the run resumes to the same bits."""
     for more in ([], ["--zero-stage", "1"]):
-        run = Training(t, *more, "--max-steps", "80", ranks=2)
-        lose_rank(run, signal.SIGKILL, 8, "lost another rank", prepare=shorten_sleeps)
+        job = TrainingJob(t, *more, "--max-steps", "80", ranks=2)
+        signal_one_rank(job, signal.SIGKILL, 8, "lost another rank", prepare=shorten_sleeps)
 
 
-def impatient(minutes: float) -> None:
+def set_collective_timeout(minutes: float) -> None:
+    """In a process that is about to train: how long a collective waits for the other ranks."""
     distributed.session = partial(distributed.session, timeout_minutes=minutes)
 
 
 def hung_rank(t: Torture) -> None:
-    """One of two ranks stops answering: the other ends by itself when the collective's patience, here three seconds, is
-    over, and says so; the run goes on from its newest checkpoint with the same bits."""
-    run = Training(t, "--max-steps", "200", "--save-every", "20", ranks=2)
-    lose_rank(run, signal.SIGSTOP, 4, "waited 0.05 minutes", prepare=partial(impatient, 0.05))
+    """One of two ranks stops answering: the other ends by itself when the timeout of the collectives, here three
+    seconds, is over, and says so; the run resumes from its newest checkpoint to the same bits."""
+    job = TrainingJob(t, "--max-steps", "200", "--save-every", "20", ranks=2)
+    prepare = partial(set_collective_timeout, 0.05)
+    signal_one_rank(job, signal.SIGSTOP, 4, "waited 0.05 minutes", prepare=prepare)
 
 
 def torchrun_kill(t: Torture) -> None:
-    """torchrun restarts the ranks when one is killed: no human, no bits."""
-    run = Training(t, "--max-steps", "400", "--save-every", "10", ranks=2)
-    out, n, log, killed = run.out(), len(t.times(6)), t.path("said"), 0
-    command = ["--standalone", "--nproc_per_node=2", f"--max-restarts={n}", str(processes.ROOT / "train_gpt2.py")]
+    """torchrun restarts the ranks when one is killed, without human help, and the result has the same bits."""
+    job = TrainingJob(t, "--max-steps", "400", "--save-every", "10", ranks=2)
+    folder = job.new_folder()
+    log = t.new_path("output")
+    max_kills = len(t.scaled_range(6))
+    script = str(processes.ROOT / "train_gpt2.py")
+    command = ["--standalone", "--nproc_per_node=2", f"--max-restarts={max_kills}", script, *job.arguments(folder)]
     with open(log, "w") as f:
-        torchrun = start_torchrun(*command, *run.words(out), stdout=f)
+        torchrun = start_torchrun(*command, stdout=f)
+
+    # kill a rank each time that another part of the run is saved
+    killed = 0
     while torchrun.poll() is None:
-        due = killed < n and (checkpoint.latest_step(out) or 0) >= (killed + 1) * run.steps // (n + 1)
-        if due and len(pids := rank_pids(torchrun.pid)) == 2:
-            os.kill(t.rng.choice(pids), signal.SIGKILL)
-            killed += 1
-            time.sleep(1)
+        next_kill_step = (killed + 1) * job.last_step // (max_kills + 1)
+        if killed < max_kills and (checkpoint.latest_step(folder) or 0) >= next_kill_step:
+            pids = rank_pids(torchrun.pid)
+            if len(pids) == 2:
+                os.kill(t.rng.choice(pids), signal.SIGKILL)
+                killed += 1
+                time.sleep(1)
         time.sleep(0.05)
-    equal = torchrun.returncode == 0 and run.equals_whole(out)
-    t.same("ranks killed under torchrun", equal, killed, why=log.read_text())
+
+    is_same = torchrun.returncode == 0 and job.equals_reference(folder)
+    t.record_result("ranks killed under torchrun", is_same, killed, details=log.read_text())
     t.kills += killed
 
 
-def a_pod(t: Torture) -> Pod:
+def make_pod(t: Torture) -> Pod:
     """train.sh with stand-ins for what it starts."""
-    (root := t.path("pod")).mkdir()
+    root = t.new_path("pod")
+    root.mkdir()
     return Pod(root)
 
 
 def train_sh_kill(t: Torture) -> None:
-    """SIGKILL of a rank, of torchrun or of train.sh: restarted by itself or by the same command, with no rank left over
-    and every checkpoint kept."""
-    for what in t.some(["rank0", "rank1", "torchrun", "train.sh"] * 4):
-        with a_pod(t) as p:
-            p.start("--out-dir", "o", plan="hang savefail ok", PUSH_TO="me/x")
+    """SIGKILL of a rank, of torchrun or of train.sh: training is restarted by train.sh or by the same command, no rank
+    is left over and every checkpoint is kept."""
+    for victim in t.scaled_sample(["rank0", "rank1", "torchrun", "train.sh"] * 4):
+        with make_pod(t) as pod:
+            pod.start("--out-dir", "o", plan="hang save-crash finish", PUSH_TO="me/x")
             time.sleep(t.rng.uniform(0, 0.3))
-            *ranks, torchrun = p.hanging("o")
-            pid = {"rank0": ranks[0], "rank1": ranks[1], "torchrun": torchrun, "train.sh": p.pid(out="o")}[what]
-            os.kill(pid, signal.SIGKILL)
+            *ranks, torchrun = pod.wait_for_ranks("o")
+            pids = {"rank0": ranks[0], "rank1": ranks[1], "torchrun": torchrun, "train.sh": pod.pid(out="o")}
+            killed_pid = pids[victim]
+            os.kill(killed_pid, signal.SIGKILL)
             t.kills += 1
-            good = True
-            if what == "train.sh":  # nobody watches now: the ranks go on, and a second run is refused while they live
-                p.wait(lambda: not alive(pid))  # noqa: B023
-                again = p.start("--out-dir", "o", check=False, plan="savefail ok")
-                good = again.returncode == 1 and str(ranks[0]) in again.stderr
-            if what != "torchrun":  # a real torchrun ends the other rank; with train.sh dead its owner does
+
+            # Without train.sh the ranks train on, and a second run in the folder is refused while they live.
+            second_refused = True
+            if victim == "train.sh":
+                pod.wait(lambda: not alive(killed_pid))  # noqa: B023
+                second = pod.start("--out-dir", "o", check=False, plan="save-crash finish")
+                second_refused = second.returncode == 1 and str(ranks[0]) in second.stderr
+
+            # A real torchrun would end the other rank; without train.sh its user does. Only the death of torchrun
+            # itself is left to train.sh.
+            if victim != "torchrun":
                 for rank in ranks:
-                    if rank != pid:
+                    if rank != killed_pid:
                         os.kill(rank, signal.SIGTERM)
-            if what == "train.sh":
-                p.wait(lambda: not any(map(alive, ranks)))  # noqa: B023
-                p.wait(lambda: p.start("--out-dir", "o", check=False, PUSH_TO="me/x").returncode == 0)
-            log = p.ended("o")
-            good = good and "training finished" in log and "the weights are at me/x" in log
-            t.same(f"{what} killed", good and not any(map(alive, ranks)) and bool(p.read("o/model_00010.pt")), why=log)
+            if victim == "train.sh":
+                pod.wait(lambda: not any(map(alive, ranks)))  # noqa: B023
+                pod.wait(lambda: pod.start("--out-dir", "o", check=False, PUSH_TO="me/x").returncode == 0)
+
+            log = pod.wait_until_ended("o")
+            finished = "training finished" in log and "the weights are at me/x" in log
+            kept = bool(pod.read("o/model_00010.pt")) and not any(map(alive, ranks))
+            t.record_result(f"{victim} killed", second_refused and finished and kept, details=log)
 
 
 # ------------------------------------------------------------------------- disks
 
 
-def at_most(size: int) -> None:
-    """No file grows beyond this, as on a disk that is full: the write fails, the process lives. What the process says
-    goes to a file, too, and must fit."""
+def limit_file_size(size: int) -> None:
+    """In a process that is about to start: no file grows beyond this, as on a full disk. The write fails, the process
+    lives. What the process prints goes to a file, too, and must fit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @contextmanager
-def small_disk(t: Torture, kilobytes: int) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A disk of that size, and how to enlarge it; None where this user may not mount one."""
-    folder = t.path("disk")
+def mount_small_disk(t: Torture, kilobytes: int) -> Iterator[tuple[Path, Callable[[], None]] | None]:
+    """Yield a disk of that size, and a function that enlarges it; None if this user may not mount one."""
+    folder = t.new_path("disk")
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
+    if subprocess.run(mount, capture_output=True).returncode != 0:
         yield None
         return
     try:
@@ -412,294 +519,403 @@ def small_disk(t: Torture, kilobytes: int) -> Iterator[tuple[Path, Callable[[], 
 
 
 def disk_full(t: Torture) -> None:
-    """A disk that fills up (a tmpfs where root may mount one) or a limit on the size of a file, while shards,
+    """A disk that fills up (a tmpfs, if this user may mount one) or a limit on the size of a file, while shards,
     manifests, checkpoints and metrics are written: a message, and with room the same command ends the work."""
-    works = tokens(t), Training(t, "--save-every", "5")
-    small = [300, 500, 1000, 2000, 2300, 2600, 3000, 8192, 18000, 18100]
-    large = [1200, 700, 2500, 4000, 6000, 10_000, 50_000, 140_000, 150_000, 200_000, 280_000, 300_000]
-    for work, sizes in zip(works, (small, large), strict=True):
-        for size in t.some(sizes):
-            script = work.run(out := work.out(), prepare=partial(at_most, size))
-            work.judge(f"{work.script}, files up to {size} bytes", script, out)
-    small, large = [4, 8, 30, 50, 80, 100, 150, 200], [4, 12, 100, 180, 300, 440, 450, 500, 900, 1400, 1800, 2500]
-    for work, sizes in zip(works, (small, large), strict=True):
-        for kb in t.some(sizes):
-            with small_disk(t, kb) as disk:
+    tokens_job = make_tokens_job(t)
+    training_job = TrainingJob(t, "--save-every", "5")
+
+    # a limit on each file, in bytes
+    tokens_sizes = [300, 500, 1000, 2000, 2300, 2600, 3000, 8192, 18000, 18100]
+    training_sizes = [1200, 700, 2500, 4000, 6000, 10_000, 50_000, 140_000, 150_000, 200_000, 280_000, 300_000]
+    for job, sizes in ((tokens_job, tokens_sizes), (training_job, training_sizes)):
+        for size in t.scaled_sample(sizes):
+            folder = job.new_folder()
+            script = job.run(folder, prepare=partial(limit_file_size, size))
+            job.judge(f"{job.script}, files up to {size} bytes", script, folder)
+
+    # a full disk, in kilobytes
+    tokens_sizes = [4, 8, 30, 50, 80, 100, 150, 200]
+    training_sizes = [4, 12, 100, 180, 300, 440, 450, 500, 900, 1400, 1800, 2500]
+    for job, sizes in ((tokens_job, tokens_sizes), (training_job, training_sizes)):
+        for kilobytes in t.scaled_sample(sizes):
+            with mount_small_disk(t, kilobytes) as disk:
                 if disk:
-                    script = work.run(out := disk[0] / "out")
-                    work.judge(f"{work.script} on a disk of {kb} kB", script, out, mend=disk[1])
+                    disk_folder, enlarge = disk
+                    script = job.run(disk_folder / "out")
+                    fault = f"{job.script} on a disk of {kilobytes} kB"
+                    job.judge(fault, script, disk_folder / "out", fix=enlarge)
 
 
 def log_full(t: Torture) -> None:
     """Nothing more can be printed: /dev/full as standard output, and train.sh on a full disk."""
-    with a_hub(t, "train_gpt2", "fineweb", "export") as (_, works):
-        for work in list(works.values()) * len(t.times(3)):
-            fault, script = f"{work.script}, nowhere to print", work.run(out := work.out(), out="/dev/full")
-            if work is works["export"]:  # which writes no second time into the folder
-                t.refused(fault, script, "No space left")
-                t.same(fault, work.equals_whole(out), 0)
+    with open_hub(t, "train_gpt2", "fineweb", "export") as (_, jobs):
+        for job in list(jobs.values()) * len(t.scaled_range(3)):
+            fault = f"{job.script}, nowhere to print"
+            folder = job.new_folder()
+            script = job.run(folder, out="/dev/full")
+            if job is jobs["export"]:  # it does not write a second time into the folder
+                t.check_refusal(fault, script, "No space left")
+                t.record_result(fault, job.equals_reference(folder), 0)
             else:
-                work.judge(fault, script, out, "No space left")
-    for _ in t.times(2):
-        with small_disk(t, 64) as disk, a_pod(t) as p:
+                job.judge(fault, script, folder, "No space left")
+
+    for _ in t.scaled_range(2):
+        with mount_small_disk(t, 64) as disk, make_pod(t) as pod:
             if not disk:
                 continue
-            fill_up(disk[0] / "fill")
-            done = p.start("--out-dir", str(disk[0]), check=False)
-            wrong = done.returncode != 1 or "is the disk full" not in done.stderr or p.starts()
-            t.note("SILENT" if wrong else "refused", "train.sh, full disk before it starts", why=done.stderr)
-            (disk[0] / "fill").unlink()
-            p.start("--out-dir", str(disk[0]), plan="hang savefail", MAX_RESTARTS="1")
-            *ranks, _ = p.hanging(disk[0])
-            fill_up(disk[0] / "fill")
-            watcher = p.pid(out=disk[0])
+            disk_folder, _ = disk
+
+            # full before the start: refused
+            fill_disk(disk_folder / "fill")
+            done = pod.start("--out-dir", str(disk_folder), check=False)
+            is_refused = done.returncode == 1 and "is the disk full" in done.stderr and not pod.starts()
+            fault = "train.sh, full disk before it starts"
+            t.record("refused" if is_refused else "SILENT", fault, details=done.stderr)
+            (disk_folder / "fill").unlink()
+
+            # full while it trains, when the ranks die: train.sh still restarts them, and ends as usual
+            pod.start("--out-dir", str(disk_folder), plan="hang save-crash", MAX_RESTARTS="1")
+            *ranks, _ = pod.wait_for_ranks(disk_folder)
+            fill_disk(disk_folder / "fill")
+            supervisor = pod.pid(out=disk_folder)
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
-            p.wait(lambda: not alive(watcher))  # noqa: B023
-            done = len(p.starts()) == 2 and not any(map(alive, ranks))  # it went on, and ended as it always does
-            t.note("recovered" if done else "LOST", "train.sh, its log's disk fills", why=p.log(disk[0]))
+            pod.wait(lambda: not alive(supervisor))  # noqa: B023
+            restarted = len(pod.starts()) == 2 and not any(map(alive, ranks))
+            fault = "train.sh, its log's disk fills"
+            t.record("recovered" if restarted else "LOST", fault, details=pod.log(disk_folder))
 
 
-def fill_up(path: Path) -> None:
-    """Write until the disk takes no more."""
+def fill_disk(path: Path) -> None:
+    """Write until the disk is full."""
     with open(path, "wb", buffering=0) as f, suppress(OSError):
         while f.write(bytes(4096)):
             pass
 
 
-def drop_root() -> None:
-    """Root may write anywhere: give up the capability that says so (CAP_DAC_OVERRIDE, bit 1 of capset(2))."""
-    libc, version, data = ctypes.CDLL(None, use_errno=True), struct.pack("Ii", 0x20080522, 0), bytearray(24)
+def drop_root_privilege() -> None:
+    """In a process that is about to start: root may write anywhere, so give up the capability that allows it
+    (CAP_DAC_OVERRIDE, bit 1 of what capset(2) takes)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    data = bytearray(24)
     words = (ctypes.c_uint32 * 6).from_buffer(data)
-    if libc.capget(version, words) == 0:
+    if libc.capget(header, words) == 0:
         words[0] &= ~2
-        assert libc.capset(version, words) == 0, os.strerror(ctypes.get_errno())
+        assert libc.capset(header, words) == 0, os.strerror(ctypes.get_errno())
 
 
 def read_only(t: Torture) -> None:
-    """A folder that may not be written to, and a file where the folder should be: nothing is touched."""
-    mine = b"something of mine"
-    with a_hub(t, "train_gpt2", "fineweb", "pull-data", "export") as (_, works):
-        for work in t.some(list(works.values()) * 4):
-            kind, out = t.rng.choice(["folder", "file"]), work.out()
+    """A folder that may not be written to, and a file in the folder's place: nothing is touched."""
+    users_content = b"something of mine"
+    with open_hub(t, "train_gpt2", "fineweb", "pull-data", "export") as (_, jobs):
+        for job in t.scaled_sample(list(jobs.values()) * 4):
+            kind = t.rng.choice(["folder", "file"])
+            out = job.new_folder()
             if kind == "file":
-                out.write_bytes(mine)
-                ended, says, kept = work.run(out), "", out
+                users_file = out
+                users_file.write_bytes(users_content)
+                mentioned = ""
+                ended = job.run(out)
             else:
+                users_file = out / "mine"
                 out.mkdir()
-                (kept := out / "mine").write_bytes(mine)
+                users_file.write_bytes(users_content)
                 out.chmod(0o555)
-                ended = work.run(out, prepare=drop_root)
-                says = "not an empty folder" if work is works["export"] else "Permission denied"  # what it sees first
-            t.refused(f"{work.script}, read-only {kind}", ended, str(out), says)
-            t.same(f"{work.script}, read-only {kind}", kept.is_file() and kept.read_bytes() == mine, 0)
+                # export first sees that the folder is not empty
+                mentioned = "not an empty folder" if job is jobs["export"] else "Permission denied"
+                ended = job.run(out, prepare=drop_root_privilege)
+
+            fault = f"{job.script}, read-only {kind}"
+            t.check_refusal(fault, ended, str(out), mentioned)
+            t.record_result(fault, users_file.is_file() and users_file.read_bytes() == users_content, 0)
 
 
 # ------------------------------------------------------------------------- damaged files
 
 
-def flip(data: bytes, rng: random.Random) -> bytes:
-    """One random bit the other way."""
+def flip_bit(data: bytes, rng: random.Random) -> bytes:
+    """The data with one random bit flipped."""
     at = rng.randrange(len(data))
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
 
-def shard_damage(t: Torture) -> None:
-    """A shard truncated, a bit flipped, swapped for another, removed: found by fineweb.py --verify, and by training as
-    soon as it reads the shard, also when that happens under the running process. Mended, the run goes on."""
-
-    def harm(kind: str, path: Path, among: list[Path]) -> None:
-        data = path.read_bytes()
-        if kind == "truncated":
+def damage_shard(t: Torture, kind: str, path: Path, paths: list[Path]) -> None:
+    """Damage the shard at `path` in one of four ways; a swapped one gets the content of another of `paths`."""
+    data = path.read_bytes()
+    match kind:
+        case "truncated":
             os.truncate(path, len(data) * t.rng.randrange(10) // 10)  # in place: under whoever has it open
-        elif kind == "flipped":
-            path.write_bytes(flip(data, t.rng))
-        elif kind == "removed":
+        case "flipped":
+            path.write_bytes(flip_bit(data, t.rng))
+        case "removed":
             path.unlink()
-        else:
-            other = t.rng.choice([p for p in among if p.read_bytes() != data])
+        case "swapped":
+            other = t.rng.choice([p for p in paths if p.read_bytes() != data])
             path.with_suffix(".new").write_bytes(other.read_bytes())
             path.with_suffix(".new").replace(path)
+        case _:
+            raise ValueError(kind)
 
-    paths = shards.shard_files(folder := tokens(t).whole)
-    for kind in t.some(["truncated"] * 20 + ["flipped"] * 40 + ["swapped"] * 5 + ["removed"] * 5):
-        whole = (path := t.rng.choice(paths)).read_bytes()
-        harm(kind, path, paths)
-        found = shards.verify(folder)
-        t.note("refused" if any(path.name in w for w in found) else "SILENT", f"{kind} {path.name}", why=found)
-        path.write_bytes(whole)
-    runs = [Training(t, "--max-steps", "120", "--save-every", "10", more) for more in ("--shuffle", "--no-shuffle")]
-    for kind in t.some(["truncated", "flipped", "swapped", "removed"] * 5):
-        run = t.rng.choice(runs)
-        path, out = t.rng.choice(paths := shards.find_shards(run.data, "train")), run.out()
-        whole = path.read_bytes()
-        script = run.start(out)[0]
+
+def shard_damage(t: Torture) -> None:
+    """A shard truncated, with a bit flipped, swapped for another, or removed: found by fineweb.py --verify, and by
+    training as soon as it reads the shard, also if that happens under the running process. With the shard restored, the
+    run continues."""
+    # --verify
+    folder = make_tokens_job(t).reference_folder
+    paths = shards.shard_files(folder)
+    for kind in t.scaled_sample(["truncated"] * 20 + ["flipped"] * 40 + ["swapped"] * 5 + ["removed"] * 5):
+        path = t.rng.choice(paths)
+        undamaged = path.read_bytes()
+        damage_shard(t, kind, path, paths)
+        problems = shards.verify(folder)
+        is_found = any(path.name in problem for problem in problems)
+        t.record("refused" if is_found else "SILENT", f"{kind} {path.name}", details=problems)
+        path.write_bytes(undamaged)
+
+    # while a run trains on it
+    jobs = [TrainingJob(t, "--max-steps", "120", "--save-every", "10", flag) for flag in ("--shuffle", "--no-shuffle")]
+    for kind in t.scaled_sample(["truncated", "flipped", "swapped", "removed"] * 5):
+        job = t.rng.choice(jobs)
+        paths = shards.find_shards(job.data, "train")
+        path = t.rng.choice(paths)
+        undamaged = path.read_bytes()
+        out = job.new_folder()
+        script = job.start(out)[0]
         script.wait_until(f"step    {t.rng.randrange(1, 4)}0/120 | val")
-        harm(kind, path, paths)
-        script.wait()  # well, where it had read the shard for the last time
-        path.write_bytes(whole)
-        run.judge(f"{kind} {path.name} under a running process", script, out, path.name)
+        damage_shard(t, kind, path, paths)
+        script.wait()  # it succeeds if it had read the shard for the last time
+        path.write_bytes(undamaged)
+        job.judge(f"{kind} {path.name} under a running process", script, out, path.name)
 
 
 def checkpoint_damage(t: Torture) -> None:
     """A checkpoint cut at every tenth of its length, or with one bit flipped: refused, or the same tensors. With the
-    newest one cut, --resume auto goes on from the one before and ends with the same bits."""
-    run = Training(t, "--max-steps", "12")
-    names = [checkpoint.model_path(run.whole, run.steps), checkpoint.optim_path(run.whole, run.steps)]
-    read = dict(zip(names, (lambda p: open_model(p).state_dict(), checkpoint.read_train_state), strict=True))
-    for path in names:
-        data, good = path.read_bytes(), read[path](path)
-        cuts = [("cut", data[: len(data) * tenth // 10]) for tenth in range(10)] + [("cut", data[:-1])]
-        for kind, bad in t.some(cuts + [("flipped", flip(data, t.rng)) for _ in range(60)]):
-            path.write_bytes(bad)
+    newest one cut, --resume auto continues from the one before and ends with the same bits."""
+    job = TrainingJob(t, "--max-steps", "12")
+    model_path = checkpoint.model_path(job.reference_folder, job.last_step)
+    optim_path = checkpoint.optim_path(job.reference_folder, job.last_step)
+
+    # reading a damaged file
+    readers = {model_path: lambda p: open_model(p).state_dict(), optim_path: checkpoint.read_train_state}
+    for path, read in readers.items():
+        undamaged = path.read_bytes()
+        content = read(path)
+        cut = [("cut", undamaged[: len(undamaged) * tenth // 10]) for tenth in range(10)] + [("cut", undamaged[:-1])]
+        flipped = [("flipped", flip_bit(undamaged, t.rng)) for _ in range(60)]
+        for kind, damaged in t.scaled_sample(cut + flipped):
+            fault = f"{kind} {path.name}"
+            path.write_bytes(damaged)
             try:
-                t.same(f"{kind} {path.name}", equal(read[path](path), good), outcome="unharmed")
+                t.record_result(fault, equal_containers(read(path), content), outcome="unharmed")
             except UserError as e:
-                passed_over = kind == "flipped" or run.steps not in checkpoint.complete_steps(run.whole)
-                t.note("refused" if path.name in str(e) and passed_over else "SILENT", f"{kind} {path.name}", why=e)
-        path.write_bytes(data)
-    for kind in t.some(["cut"] * 5 + ["flipped"] * 5):
-        shutil.copytree(run.whole, out := run.out())
-        path = out / t.rng.choice(names).name
-        data, fault = path.read_bytes(), f"{kind} {path.name}, newest"
+                # the error names the file, and --resume auto does not take a file that is cut
+                skipped_if_cut = kind == "flipped" or job.last_step not in checkpoint.complete_steps(path.parent)
+                is_refused = path.name in str(e) and skipped_if_cut
+                t.record("refused" if is_refused else "SILENT", fault, details=e)
+        path.write_bytes(undamaged)
+
+    # resuming from a run whose newest checkpoint is damaged
+    for kind in t.scaled_sample(["cut"] * 5 + ["flipped"] * 5):
+        out = job.new_folder()
+        shutil.copytree(job.reference_folder, out)
+        path = out / t.rng.choice([model_path, optim_path]).name
+        data = path.read_bytes()
+        fault = f"{kind} {path.name}, newest"
         if kind == "cut":
             path.write_bytes(data[: t.rng.randrange(len(data))])
-            run.recovers(fault, out)
-        else:  # in the middle, where no padding is
-            path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :])
-            script = run.run(out, "--max-steps", "14")  # at 12 there is nothing to do, and nothing is read
-            t.refused(fault, script, path.name, "--resume auto uses the previous one")
+            job.check_recovery(fault, out)
+        else:
+            # in the middle of the file there is no padding; more steps, because at step 12 nothing is read
+            middle = len(data) // 2
+            path.write_bytes(data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :])
+            script = job.run(out, "--max-steps", "14")
+            t.check_refusal(fault, script, path.name, "--resume auto uses the previous one")
 
 
-def equal(a: object, b: object) -> bool:
-    """Nested containers with the same tensors."""
-    (ours, form), (theirs, other) = tree_flatten(a), tree_flatten(b)
-    same = (x.dtype == y.dtype and torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-            for x, y in zip(ours, theirs, strict=False))  # fmt: skip
-    return form == other and all(same)
+def equal_containers(a: object, b: object) -> bool:
+    """Whether two nested containers have the same structure, equal values and equal tensors."""
+    leaves_a, structure_a = tree_flatten(a)
+    leaves_b, structure_b = tree_flatten(b)
+    if structure_a != structure_b:
+        return False
+    for x, y in zip(leaves_a, leaves_b, strict=True):
+        if isinstance(x, torch.Tensor):
+            if x.dtype != y.dtype or not torch.equal(x, y):
+                return False
+        elif x != y:
+            return False
+    return True
 
 
 # ------------------------------------------------------------------------- clocks, networks, ranks, numbers
 
 
-def backwards(seconds: float) -> None:
-    """The wall clock loses so many seconds a call (0: it stands still), as when a machine corrects its clock."""
-    now = [time.time()]
+def turn_clock_back(seconds: float) -> None:
+    """In a process that is about to start: the wall clock loses so many seconds a call (0: it stands still), as when a
+    machine corrects its clock."""
+    now = time.time()
 
     def clock() -> float:
-        now[0] -= seconds
-        return now[0]
+        nonlocal now
+        now -= seconds
+        return now
 
     time.time = clock
 
 
 def clock(t: Torture) -> None:
     """A wall clock that stands still or runs backwards changes nothing that is made."""
-    with a_hub(t, "fineweb", "train_gpt2", "pull-data") as (_, works):
-        for seconds in t.some([0, 0.001, 1, 3600, 1e6]):
-            for work in works.values():
-                script = work.run(out := work.out(), prepare=partial(backwards, seconds))
-                good = script.exit_code == 0 and work.equals_whole(out)
-                t.same(f"{work.script}, clock back by {seconds} s a look", good, outcome="unharmed", why=script.output)
-    for _ in t.times(3):
-        with a_pod(t) as p:  # every `date` is an hour before the last, and so is the time of each file written
-            p.tool("date", f'#!/bin/sh\necho x >> {p.root}/n\nexec /bin/date -d "-$(wc -l < {p.root}/n) hours" "$@"\n')
-            past = "os.utime(out / f'{kind}_{name}.pt', (1e9, 1e9))"
-            trainer = p.root / "train_gpt2.py"
-            trainer.write_text(trainer.read_text().replace('.write_text("weights")', f'.write_text("weights"); {past}'))
-            p.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="fail savefail ok")
-            log = p.ended("o")
-            good = [s.endswith(f"--resume {p.root}/o") for s in p.starts()] == [False, False, True]
-            t.same("train.sh, clock backwards", good and "training finished" in log, outcome="unharmed", why=log)
+    with open_hub(t, "fineweb", "train_gpt2", "pull-data") as (_, jobs):
+        for seconds in t.scaled_sample([0, 0.001, 1, 3600, 1e6]):
+            for job in jobs.values():
+                out = job.new_folder()
+                script = job.run(out, prepare=partial(turn_clock_back, seconds))
+                is_same = script.exit_code == 0 and job.equals_reference(out)
+                fault = f"{job.script}, clock back by {seconds} s a look"
+                t.record_result(fault, is_same, outcome="unharmed", details=script.output)
+
+    for _ in t.scaled_range(3):
+        with make_pod(t) as pod:
+            # every `date` is an hour before the last one, and every checkpoint has the same old time
+            count = f"{pod.root}/n"
+            pod.add_tool("date", f'#!/bin/sh\necho x >> {count}\nexec /bin/date -d "-$(wc -l < {count}) hours" "$@"\n')
+            trainer = pod.root / "train_gpt2.py"
+            write = '(out / f"{kind}_{step}.pt").write_text("weights")'
+            assert write in trainer.read_text()
+            set_time = 'os.utime(out / f"{kind}_{step}.pt", (1e9, 1e9))'
+            trainer.write_text(trainer.read_text().replace(write, f"{write}; {set_time}"))
+
+            # all the same the third start resumes from the run's own checkpoint
+            pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="crash save-crash finish")
+            log = pod.wait_until_ended("o")
+            resumes_itself = [start.endswith(f"--resume {pod.root}/o") for start in pod.starts()]
+            is_same = resumes_itself == [False, False, True] and "training finished" in log
+            t.record_result("train.sh, clock backwards", is_same, outcome="unharmed", details=log)
 
 
 def hub_faults(t: Torture) -> None:
     """A Hub that drops connections, answers 429 or 500, sends wrong bytes or a web page, once or always: every hash is
     right in the end, or there is a message; and when the Hub is well again, the same command ends the work."""
     kinds = [("drop", 0), ("status", 429), ("status", 500), ("status", 503), ("corrupt", 0), ("html", 0)]
-    places = {
+    paths = {
         "pull-data": ["/api/datasets/tester/toy/revision", "/tree/", "manifest.json", "train_000001.npy", "/resolve/"],
         "push-data": ["whoami", "repos/create", "/tree/", "preupload", "objects/batch", "/lfs/", "/commit/"],
         "pull-model": ["/resolve/", "model_0"],
     }
-    cases = [(verb, p, k, n) for verb, ps in places.items() for p in ps for k in kinds for n in (1, 10**6)]
-    with a_hub(t, *places) as (hub, works):
-        for verb, path, (kind, code), times in t.some(cases)[: len(t.times(90))]:
-            work, planted = works[verb], Fault(kind, path, times, code or 500, "PUT" if path == "/lfs/" else None)
+    once = 1
+    always = 10**6
+    cases = [
+        (verb, path, kind, code, times)
+        for verb, paths_of_verb in paths.items()
+        for path in paths_of_verb
+        for kind, code in kinds
+        for times in (once, always)
+    ]
+    with open_hub(t, *paths) as (hub, jobs):
+        for verb, path, kind, code, times in t.scaled_sample(cases)[: len(t.scaled_range(90))]:
+            # /lfs/ is where files are uploaded to
+            planted = Fault(kind, path, times, code or 500, "PUT" if path == "/lfs/" else None)
             hub.faults[:] = [planted]
-            script = work.run(out := work.out(), prepare=shorten_sleeps)
-            fault = f"{verb}, {kind} {code or ''} at {path} {'once' if times == 1 else 'always'}"
-            outcome = "recovered" if planted.times < times else "unharmed"
-            work.judge(fault, script, out, mend=hub.faults.clear, outcome=outcome)
+            job = jobs[verb]
+            out = job.new_folder()
+            script = job.run(out, prepare=shorten_sleeps)
+
+            fault = f"{verb}, {kind} {code or ''} at {path} {'once' if times == once else 'always'}"
+            was_hit = planted.times < times
+            outcome = "recovered" if was_hit else "unharmed"
+            job.judge(fault, script, out, fix=hub.faults.clear, outcome=outcome)
             if hub.token in script.output:
-                t.note("LOST", fault, why="the token was printed")
+                t.record("LOST", fault, details="the token was printed")
 
 
-def poison(where: str, step: int, rank: int, value: float) -> None:
-    """From `step` on, in the memory of one rank, something is not finite: a gradient, or a weight before its update."""
-    at, here = -1, False
+def poison(where: str, first_step: int, rank: int, value: float) -> None:
+    """In a process that is about to train: from `first_step` on, `value` is in a gradient of one rank, or in a weight
+    of every rank, as all have the same weights and so the same damage."""
+    original_compute = TrainStep.compute_gradients
+    original_clip = torch.nn.utils.clip_grad_norm_
+    step = -1
+    is_victim = False  # whether this is the rank, and the step has come
 
-    def gradients(self, *args, honest=Step.gradients):
-        nonlocal at, here
-        at += 1
-        here = at >= step and self.rt.rank == rank
-        return honest(self, *args)
+    def compute_gradients(self, *args):
+        nonlocal step, is_victim
+        step += 1
+        is_victim = step >= first_step and self.rt.rank == rank
+        return original_compute(self, *args)
 
     @torch.no_grad()
-    def clip(parameters, *args, honest=torch.nn.utils.clip_grad_norm_):
+    def clip(parameters, *args):
         parameters = list(parameters)
-        if where == "gradient" and here:
+        if where == "gradient" and is_victim:
             parameters[3].grad.view(-1)[5] = value
-        norm = honest(parameters, *args)
-        if where == "weight" and at >= step:  # every rank has the same weights, and so the same damage
+        norm = original_clip(parameters, *args)
+        if where == "weight" and step >= first_step:
             parameters[2].view(-1)[7] = value
         return norm
 
-    Step.gradients, torch.nn.utils.clip_grad_norm_ = gradients, clip
+    TrainStep.compute_gradients = compute_gradients
+    torch.nn.utils.clip_grad_norm_ = clip
 
 
 def not_finite(t: Torture) -> None:
     """NaN or infinity in a gradient or a weight: refused before it can be saved, the step named, earlier
-    checkpoints as they were; without the fault the run goes on with the same bits."""
-    one, two = (Training(t, "--save-every", "1", ranks=n) for n in (1, 2))
-    for where in t.some(["gradient", "weight"] * 12):
-        run, value = t.rng.choice([one, one, two]), t.rng.choice([float("nan"), float("inf"), float("-inf")])
-        out, step, rank = run.out(), t.rng.randrange(2, 30), t.rng.randrange(run.ranks)
-        ended = [s.wait() for s in run.start(out, prepare=partial(poison, where, step, rank, value))]
-        fault = f"{value} in a {where} of rank {rank} of {run.ranks} at step {step}"
+    checkpoints as they were; without the fault the run resumes to the same bits."""
+    one_rank = TrainingJob(t, "--save-every", "1", ranks=1)
+    two_ranks = TrainingJob(t, "--save-every", "1", ranks=2)
+    for where in t.scaled_sample(["gradient", "weight"] * 12):
+        job = t.rng.choice([one_rank, one_rank, two_ranks])
+        value = t.rng.choice([float("nan"), float("inf"), float("-inf")])
+        out = job.new_folder()
+        step = t.rng.randrange(2, 30)
+        rank = t.rng.randrange(job.ranks)
+        ended = [script.wait() for script in job.start(out, prepare=partial(poison, where, step, rank, value))]
+
+        fault = f"{value} in a {where} of rank {rank} of {job.ranks} at step {step}"
         saved = checkpoint.complete_steps(out)
-        finite = all(w.isfinite().all() for s in saved for w in load_weights(out, s).values())
-        if not finite or max(saved, default=0) not in (step, step + 1):
-            t.note("LOST", fault, why=f"saved {saved}, finite {finite} {ended[0].output[-1200:]}")
-        elif t.refused(fault, ended[0], "not finite" if where == "weight" else f"step {step}", last=False):
-            run.recovers(fault, out)
-    for value in t.some([float("nan"), float("inf")]):  # in the weights that a new run begins with
-        model, folder, out = open_model(one.whole), t.path("bad"), one.out()
+        all_finite = all(w.isfinite().all() for s in saved for w in load_weights(out, s).values())
+        mentioned = "not finite" if where == "weight" else f"step {step}"
+        if not all_finite or max(saved, default=0) not in (step, step + 1):
+            t.record("LOST", fault, details=f"saved {saved}, finite {all_finite} {ended[0].output[-1200:]}")
+        elif t.check_refusal(fault, ended[0], mentioned, is_final=False):
+            job.check_recovery(fault, out)
+
+    # in the weights that a new run starts with
+    for value in t.scaled_sample([float("nan"), float("inf")]):
+        model = open_model(one_rank.reference_folder)
         name, weight = t.rng.choice(sorted(model.named_parameters()))
         with torch.no_grad():
             weight.view(-1)[0] = value
-        folder.mkdir()
-        checkpoint.write(folder / "model_00000.pt", checkpoint.model_file(model, 0))
-        t.refused(f"{value} in {name}", one.run(out, "--init-from", folder / "model_00000.pt"), "step 0", "refused")
+        path = t.new_path("bad") / "model_00000.pt"
+        path.parent.mkdir()
+        checkpoint.write(path, checkpoint.model_file(model, 0))
+
+        out = one_rank.new_folder()
+        t.check_refusal(f"{value} in {name}", one_rank.run(out, "--init-from", path), "step 0", "refused")
         assert not checkpoint.complete_steps(out)
 
 
 def two_runs(t: Torture) -> None:
     """A second process on the same folder: refused by name, or it waits its turn; the first notices nothing."""
-    works = Training(t, "--max-steps", "150", "--save-every", "10"), tokens(t, 300)
-    with a_hub(t, "pull-data") as (_, pull):
-        for work in [*works, pull["pull-data"]] * len(t.times(3)):
-            out = work.out()
-            first = work.start(out)[0]
-            if work in works:
+    training_job = TrainingJob(t, "--max-steps", "150", "--save-every", "10")
+    tokens_job = make_tokens_job(t, 300)
+    with open_hub(t, "pull-data") as (_, hub_jobs):
+        pull_job = hub_jobs["pull-data"]
+        for job in [training_job, tokens_job, pull_job] * len(t.scaled_range(3)):
+            out = job.new_folder()
+            first = job.start(out)[0]
+            if job is not pull_job:
                 first.wait_until((out / ".lock").exists)
             time.sleep(t.rng.uniform(0, 0.2))
-            second, fault = work.run(out), f"second {work.script}"
-            if second.exit_code == 0:  # too late, or it waited
-                t.note("unharmed", fault)
+            second = job.run(out)
+
+            fault = f"second {job.script}"
+            if second.exit_code == 0:  # it came too late, or it waited
+                t.record("unharmed", fault)
             else:
-                t.refused(fault, second, "in use by another process")
-            t.same(fault, first.wait().exit_code == 0 and work.equals_whole(out), 0, why=first.output)
+                t.check_refusal(fault, second, "in use by another process")
+            is_same = first.wait().exit_code == 0 and job.equals_reference(out)
+            t.record_result(fault, is_same, 0, details=first.output)
 
 
 # ------------------------------------------------------------------------- a long run
@@ -708,33 +924,49 @@ def two_runs(t: Torture) -> None:
 def long_run(t: Torture) -> None:
     """3,000 steps with validation, samples and saves: memory, open files and step time of the last third against the
     middle third."""
-    data, out, steps = tiny_data(t.path("data")), t.path("out"), len(t.times(3000))
-    every = "--val-every 20 --sample-every 50 --sample-prompt a --save-every 25 --keep 2 --tracker tensorboard"
-    flags = ["quickstart", *TINY_FLAGS, "--data-dir", data, "--out-dir", out, *every.split(), "--max-steps", steps]
-    script, seen = processes.start("train_gpt2", *flags, log=t.path("said"), cwd=t.folder), []
-    metrics, proc = out / "metrics.jsonl", Path(f"/proc/{script.process.pid}")
+    data = make_tiny_data(t.new_path("data"))
+    out = t.new_path("out")
+    steps = len(t.scaled_range(3000))
+    periods = "--val-every 20 --sample-every 50 --sample-prompt a --save-every 25 --keep 2 --tracker tensorboard"
+    flags = ["quickstart", *TINY_FLAGS, "--data-dir", data, "--out-dir", out, *periods.split(), "--max-steps", steps]
+    script = processes.start("train_gpt2", *flags, log=t.new_path("output"), cwd=t.folder)
+
+    # ten times a second: (step, resident memory in MB, number of open files, CPU time so far in ms)
+    metrics = out / "metrics.jsonl"
+    proc = Path(f"/proc/{script.process.pid}")
+    readings = []
     while script.process.is_alive():
         with suppress(OSError, TypeError):  # not begun, or just ended
-            step, user, system = metrics.read_bytes().count(b"\n"), *(proc / "stat").read_text().split()[13:15]
-            size = int(re.search(r"VmRSS:\s+(\d+)", (proc / "status").read_text())[1]) / 1024
+            step = metrics.read_bytes().count(b"\n")
+            user, system = (proc / "stat").read_text().split()[13:15]
+            memory_mb = int(re.search(r"VmRSS:\s+(\d+)", (proc / "status").read_text())[1]) / 1024
             cpu_ms = (int(user) + int(system)) * 1000 / os.sysconf("SC_CLK_TCK")
-            seen.append((step, size, len(list((proc / "fd").iterdir())), cpu_ms))
+            readings.append((step, memory_mb, len(list((proc / "fd").iterdir())), cpu_ms))
         time.sleep(0.1)
     assert script.wait().exit_code == 0, script.output
-    took = {line["step"]: line["step_ms"] for line in read_metrics(metrics) if "step_ms" in line}
+    step_ms = {line["step"]: line["step_ms"] for line in read_metrics(metrics) if "step_ms" in line}
 
-    def third(n: int) -> tuple[float, int, float, float]:
+    def measure_third(n: int) -> tuple[float, int, float]:
+        """Median memory in MB, most open files, and CPU ms a step of the nth third of the run."""
         span = range(n * steps // 3, (n + 1) * steps // 3)
-        at, sizes, handles, cpu = zip(*(s for s in seen if s[0] in span), strict=True)
-        ms = statistics.median(took[step] for step in span)
-        say = "{} third: resident memory {:.1f} MB, at most {} open files, {:.2f} ms a step (median), {:.2f} ms of CPU"
-        found = statistics.median(sizes), max(handles), ms, (cpu[-1] - cpu[0]) / (at[-1] - at[0])
-        t.figures.append(say.format(("first", "middle", "last")[n], *found))
-        return found
+        at, memory_mb, open_files, cpu_ms = zip(*(r for r in readings if r[0] in span), strict=True)
+        cpu_ms_per_step = (cpu_ms[-1] - cpu_ms[0]) / (at[-1] - at[0])
+        t.figures.append(
+            f"{('first', 'middle', 'last')[n]} third: resident memory {statistics.median(memory_mb):.1f} MB, "
+            f"at most {max(open_files)} open files, {statistics.median(step_ms[s] for s in span):.2f} ms a step "
+            f"(median), {cpu_ms_per_step:.2f} ms of CPU"
+        )
+        return statistics.median(memory_mb), max(open_files), cpu_ms_per_step
 
-    middle, last = third(1), third(2)
-    flat = last[0] < 1.03 * middle[0] and last[1] <= middle[1] + 2 and last[3] < 1.25 * middle[3]  # others slow a clock
-    t.same("long run", flat and len(checkpoint.complete_steps(out)) <= 3, outcome="unharmed", why=t.figures)
+    # CPU time is compared, not time: other processes slow down the wall clock's.
+    middle_mb, middle_files, middle_cpu_ms = measure_third(1)
+    last_mb, last_files, last_cpu_ms = measure_third(2)
+    memory_is_flat = last_mb < 1.03 * middle_mb
+    files_are_flat = last_files <= middle_files + 2
+    time_is_flat = last_cpu_ms < 1.25 * middle_cpu_ms
+    few_checkpoints = len(checkpoint.complete_steps(out)) <= 3
+    is_flat = memory_is_flat and files_are_flat and time_is_flat and few_checkpoints
+    t.record_result("long run", is_flat, outcome="unharmed", details=t.figures)
 
 
 CLASSES = {
@@ -747,30 +979,40 @@ CLASSES = {
 
 
 def main(only: tuple[str, ...] = (), scale: float = 1.0, seed: int = 0) -> None:
-    """Run the classes of faults named (all of them, where none is) and print what came of them.
+    """Run the classes of faults that are named (all, if none is) and print what came of them.
 
     only: names of classes. scale: share of the faults. seed: of their moments and places.
     """
-    if unknown := set(only) - CLASSES.keys():
+    unknown = set(only) - CLASSES.keys()
+    if unknown:
         raise SystemExit(f"error: no class {', '.join(unknown)}; there are {', '.join(CLASSES)}")
-    total, kills = Counter(), 0
+
+    total = Counter()
+    kills = 0
     print("class              faults recovered refused unharmed  bad kills     s")
     for name in only or CLASSES:
         with tempfile.TemporaryDirectory(prefix="torture-") as folder:
-            t, began = Torture(Path(folder) / name, seed, scale), time.monotonic()
+            t = Torture(Path(folder) / name, seed, scale)
+            start_time = time.monotonic()
             try:
                 CLASSES[name](t)
             except Exception as e:
-                t.note("SILENT", name, why=f"the class did not come to its end: {e!r}"[:2000])
-        o, took = t.outcomes, time.monotonic() - began
-        total, kills = total + o, kills + t.kills
-        print(f"{name:18} {o.total():6} {o['recovered']:9} {o['refused']:7} {o['unharmed']:8} "
-              f"{o['SILENT'] + o['LOST']:4} {t.kills:5} {took:5.0f}", flush=True)  # fmt: skip
+                t.record("SILENT", name, details=f"the class did not come to its end: {e!r}"[:2000])
+        seconds = time.monotonic() - start_time
+
+        # one line of the table, then its figures and failures
+        o = t.outcomes
+        total += o
+        kills += t.kills
+        bad = o["SILENT"] + o["LOST"]
+        counts = f"{o.total():6} {o['recovered']:9} {o['refused']:7} {o['unharmed']:8} {bad:4} {t.kills:5}"
+        print(f"{name:18} {counts} {seconds:5.0f}", flush=True)
         for line in [*t.figures, *t.failures]:
             print(f"    {line}", flush=True)
-    bad = total["SILENT"], total["LOST"]
-    print(f"torture: {total.total()} faults injected ({kills} kills), {bad[0]} silent, {bad[1]} lost")
-    sys.exit(any(bad))
+
+    silent, lost = total["SILENT"], total["LOST"]
+    print(f"torture: {total.total()} faults injected ({kills} kills), {silent} silent, {lost} lost")
+    sys.exit(1 if silent or lost else 0)
 
 
 if __name__ == "__main__":
