@@ -7,8 +7,10 @@ in processes of their own in processes.py. A test of training usually reads:
     assert load_curve(run)[3][1] < 5.5                                          # the validation loss of step 3
 """
 
+import copy
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +57,21 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
     torch.set_num_threads(1)  # the tests run side by side
     train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
     return Path(out)
+
+
+def choices(config_class, field) -> tuple:
+    """The values that the Literal of a field allows: tests that go through all of them fail for one that is added
+    there and not handled."""
+    return get_args(get_type_hints(config_class)[field])
+
+
+def with_unchecked(config, **values):
+    """A copy of a config with values that its own checks would refuse, as if somebody had added them to a Literal and
+    nowhere else."""
+    changed = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)  # the dataclass is frozen
+    return changed
 
 
 def load_metrics(run) -> list[dict]:

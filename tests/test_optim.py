@@ -1,4 +1,5 @@
-"""Groups hold every parameter once, schedules are the published curves, state moves between optimizers unharmed."""
+"""Every parameter has one optimizer, schedules are the published curves, state moves between runs unchanged; and an
+optimizer, a schedule or another choice that is not handled everywhere raises, with what to do."""
 
 import copy
 import dataclasses
@@ -7,36 +8,212 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers import CPU, choices, with_unchecked
 
 from model import GPT, GPTConfig
-from system.distributed import Runtime
 from training import muon, optim, schedule
+from training.config import TrainConfig
 from training.master_weights import MasterWeights
 from training.presets import PRESETS
+from training.step import TrainStep
 
-CPU = Runtime(torch.device("cpu"), torch.float32)
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
-BASE = dataclasses.replace(PRESETS["gpt2-124m"], model=SMALL, sequence_length=16, val_tokens=16)
+BASE = dataclasses.replace(
+    PRESETS["gpt2-124m"], model=SMALL, sequence_length=16, val_tokens=16, total_batch_size=32, compile=False
+)
+
+OPTIMIZER_NAMES = choices(TrainConfig, "optimizer")
+SCHEDULES = choices(TrainConfig, "schedule")
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "normuon"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_in_exactly_one_group(kind, tied):
-    cfg = dataclasses.replace(BASE, optimizer=kind, model=dataclasses.replace(SMALL, tied_head=tied))
+def build(cfg):
+    """A small model's weights, from a fixed seed, and the optimizers of this config."""
+    torch.manual_seed(0)
+    weights = MasterWeights(GPT(cfg.model), keep_float32_copy=cfg.weights == "bfloat16")
+    return weights, optim.build_optimizers(weights.named, cfg, CPU)
+
+
+def take_step(weights, optimizers, cfg, step):
+    """One training step, of 10, on random tokens that depend on the step."""
+    idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
+    weights.model(idx, idx)[1].backward()
+    weights.take_gradients()
+    schedule.set_learning_rates(optimizers, step, 10, cfg)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    weights.copy_to_model()
+
+
+def optimizer_of_each_parameter(cfg):
+    """{name of a parameter: class of the optimizer that takes it}"""
+    weights, optimizers = build(cfg)
+    class_of = {p: type(optimizer) for optimizer in optimizers for p in optim.all_params(optimizer)}
+    return {name: class_of[p] for name, p in weights.named.items()}
+
+
+# ------------------------------------------------------------------------- which parameters
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_every_parameter_is_in_exactly_one_group(optimizer, tied_head):
+    cfg = dataclasses.replace(BASE, optimizer=optimizer, model=dataclasses.replace(SMALL, tied_head=tied_head))
     model = GPT(cfg.model)
-    groups = optim.parameter_groups(dict(model.named_parameters()), cfg)
-    ids = [id(p) for gs in groups.values() for g in gs for p in g["params"]]
-    assert sorted(ids) == sorted(id(p) for p in model.parameters())
-    if kind != "adamw":
-        assert {tuple(p.shape) for p in groups["muon"][0]["params"]} == {(48, 16), (16, 16), (64, 16), (16, 64)}
+    groups_by_optimizer = optim.parameter_groups(dict(model.named_parameters()), cfg)
+    found = [id(p) for groups in groups_by_optimizer.values() for group in groups for p in group["params"]]
+    assert sorted(found) == sorted(id(p) for p in model.parameters())
 
 
-def test_weight_decay_touches_matrices_only():
-    for group in optim.parameter_groups(dict(GPT(SMALL).named_parameters()), BASE)["adamw"]:
+def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else():
+    cfg = dataclasses.replace(BASE, optimizer="muon")
+    (group,) = optim.parameter_groups(dict(GPT(SMALL).named_parameters()), cfg)["muon"]
+    shapes = {tuple(p.shape) for p in group["params"]}
+    assert shapes == {(48, 16), (16, 16), (64, 16), (16, 64)} and len(group["params"]) == 4 * SMALL.n_layer
+
+
+def test_weight_decay_is_of_matrices_only():
+    groups = optim.parameter_groups(dict(GPT(SMALL).named_parameters()), BASE)["adamw"]
+    for group in groups:
         assert all((p.dim() >= 2) == (group["weight_decay"] == 0.1) for p in group["params"])
 
 
-def test_cosine_is_build_nanogpts():
+# ------------------------------------------------------------------------- no optimizer is half added
+
+
+def test_no_two_optimizers_train_every_parameter_alike():
+    """One that is named in TrainConfig, but not handled in parameter_groups, would train as another."""
+    seen = {}
+    for name in OPTIMIZER_NAMES:
+        classes = tuple(sorted(optimizer_of_each_parameter(dataclasses.replace(BASE, optimizer=name)).items(), key=str))
+        fix = "give it parameters in parameter_groups, or a class of its own in OPTIMIZERS (training/optim.py)"
+        assert classes not in seen, f"--optimizer {name} trains every parameter as {seen[classes]} does: {fix}"
+        seen[classes] = name
+
+
+def test_the_tables_have_the_same_classes():
+    fix = "every class in OPTIMIZERS needs its state in OPTIMIZER_STATE, and no other (training/optim.py)"
+    assert set(optim.OPTIMIZERS.values()) == set(optim.OPTIMIZER_STATE), fix
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_the_state_of_every_optimizer_is_in_the_table_and_nothing_else_is(name):
+    """A step adds no state to what the table has created, changes no shape, and uses each tensor: all begin as 0."""
+    weights, optimizers = build(dataclasses.replace(BASE, optimizer=name))
+    for p in weights.named.values():
+        p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        for p in optim.all_params(optimizer):
+            state = optimizer.state[p]
+            shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+            fix = f"OPTIMIZER_STATE in training/optim.py must have what {type(optimizer).__name__} keeps: {shapes}"
+            assert shapes == optim.state_shapes(type(optimizer), p), fix
+            unused = [key for key, tensor in state.items() if not tensor.any()]
+            assert not unused, f"{fix}, but a step leaves {unused} at 0"
+            assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+TORCHS_OWN = [kind for kind in optim.OPTIMIZER_STATE if kind.__module__.startswith("torch.")]
+
+
+@pytest.mark.parametrize("kind", TORCHS_OWN)
+def test_the_table_has_the_state_that_torchs_optimizers_create_by_themselves(kind):
+    """They create it in their first step, where it is missing."""
+    p = torch.nn.Parameter(torch.ones(3, 4))
+    p.grad = torch.ones_like(p)
+    optimizer = kind([p])
+    optimizer.step()
+    found = {key: tuple(tensor.shape) for key, tensor in optimizer.state[p].items()}
+    assert found == optim.state_shapes(kind, p)
+
+
+def test_adamw_with_state_from_the_table_makes_the_same_bits_as_torch_alone():
+    weights, ours = build(BASE)
+    groups = copy.deepcopy(optim.parameter_groups(weights.named, BASE)["adamw"])
+    torchs = torch.optim.AdamW(groups, lr=BASE.max_lr, betas=(BASE.beta1, BASE.beta2), eps=BASE.adam_eps, fused=True)
+    for step in range(3):
+        torch.manual_seed(step)
+        for p, q in zip(optim.all_params(ours[0]), optim.all_params(torchs), strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        ours[0].step()
+        torchs.step()
+    assert all(map(torch.equal, optim.all_params(ours[0]), optim.all_params(torchs)))
+
+
+def test_a_choice_that_is_named_but_not_handled_raises_when_the_step_is_built():
+    """TrainConfig refuses names that are not in its Literals, so these are set behind its back."""
+    for field, value, place in (
+        ("optimizer", "lion", "add a case to parameter_groups in training/optim.py"),
+        ("weights", "float8", "add a case to TrainStep in training/step.py"),
+        ("zero_stage", 2, "add a case to build_optimizers in training/optim.py"),
+    ):
+        cfg = with_unchecked(BASE, **{field: value})
+        with pytest.raises(ValueError, match=f"{value}.*{place}"):
+            TrainStep(cfg, CPU, GPT(SMALL))
+    with pytest.raises(ValueError, match=r"new.*add it to NEWTON_SCHULZ_ITERATIONS in training/muon.py"):
+        TrainStep(with_unchecked(BASE, optimizer="muon", newton_schulz="new"), CPU, GPT(SMALL))
+
+
+def test_an_optimizer_without_its_class_or_its_settings_raises_when_it_is_built(monkeypatch):
+    groups = {"lion": [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.0, "peak_lr": 1.0}]}
+    monkeypatch.setattr(optim, "parameter_groups", lambda named, cfg: groups)
+    with pytest.raises(ValueError, match=r"'lion': add a case to optimizer_settings in training/optim.py"):
+        optim.build_optimizers({}, BASE, CPU)
+    monkeypatch.setattr(optim, "optimizer_settings", lambda name, cfg: {})
+    with pytest.raises(ValueError, match=r"'lion': add it to OPTIMIZERS in training/optim.py"):
+        optim.build_optimizers({}, BASE, CPU)
+
+
+class Sign(torch.optim.Optimizer):
+    """A contributor's optimizer. Its state has another shape than the parameter."""
+
+    def __init__(self, params, lr, **settings):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in optim.all_params(self):
+            self.state[p]["mean"] += p.grad.flatten()[:3]
+            p -= 1e-3 * p.grad.sign()
+
+
+@pytest.mark.parametrize("zero_stage", choices(TrainConfig, "zero_stage"))
+def test_an_optimizer_without_its_state_in_the_table_raises_when_it_is_built(monkeypatch, zero_stage):
+    """It once failed at the first save, which in speedrun-124m is the last step, and only with --zero-stage 1."""
+    monkeypatch.setitem(optim.OPTIMIZERS, "adamw", Sign)
+    cfg, rt = dataclasses.replace(BASE, zero_stage=zero_stage), dataclasses.replace(CPU, world_size=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's ZeRO-1
+    try:
+        with pytest.raises(ValueError, match=r"add to OPTIMIZER_STATE in training/optim.py what Sign keeps"):
+            optim.build_optimizers(dict(GPT(SMALL).named_parameters()), cfg, rt)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_of_ones_own_resumes_and_is_not_taken_for_another(monkeypatch):
+    weights, adamw = build(BASE)
+    monkeypatch.setitem(optim.OPTIMIZERS, "adamw", Sign)
+    monkeypatch.setitem(optim.OPTIMIZER_STATE, Sign, {"mean": lambda p: (3,)})
+    ours, resumed = (optim.build_optimizers(weights.named, BASE, CPU) for _ in range(2))
+    take_step(weights, ours, BASE, step=0)
+
+    saved = copy.deepcopy(optim.full_state(ours, CPU))
+    optim.load_state(resumed, saved)
+
+    assert all(torch.equal(ours[0].state[p]["mean"], resumed[0].state[p]["mean"]) for p in weights.named.values())
+    assert any(ours[0].state[p]["mean"].any() for p in weights.named.values())
+    with pytest.raises(ValueError, match="keeps mean of parameter 0, unlike AdamW"):
+        optim.load_state(adamw, saved)
+
+
+# ------------------------------------------------------------------------- learning rates
+
+
+def test_the_cosine_is_build_nanogpts():
     lr = lambda step: BASE.max_lr * schedule.lr_factor(step, 19073, BASE)
     assert lr(0) == pytest.approx(6e-4 / 715)
     assert lr(714) == pytest.approx(6e-4) and lr(715) == pytest.approx(6e-4)
@@ -46,72 +223,104 @@ def test_cosine_is_build_nanogpts():
     assert lr(19073) == pytest.approx(6e-5)
 
 
-def test_trapezoid():
+def test_the_trapezoid_is_constant_and_then_falls_linearly():
     cfg = dataclasses.replace(BASE, schedule="trapezoid", warmup_steps=10, cooldown=0.25, min_lr=0.0)
-    factor = [schedule.lr_factor(s, 100, cfg) for s in range(101)]
-    assert factor[9] == 1 and factor[10:76] == [1] * 66
-    assert factor[100] == 0 and factor[88] == pytest.approx(12 / 25)
-    assert all(a >= b for a, b in pairwise(factor[10:]))
+    factors = [schedule.lr_factor(step, 100, cfg) for step in range(101)]
+    assert factors[9] == 1 and factors[10:76] == [1] * 66
+    assert factors[100] == 0 and factors[88] == pytest.approx(12 / 25)
+    assert all(a >= b for a, b in pairwise(factors[10:]))
+
+
+def curve_of(name):
+    """The factors of a schedule over 100 steps, 10 of them warm-up, down to a tenth of the peak."""
+    cfg = dataclasses.replace(BASE, schedule=name, warmup_steps=10, cooldown=0.25, max_lr=1.0, min_lr=0.1)
+    return tuple(schedule.lr_factor(step, 100, cfg) for step in range(101))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_warms_up_to_the_peak_and_ends_at_the_floor(name):
+    factors = curve_of(name)
+    assert all(0 <= factor <= 1 for factor in factors) and max(factors) == 1
+    assert factors[:10] == tuple((step + 1) / 10 for step in range(10))
+    assert factors[100] == pytest.approx(0.1) and factors[99] < 0.2  # nearly there in the last step that is made
+
+
+def test_no_two_schedules_have_the_same_curve():
+    curves = {curve_of(name): name for name in SCHEDULES}
+    fix = "give each schedule a function of its own in choose_decay (training/schedule.py)"
+    assert sorted(curves.values()) == sorted(SCHEDULES), f"only {sorted(curves.values())} differ: {fix}"
+
+
+def test_a_schedule_that_is_named_but_not_handled_raises_in_the_first_step():
+    """Not where its decay begins: after the warm-up, hundreds of steps would be lost."""
+    cfg = with_unchecked(BASE, schedule="linear")
+    _, optimizers = build(BASE)
+    with pytest.raises(ValueError, match=r"'linear': add a case to choose_decay in training/schedule.py"):
+        schedule.set_learning_rates(optimizers, 0, 19073, cfg)
 
 
 def test_each_rate_of_the_speedrun_reaches_its_parameters():
-    cfg = PRESETS["speedrun-124m"]
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, n_layer=2, n_head=2, n_embd=16, vocab_size=64))
-    weights = MasterWeights(GPT(cfg.model), cfg.weights == "bfloat16")
-    optimizers = optim.build_optimizers(weights.named, cfg, CPU)
+    speedrun = PRESETS["speedrun-124m"]
+    small = dataclasses.replace(speedrun.model, n_layer=2, n_head=2, n_embd=16, vocab_size=64)
+    cfg = dataclasses.replace(speedrun, model=small)
+    weights, optimizers = build(cfg)
+
     assert schedule.set_learning_rates(optimizers, 0, 3250, cfg) == 0.004
-    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+
+    rate_of = {p: group["lr"] for o in optimizers for group in o.param_groups for p in group["params"]}
     for name, p in weights.named.items():
-        of_blocks = 0.025 if ".h." in name else 0.004
-        wanted = 0.7 if ".wte." in name else of_blocks if p.dim() == 2 else 0.015
-        assert rates[p] == pytest.approx(wanted), name
+        if ".wte." in name:
+            expected = 0.7
+        elif p.dim() < 2:
+            expected = 0.015
+        elif ".h." in name:
+            expected = 0.025
+        else:
+            expected = 0.004
+        assert rate_of[p] == pytest.approx(expected), name
     assert optimizers[0].param_groups[0]["betas"] == (0.8, 0.95)
 
 
-def test_muons_momentum_warms_up():
-    cfg = dataclasses.replace(BASE, optimizer="muon", muon_momentum_warmup=300)
-    optimizers = optim.build(MasterWeights(GPT(SMALL), cfg.weights == "bfloat16"), cfg, CPU)
-    for step, momentum in ((0, 0.85), (150, 0.9), (300, 0.95), (2000, 0.95)):
-        schedule.set_learning_rates(optimizers, step, 3000, cfg)
-        assert optimizers[1].param_groups[0]["momentum"] == pytest.approx(momentum)
+# ------------------------------------------------------------------------- saving and loading state
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "normuon"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_round_trip_continues_bit_for_bit(kind, dtype):
-    cfg = dataclasses.replace(BASE, optimizer=kind, weights=dtype)
+@pytest.mark.parametrize("dtype", choices(TrainConfig, "weights"))
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_state_that_is_saved_and_loaded_continues_bit_for_bit(optimizer, dtype):
+    cfg = dataclasses.replace(BASE, optimizer=optimizer, weights=dtype)
+    a, optimizers_a = build(cfg)
+    take_step(a, optimizers_a, cfg, step=0)
 
-    def step(weights, optimizers, seed):
-        idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
-        weights.model(idx, idx)[1].backward()
-        weights.take_gradients()
-        schedule.set_learning_rates(optimizers, seed, 10, cfg)
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-        weights.copy_to_model()
+    # Another run begins with what the first one saved.
+    saved = {name: tensor.clone() for name, tensor in a.state_dict().items()}
+    b = MasterWeights(GPT.from_state_dict(SMALL, saved), keep_float32_copy=dtype == "bfloat16")
+    optimizers_b = optim.build_optimizers(b.named, cfg, CPU)
+    optim.load_state(optimizers_b, copy.deepcopy(optim.full_state(optimizers_a, CPU)))
 
-    torch.manual_seed(0)
-    a = MasterWeights(GPT(SMALL), cfg.weights == "bfloat16")
-    oa = optim.build_optimizers(a.named, cfg, CPU)
-    step(a, oa, 0)
-    saved = {k: v.clone() for k, v in a.state_dict().items()}
-    b = MasterWeights(GPT.from_state_dict(SMALL, saved), cfg.weights == "bfloat16")
-    ob = optim.build_optimizers(b.named, cfg, CPU)
-    optim.load_state(ob, copy.deepcopy(optim.full_state(oa, CPU)))
-    for s in (1, 2):
-        step(a, oa, s)
-        step(b, ob, s)
+    for step in (1, 2):
+        take_step(a, optimizers_a, cfg, step)
+        take_step(b, optimizers_b, cfg, step)
     assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
-    assert all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
+    assert all(torch.equal(tensor, b.state_dict()[name]) for name, tensor in a.state_dict().items())
+
+
+def test_a_checkpoint_without_state_continues_as_from_the_first_step():
+    """Up to November 2026 a checkpoint of step 0 held no state, because nothing had created it yet."""
+    weights, optimizers = build(BASE)
+    saved = optim.full_state(optimizers, CPU)
+    saved[0]["state"] = {}
+    optim.load_state(optimizers, saved)
+    for p in weights.named.values():
+        assert {key: tuple(t.shape) for key, t in optimizers[0].state[p].items()} == optim.state_shapes(
+            torch.optim.AdamW, p
+        )
+    take_step(weights, optimizers, BASE, step=0)
 
 
 def test_state_of_other_parameters_is_refused():
     """torch would load it, and fail in the first step or, where shapes can be stretched, not at all."""
-    model = GPT(SMALL)
-    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[1].backward()
-    optimizers = optim.build(optim.Weights(model, BASE), BASE, CPU)
-    optimizers[0].step()
+    weights, optimizers = build(BASE)
+    take_step(weights, optimizers, BASE, step=0)
     (state,) = optim.full_state(optimizers, CPU)
     with pytest.raises(ValueError, match="it has 2 optimizers, but this config has 1"):
         optim.load_state(optimizers, [state, state])
@@ -120,125 +329,151 @@ def test_state_of_other_parameters_is_refused():
         optim.load_state(optimizers, [state])
 
 
-def test_bfloat16_weights_keep_float32_twins():
-    """Updates too small for bfloat16 add up in the twins; the model is the twins, rounded; a tied head stays tied."""
+# ------------------------------------------------------------------------- master weights
+
+
+def test_bfloat16_weights_keep_float32_master_weights():
+    """Updates too small for bfloat16 add up in the master weights; the model has these, rounded; a tied head stays
+    tied."""
     cfg = dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0)
-    model = GPT(SMALL)
-    weights = MasterWeights(model, cfg.weights == "bfloat16")
-    optimizers = optim.build_optimizers(weights.named, cfg, CPU)
+    weights, optimizers = build(cfg)
+    model = weights.model
     before = weights.state_dict()["transformer.h.0.attn.c_attn.weight"].clone()
+
     for _ in range(3):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         weights.take_gradients()
-        for o in optimizers:
-            for g in o.param_groups:
-                g["lr"] = 1e-6
-            o.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-6
+            optimizer.step()
         weights.copy_to_model()
+
     state = weights.state_dict()
     assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
-    assert all(v.dtype == torch.float32 for v in state.values()) and state.keys() == model.state_dict().keys()
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    assert state.keys() == model.state_dict().keys()
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    assert all(torch.equal(v, state[k].bfloat16()) for k, v in model.state_dict().items())
+    assert all(torch.equal(tensor, state[name].bfloat16()) for name, tensor in model.state_dict().items())
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_every_choice_of_weights_gives_the_model_another_precision():
+    dtype_of = {}
+    for name in choices(TrainConfig, "weights"):
+        train_step = TrainStep(dataclasses.replace(BASE, weights=name), CPU, GPT(SMALL))
+        (dtype_of[name],) = {p.dtype for p in train_step.model.parameters()}
+    assert dtype_of == {name: getattr(torch, name) for name in choices(TrainConfig, "weights")}
 
 
 def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
     """As where a record drops the first attention layer; with float32 weights torch's optimizers see to it."""
-    weights = optim.Weights(model := GPT(SMALL), cfg := dataclasses.replace(BASE, weights="bfloat16"))
-    optimizers = optim.build_optimizers(weights.named, cfg, CPU)
-    before = {k: v.clone() for k, v in weights.state_dict().items()}
-    for name, p in model.named_parameters():
+    weights, optimizers = build(dataclasses.replace(BASE, weights="bfloat16"))
+    before = {name: tensor.clone() for name, tensor in weights.state_dict().items()}
+    for name, p in weights.model.named_parameters():
         p.grad = None if ".h.0.attn" in name else torch.ones_like(p)
     weights.take_gradients()
     optimizers[0].step()
     weights.copy_to_model()
-    assert all(torch.equal(v, before[k]) == (".h.0.attn" in k) for k, v in weights.state_dict().items())
+    for name, tensor in weights.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (".h.0.attn" in name), name
+
+
+# ------------------------------------------------------------------------- Muon
+
+# Parameters by the names that the network gives them. The first has queries, keys and values; the first MLP's is as
+# tall as those, but is one matrix.
+MATRICES = {
+    "transformer.h.0.attn.c_attn.weight": (48, 16),
+    "transformer.h.0.mlp.c_fc.weight": (48, 16),
+    "transformer.h.1.mlp.c_fc.weight": (64, 16),
+    "transformer.h.2.mlp.c_fc.weight": (64, 16),
+    "transformer.h.0.mlp.c_proj.weight": (16, 64),
+    "transformer.h.0.attn.c_proj.weight": (16, 16),
+}
+
+
+def split_matrices(name, tensor):
+    """The matrices that are in a parameter, or in its gradient or its momentum."""
+    return tensor.chunk(3 if name.endswith("attn.c_attn.weight") else 1)
 
 
 def test_muon_is_torchs_for_each_matrix():
-    """Equal shapes together, queries, keys and values apart; and state that torch's Muon saved is taken up."""
+    """Matrices of one shape together; queries, keys and values each alone, though they share a parameter; a parameter
+    of an MLP as one, though it is three times as tall as wide. And state that torch's Muon saved is loaded."""
     torch.manual_seed(0)
-    shapes = {"qkv": (48, 16), "tall": (64, 16), "tall too": (64, 16), "wide": (16, 64), "square": (16, 16)}
-    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    parts = [t for name, p in ours.items() for t in p.detach().clone().chunk(3 if name == "qkv" else 1)]
-    theirs = [torch.nn.Parameter(t) for t in parts]
     settings = {"lr": 0.02, "momentum": 0.9}
-    mine = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
-    torchs = torch.muon.Muon([{"params": theirs, "weight_decay": 0.1}], **settings)
+
+    # Ours takes the parameters as they are, torch's each matrix as a parameter of its own.
+    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in MATRICES.items()}
+    for name, p in ours.items():
+        muon.mark_matrices(name, p)
+    split = [matrix for name, p in ours.items() for matrix in split_matrices(name, p.detach().clone())]
+    theirs = [torch.nn.Parameter(matrix) for matrix in split]
+    our_muon = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
+    optim.create_state(our_muon)
+    torchs_muon = torch.optim.Muon([{"params": theirs, "weight_decay": 0.1}], **settings)
+
     for step in range(4):
         for p in ours.values():
             p.grad = torch.randn(p.shape)
-        grads = [g.clone() for name, p in ours.items() for g in p.grad.chunk(3 if name == "qkv" else 1)]
-        for p, g in zip(theirs, grads, strict=True):
-            p.grad = g
-        mine.step()
-        torchs.step()
-        found = [t for name, p in ours.items() for t in p.detach().chunk(3 if name == "qkv" else 1)]
+        gradients = [g.clone() for name, p in ours.items() for g in split_matrices(name, p.grad)]
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient
+        our_muon.step()
+        torchs_muon.step()
+        found = [matrix for name, p in ours.items() for matrix in split_matrices(name, p.detach())]
         for a, b in zip(found, theirs, strict=True):
             torch.testing.assert_close(a, b.detach(), atol=2e-4, rtol=0)  # lr times the rounding of bfloat16
+
+        # Half-way ours continues from torch's state, the parts of queries, keys and values put together.
         if step == 1:
-            state = torchs.state_dict()
-            buffers = [s["momentum_buffer"] for s in state["state"].values()]
-            buffers = [torch.cat(buffers[:3]), *buffers[3:]]
-            state["state"] = {i: {"momentum_buffer": b.clone()} for i, b in enumerate(buffers)}
+            state = torchs_muon.state_dict()
+            q, k, v, *rest = [tensors["momentum_buffer"] for tensors in state["state"].values()]
+            buffers = [torch.cat((q, k, v)), *rest]
+            state["state"] = {i: {"momentum_buffer": buffer.clone()} for i, buffer in enumerate(buffers)}
             state["param_groups"][0]["params"] = list(range(len(buffers)))
-            mine = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
-            optim.load_state([mine], [state])
+            our_muon = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
+            optim.load_state([our_muon], [state])
 
 
-def test_normuon_evens_out_the_rows_and_keeps_the_norm():
-    """Against its definition, one matrix at a time; queries, keys and values apart, columns where they are more."""
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((48, 16), (64, 16), (64, 16), (16, 64))]
-    plain = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    normuon, muon = (kind(ps, lr=1.0, momentum=0.9) for kind, ps in ((optim.NorMuon, params), (muon.Muon, plain)))
-    squares = {}
-    for _ in range(3):
-        before = [p.detach().clone() for p in params]
-        for p, q in zip(params, plain, strict=True):
-            p.grad = torch.randn(p.shape) * torch.rand(p.size(0), 1)
-            q.grad, q.data = p.grad.clone(), p.detach().clone()
-        normuon.step()
-        muon.step()
-        for i, (p, q, old) in enumerate(zip(params, plain, before, strict=True)):
-            for part in range(n := 3 if p.size(0) == 48 else 1):
-                change, wanted = ((old - t.detach()).chunk(n)[part] for t in (p, q))
-                dim = 1 if change.size(0) >= change.size(1) else 0
-                kept = squares.get((i, part), 0) * 0.95 + wanted.square().mean(dim, keepdim=True) * 0.05
-                squares[i, part] = kept
-                scaled = wanted / kept.sqrt()
-                torch.testing.assert_close(change, scaled * wanted.norm() / scaled.norm(), atol=1e-4, rtol=1e-3)
+def test_queries_keys_and_values_are_known_by_name_not_by_shape():
+    rows_of = {}
+    for name, shape in MATRICES.items():
+        p = torch.nn.Parameter(torch.zeros(shape))
+        muon.mark_matrices(name, p)
+        rows_of[name] = p.matrix_rows
+    assert rows_of.pop("transformer.h.0.attn.c_attn.weight") == (16, 16, 16)
+    assert rows_of == {name: (MATRICES[name][0],) for name in rows_of}
 
 
-class Sign(torch.optim.Optimizer):
-    """An optimizer that OPTIMIZER_STATE does not list; its state has another shape than the parameter."""
-
-    def __init__(self, params, lr, **settings):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for p in [p for g in self.param_groups for p in g["params"]]:
-            self.state[p]["mean"] = self.state[p].get("mean", 0) + p.grad.flatten()[:3]
-            p -= 1e-3 * p.grad.sign()
+def test_every_matrix_of_the_network_is_known_to_muon():
+    """A new one must be added to mark_matrices: of queries, keys and values in another layout it cannot tell."""
+    for name, p in GPT(SMALL).named_parameters():
+        if ".h." in name and p.dim() == 2:
+            muon.mark_matrices(name, p)
+            assert sum(p.matrix_rows) == p.size(0)
 
 
-def test_an_optimizer_of_ones_own(monkeypatch):
-    """It resumes, is not taken for another one, and ZeRO-1, which could not save it, says so before the first step
-    (it once failed at the first save, which in speedrun-124m is the last step)."""
-    weights = optim.Weights(GPT(SMALL), BASE)
-    adamw = optim.build_optimizers(weights.named, BASE, CPU)
-    monkeypatch.setattr(torch.optim, "AdamW", Sign)
-    ours, again = (optim.build_optimizers(weights.named, BASE, CPU) for _ in range(2))
-    idx = torch.zeros((2, 16), dtype=torch.int64)
-    weights.model(idx, idx)[1].backward()
-    ours[0].step()
-    optim.load_state(again, copy.deepcopy(optim.full_state(ours, CPU)))
-    assert all(torch.equal(ours[0].state[p]["mean"], again[0].state[p]["mean"]) for p in weights.named.values())
-    with pytest.raises(ValueError, match="keeps mean of parameter 0, unlike AdamW"):
-        optim.load_state(adamw, optim.full_state(ours, CPU))
-    cfg, two = dataclasses.replace(BASE, zero_stage=1), dataclasses.replace(CPU, world_size=2)
-    with pytest.raises(AssertionError, match="OPTIMIZER_STATE what Sign keeps"):
-        optim.build_optimizers(weights.named, cfg, two)
+@pytest.mark.parametrize("name, shape, message", [
+    # Grouped queries: two heads of queries share one of keys and values.
+    ("transformer.h.0.attn.c_attn.weight", (32, 16), "32 rows, not 16 for each of queries, keys and values"),
+    ("transformer.h.0.attn.c_kv.weight", (32, 16), "which matrices are in transformer.h.0.attn.c_kv.weight"),
+])  # fmt: skip
+def test_matrices_in_an_unknown_layout_are_refused(name, shape, message):
+    with pytest.raises(ValueError, match=f"{message}.*mark_matrices in training/muon.py"):
+        muon.mark_matrices(name, torch.nn.Parameter(torch.zeros(shape)))
+
+
+def test_every_choice_of_iterations_makes_a_matrix_orthogonal_in_its_own_way():
+    names = choices(TrainConfig, "newton_schulz")
+    assert set(names) == set(muon.NEWTON_SCHULZ_ITERATIONS), "NEWTON_SCHULZ_ITERATIONS in training/muon.py"
+    X = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))
+    singular_values = {}
+    for name in names:
+        result = muon.orthogonalize(X, muon.NEWTON_SCHULZ_ITERATIONS[name])
+        singular_values[name] = torch.linalg.svdvals(result[0].float())
+        assert 0.6 < singular_values[name].min() and singular_values[name].max() < 1.3, name
+    assert (singular_values["exact"] - 1).abs().max() < 0.02
+    assert len({tuple(values.tolist()) for values in singular_values.values()}) == len(names)
