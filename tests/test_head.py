@@ -1,6 +1,7 @@
-"""The head by chunks: GPT's loss and gradients to rounding, in a part of its memory."""
+"""The head in chunks has GPT's loss and gradients, to rounding, and never holds more than one chunk of logits."""
 
 import dataclasses
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -20,9 +21,11 @@ OPTIONS = {
     "bias": {"tied_head": False, "head_bias": True},
 }
 B, T = 17, 128  # rows for four chunks, the last one shorter
+NUM_CHUNKS = 4
 
 
 def make(**options):
+    """A small model with these options, ids and targets (B, T), all from a fixed seed."""
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, **options))
     with torch.no_grad():
@@ -33,6 +36,7 @@ def make(**options):
 
 
 def loss_and_gradients(model, forward, idx, targets, precision=None, scale=1.0):
+    """The loss of `forward` and the gradients of `scale` times that loss by name, under autocast to `precision`."""
     model.zero_grad()
     with torch.autocast("cpu", precision) if precision else nullcontext():
         _, loss = forward(idx, targets)
@@ -45,13 +49,17 @@ def loss_and_gradients(model, forward, idx, targets, precision=None, scale=1.0):
 def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
     model, idx, targets = make(**OPTIONS[options])
     targets[B - ignored :] = -100  # as validation pads its last batch
-    wanted, gradients = loss_and_gradients(model, model, idx, targets, scale=0.25)
-    loss, ours = loss_and_gradients(model, Forward(model, compiles=False), idx, targets, scale=0.25)
-    assert loss == pytest.approx(wanted, rel=1e-6)
+    in_chunks = Forward(model, compiles=False)
+
+    expected, gradients = loss_and_gradients(model, model, idx, targets, scale=0.25)
+    loss, ours = loss_and_gradients(model, in_chunks, idx, targets, scale=0.25)
+    with torch.no_grad():
+        loss_without_gradients = in_chunks(idx, targets)[1].item()
+
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert loss_without_gradients == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item())
-    with torch.no_grad():
-        assert Forward(model, compiles=False)(idx, targets)[1].item() == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision, weights, scale", [
@@ -59,9 +67,12 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
     (torch.float16, torch.float32, 2.0**16),
 ])  # fmt: skip
 def test_half_precision_is_as_near_to_float32_as_with_all_logits(precision, weights, scale):
+    # The gradient of the tied embedding in float32.
     model, idx, targets = make()
-    _, exact = loss_and_gradients(model, model, idx, targets)
-    exact = exact["transformer.wte.weight"]
+    _, exact_gradients = loss_and_gradients(model, model, idx, targets)
+    exact = exact_gradients["transformer.wte.weight"]
+
+    # Its relative error in half precision: with all logits, and in chunks.
     for p in model.parameters():
         p.data = p.data.to(weights)
     errors = []
@@ -70,12 +81,14 @@ def test_half_precision_is_as_near_to_float32_as_with_all_logits(precision, weig
         found = gradients["transformer.wte.weight"]
         assert found.dtype == weights
         errors.append(((found.float() / scale - exact).norm() / exact.norm()).item())
-    assert errors[1] <= 1.2 * errors[0] + 1e-4, errors
+    with_all_logits, in_chunks = errors
+    assert in_chunks <= 1.2 * with_all_logits + 1e-4
 
 
-def test_compiled_it_is_the_same():
+def test_the_compiled_loss_of_a_chunk_is_the_same():
     model, idx, targets = make(softcap=3.0, tied_head=False, head_bias=True)
-    x, found = model.hidden(idx).detach().requires_grad_(), []
+    x = model.hidden(idx).detach().requires_grad_()  # (B, T, C)
+    found = []
     for chunk_loss in (head.chunk_loss, torch.compile(head.chunk_loss, dynamic=False)):
         loss = head.mean_loss(model, x, targets, chunk_loss)
         found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
@@ -83,31 +96,46 @@ def test_compiled_it_is_the_same():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_no_more_than_a_chunk_of_logits_is_ever_there(learns):
+class LargestResult(TorchDispatchMode):
+    """While it is entered, every operation of torch passes through here: `numel` becomes the size of the largest tensor
+    that any of them returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_no_more_than_a_chunk_of_logits_is_ever_there(backward):
     model, _, targets = make()
-
-    class Widest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(t, torch.Tensor):
-                    self.numbers = max(self.numbers, t.numel())
-            return out
-
-    with torch.set_grad_enabled(learns), Widest() as widest:
-        x = torch.zeros(B, T, 32, requires_grad=learns)
+    with torch.set_grad_enabled(backward), LargestResult() as largest:
+        x = torch.zeros(B, T, 32, requires_grad=backward)
         loss = head.mean_loss(model, x, targets)
-        if learns:
+        if backward:
             loss.backward()
-    assert widest.numbers == -(-B * T // 4) * 320
+    rows = math.ceil(B * T / NUM_CHUNKS)
+    assert largest.numel == rows * SMALL.vocab_size
 
 
 def test_a_run_has_the_losses_of_one_with_all_logits(tiny_args, tmp_path, monkeypatch):
     flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
-    monkeypatch.setattr(head, "chunks", lambda rows, kind: 3)
-    ours = load_curve(train_quickstart(flags, tmp_path / "ours"))
+    asked = []
+
+    def three_chunks(rows, device_type):
+        asked.append(rows)
+        return 3
+
+    monkeypatch.setattr(head, "num_chunks", three_chunks)
+    in_chunks = load_curve(train_quickstart(flags, tmp_path / "in_chunks"))
+    assert set(asked) == {4 * 32}  # every micro-batch of the run took the chunks
+
     monkeypatch.setattr(Forward, "forward", lambda self, idx, targets: self.model(idx, targets))
-    assert_curves_close(ours, load_curve(train_quickstart(flags, tmp_path / "plain")))
+    asked.clear()
+    with_all_logits = load_curve(train_quickstart(flags, tmp_path / "with_all_logits"))
+    assert not asked
+    assert_curves_close(in_chunks, with_all_logits)
