@@ -6,6 +6,7 @@ import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -27,20 +28,26 @@ from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from training import checkpoint, convert, evaluator
+from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import PRESETS
 from training.run_state import RunState
 from training.step import TrainStep
 from training.stop import StopRequest
 
+# What a user may choose: a new name is trained below as soon as TrainConfig's Literal has it.
+OPTIMIZERS = get_args(get_type_hints(TrainConfig)["optimizer"])
+SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
+
 
 def test_it_learns_and_records(tiny_args, tmp_path, capsys):
-    more = ["--max-steps", "150", "--save-every", "50", "--keep", "1", "--max-lr", "0.01"]
+    more = ["--max-steps", "150", "--val-every", "50", "--save-every", "50", "--keep", "1", "--max-lr", "0.01"]
     run = train_quickstart(tiny_args, tmp_path / "run", *more)
-    found = load_curve(run)
+    curve = load_curve(run)
     assert "warning: no manifest.json" in capsys.readouterr().out  # shards of others are taken, but not silently
-    assert list(found) == list(range(151))
-    assert found[0][0] > 5.4 and found[150][1] < 2.0  # the walk has three next tokens: log 3 = 1.10 nats is the floor
+    assert list(curve) == list(range(151))
+    first_train_loss, last_val_loss = curve[0][0], curve[150][1]
+    assert first_train_loss > 5.4 and last_val_loss < 2.0  # each token has three equally likely next ones: at best 1.10
     assert json.loads((run / "config.json").read_text())["preset"] == "quickstart"
     assert checkpoint.latest_step(run) == 150 and len(checkpoint.complete_steps(run)) <= 2
 
@@ -49,17 +56,23 @@ def test_it_learns_and_records(tiny_args, tmp_path, capsys):
 def test_its_steps_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_path, clip):
     """Front to back, whole batches, torch's own AdamW: loss, norm, clipping, decay, betas and rates are all right."""
     flags = ["--no-shuffle", "--max-steps", "4", "--grad-clip", clip, "--weight-decay", "0.5"]
-    run, cfg = train_quickstart(tiny_args, tmp_path / "run", *flags), parse_config("quickstart", *tiny_args, *flags)
+    run = train_quickstart(tiny_args, tmp_path / "run", *flags)
+    cfg = parse_config("quickstart", *tiny_args, *flags)
+
+    # The same weights, and AdamW as torch has it; weights decay, biases and gains do not.
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model)
-    groups = [{"params": [p for p in model.parameters() if (p.dim() < 2) == flat]} for flat in (True, False)]
-    groups = [g | {"weight_decay": decay} for g, decay in zip(groups, (0.0, 0.5), strict=True)]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.5}
+    adamw = torch.optim.AdamW([vectors, matrices], betas=(0.9, 0.95), eps=1e-8)
+
     tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_train_000001.npy").astype(int))
+    curve = load_curve(run)
     rates = [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.5]  # two steps up, then half a cosine from 3e-3 to 3e-4
     for step, rate in enumerate(rates):
+        # A step is 8 sequences of 32 tokens, and one token more as the last target.
         part = tokens[256 * step :][:257]
-        logits = model(part[:-1].view(8, 32))[0]
+        logits = model(part[:-1].view(8, 32))[0]  # (8, 32, vocabulary)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[1:])
         model.zero_grad()
         loss.backward()
@@ -67,31 +80,40 @@ def test_its_steps_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_path, cli
         for group in adamw.param_groups:
             group["lr"] = 3e-3 * rate
         adamw.step()
-        assert load_curve(run)[step][::2] == pytest.approx((loss.item(), norm.item()), rel=1e-4), step
+        train_loss, _, grad_norm = curve[step]
+        assert (train_loss, grad_norm) == pytest.approx((loss.item(), norm.item()), rel=1e-4), step
+
+    saved = load_weights(run, 4)
     for name, p in model.state_dict().items():
-        torch.testing.assert_close(load_weights(run, 4)[name], p, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(saved[name], p, atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_are_reduced_once_a_step(tiny_args):
-    class Forward:
-        def __call__(self, x, y):
-            seen.append(self.require_backward_grad_sync)
-            return None, torch.ones((), requires_grad=True) * len(seen)
+    """DDP reduces in the backward pass of the last of three micro-batches only. Their losses are averaged."""
+    reduced = []
 
-    cfg, seen = parse_config("quickstart", *tiny_args), []
+    class Forward:
+        """In place of DDP's module, which reads require_backward_grad_sync."""
+
+        def __call__(self, x, y):
+            reduced.append(self.require_backward_grad_sync)
+            return None, torch.ones((), requires_grad=True) * len(reduced)
+
+    cfg = parse_config("quickstart", *tiny_args)
     step = TrainStep(cfg, CPU, GPT(cfg.model))
     step.ddp_forward = Forward()
-    result = step.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))
-    assert seen == [False, False, True] and result.loss == pytest.approx(2)
+    result = step.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
+    assert reduced == [False, False, True] and result.loss == pytest.approx(2)
 
 
-def test_overfit_preset_collapses(tiny_args, tmp_path):
+def test_the_overfit_preset_learns_its_batch_by_heart(tiny_args, tmp_path):
     at = tiny_args.index("--max-steps")
-    tiny = tiny_args[:at] + tiny_args[at + 2 :]
-    cfg = parse_config("overfit", *tiny, "--val-every", "0", "--save-every", "0", "--out-dir", tmp_path / "run")
+    without_max_steps = tiny_args[:at] + tiny_args[at + 2 :]
+    out = tmp_path / "run"
+    cfg = parse_config("overfit", *without_max_steps, "--val-every", "0", "--save-every", "0", "--out-dir", out)
     assert cfg.max_steps == 200 and cfg.overfit_single_batch
     train_gpt2.train(cfg, CPU, StopRequest())
-    assert load_curve(tmp_path / "run")[199][0] < 0.1
+    assert load_curve(out)[199][0] < 0.1
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
@@ -103,22 +125,41 @@ def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_pa
     args = [preset, *size.split(), "--data-dir", tiny_data, "--out-dir", tmp_path / "run"]
     if preset == "finetune":
         args += ["--init-from", "scratch"]  # not what the Hub has
-    if preset == "sprint-124m":
-        args += ["--model.value-tables", "1"]  # its three need six layers
-    for steps in ("3", "5"):
+    for steps in ("3", "5"):  # the second run resumes
         train_gpt2.train(parse_config(*args, "--max-steps", steps), CPU, StopRequest())
     assert "sample 3:" in capsys.readouterr().out
-    found = load_curve(tmp_path / "run")
-    assert list(found) == list(range(6)) and found[5][1] < 11
+    curve = load_curve(tmp_path / "run")
+    assert list(curve) == list(range(6)) and curve[5][1] < 11
     assert open_model(tmp_path / "run").generate(torch.tensor([[1]]), 4).shape == (1, 5)
+
+
+def test_every_optimizer_learns_in_its_own_way(tiny_args, tmp_path):
+    """An optimizer that shares a branch with another by mistake would have the other's curve."""
+    last_losses = {}
+    for optimizer in OPTIMIZERS:
+        curve = load_curve(train_quickstart(tiny_args, tmp_path / optimizer, "--optimizer", optimizer))
+        assert curve[12][1] < curve[0][1]
+        last_losses[optimizer] = curve[12][1]
+    assert len(set(last_losses.values())) == len(OPTIMIZERS), last_losses
+
+
+def test_every_schedule_has_its_own_learning_rates(tiny_args, tmp_path):
+    """A schedule that shares a branch with another by mistake would have the other's rates."""
+    rates = {}
+    for schedule in SCHEDULES:
+        run = train_quickstart(tiny_args, tmp_path / schedule, "--schedule", schedule)
+        rates[schedule] = tuple(line["lr"] for line in load_metrics(run) if "lr" in line)
+        assert len(rates[schedule]) == 12 and max(rates[schedule]) == pytest.approx(3e-3)
+    assert len(set(rates.values())) == len(SCHEDULES), rates
 
 
 def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch):
     """Their shapes vary: a compiled run traces the same frames with them as without."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Dynamo alone: no C++
-    flags = [a for a in tiny_args if a != "--no-compile"] + ["--max-steps", "4", "--model.vocab-size", "50304"]
-    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
-    evaluations = ["--hellaswag-every", "2", "--hellaswag-data", str(rows), "--sample-every", "2"]
+    flags = [flag for flag in tiny_args if flag != "--no-compile"]
+    flags += ["--max-steps", "2", "--warmup-steps", "1", "--model.vocab-size", "50304", "--model.n-layer", "1"]
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(5))  # of several lengths
+    evaluations = ["--hellaswag-every", "1", "--hellaswag-data", str(rows), "--sample-every", "2"]
     traced = []
     for name, more in {"without": [], "with": evaluations}.items():
         torch._dynamo.reset()
@@ -133,49 +174,66 @@ def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch)
 
 
 def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, tiny_data):
-    """Whatever the ranks and the micro-batch: here neither divides 43 windows, nor is the last one of the split."""
+    """Whatever the ranks and the micro-batch: here neither divides 43 sequences, nor is the last one the split's."""
     cfg = parse_config("quickstart", *tiny_args, "--val-tokens", 43 * 32 + 31)
-    model, data, checks = GPT(cfg.model), Loader(tiny_data, "val", 32, 256), []
+    model = GPT(cfg.model)
+    data = Loader(tiny_data, "val", 32, 256)
     tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_val_000000.npy")[: 43 * 32 + 1].astype(int))
     with torch.no_grad():
-        logits = model(tokens[:-1].view(43, 32))[0]
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
-    for n, B in ((1, 4), (3, 2), (2, 64)):
-        worlds = [dataclasses.replace(CPU, rank=r, world_size=n) for r in range(n)]
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
-            parts = [evaluator.validate(model, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in worlds]
-        assert sum(parts) == pytest.approx(wanted, rel=1e-5)
-        assert len({checks.count(r) for r in range(n)}) == 1 <= checks.count(0)  # as often on every rank
-        checks.clear()
+        logits = model(tokens[:-1].view(43, 32))[0]  # (43, 32, vocabulary)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+
+    for world_size, B in ((1, 4), (3, 2), (2, 64)):
+        ranks = [dataclasses.replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
+        checks = []  # the ranks that looked for a stop request, in order
+        with pytest.MonkeyPatch.context() as patch:
+            # The ranks run one after another here, so each keeps its part of the sum.
+            patch.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
+            parts = [evaluator.validate(model, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in ranks]
+        assert sum(parts) == pytest.approx(expected, rel=1e-5)
+        # Every rank looks as often as the others, or one of them would wait for ever.
+        counts = {checks.count(rank) for rank in range(world_size)}
+        assert len(counts) == 1 and counts.pop() >= 1
 
 
-def test_a_run_like_the_public_ones_says_whether_it_is_on_track(tiny_args, monkeypatch, capsys):
+EDU_SHARD = "fineweb-edu_train_000001.npy"
+
+
+@pytest.mark.parametrize(
+    "preset, shard, is_compared",
+    [("gpt2-124m", "tiny_train_000001.npy", False), ("quickstart", EDU_SHARD, False), ("gpt2-124m", EDU_SHARD, True)],
+)
+def test_only_a_run_like_the_public_ones_is_told_whether_it_is_on_track(
+    tiny_args, monkeypatch, capsys, preset, shard, is_compared
+):
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     cfg = parse_config("quickstart", *tiny_args, "--total-batch-size", 524_288)
-    edu = "fineweb-edu_train_000001.npy"
-    for preset, name in (("gpt2-124m", "tiny_train_000001.npy"), ("quickstart", edu), ("gpt2-124m", edu)):
-        step = SimpleNamespace(cfg=dataclasses.replace(cfg, preset=preset), rt=CPU, model=None, forward=None, B=4)
-        e = evaluator.Evaluator(step, SimpleNamespace(paths=[Path(name)]), None)
-        assert e.measure(RunState(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
-        assert ("off track" in capsys.readouterr().out) == ((preset, name) == ("gpt2-124m", edu))
+    cfg = dataclasses.replace(cfg, preset=preset)
+    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=None, forward=None, micro_batch_size=4)
+    data = SimpleNamespace(paths=[Path(shard)])
+    found = evaluator.Evaluator(train_step, data, None).evaluate(RunState(19_073, "", step=500), lambda: None)
+    assert found == {"val_loss": 9.0}
+    assert ("off track" in capsys.readouterr().out) == is_compared
 
 
 def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, capsys):
     """Samples and HellaSwag are GPT-2's tokens, of which a model of another vocabulary or a short context has too few;
     a prompt that is longer than the context loses its beginning."""
-    row = {"ctx": "a", "endings": [" word" * 40, "b", "c", "d"], "label": 0}
-    rows = write_jsonl(tmp_path / "rows.jsonl", [row])
-    text = ["--sample-every", "2", "--hellaswag-every", "2", "--hellaswag-data", rows]
-    text += ["--max-steps", "2", "--warmup-steps", "2", "--sample-prompt", "long " * 50]
-    train_quickstart(tiny_args, tmp_path / "few", *text)
-    said = capsys.readouterr().out
-    assert "HellaSwag is off: the model has 256 tokens" in said and "samples are off: the model has 256" in said
-    assert "warning: --warmup-steps 2 of 2 steps" in said
-    train_quickstart(tiny_args, tmp_path / "short", *text, "--model.vocab-size", "50304", "--warmup-steps", "1")
-    said = capsys.readouterr().out
-    assert "HellaSwag is off: an ending has 41 tokens, but the model reads 32" in said and "sample 3: " in said
-    assert "warm" not in said
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"ctx": "a", "endings": [" word" * 40, "b", "c", "d"], "label": 0}])
+    flags = ["--sample-every", "2", "--hellaswag-every", "2", "--hellaswag-data", rows]
+    flags += ["--max-steps", "2", "--sample-prompt", "long " * 50]
+
+    train_quickstart(tiny_args, tmp_path / "few", *flags, "--warmup-steps", "2")
+    output = capsys.readouterr().out
+    assert "HellaSwag is off: the model has 256 tokens" in output
+    assert "samples are off: the model has 256" in output
+    assert "warning: --warmup-steps 2 of 2 steps" in output
+
+    train_quickstart(tiny_args, tmp_path / "short", *flags, "--model.vocab-size", "50304", "--warmup-steps", "1")
+    output = capsys.readouterr().out
+    assert "HellaSwag is off: an ending has 41 tokens, but the model reads 32" in output
+    assert "sample 3: " in output
+    assert "warm" not in output
 
 
 # ------------------------------------------------------------------------- from other weights
@@ -194,8 +252,8 @@ def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tm
 
 def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     """Without --model flags, whatever the preset's: here another shape, and options of the speedrun."""
-    model = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
-    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(model), 7))
+    network = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
+    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
     begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data]
     short = ["--sequence-length", 32, "--no-compile"]
 
@@ -203,25 +261,26 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
         more = ["--total-batch-size", 256, "--sample-every", 0, "--out-dir", tmp_path / run]
         train_gpt2.train(parse_config(*words, *more), CPU, StopRequest())
 
+    # Start, resume by the same command, resume by the checkpoint alone.
     tune(*begin, *short, "--max-steps", 2)
-    assert open_model(tmp_path / "run").config == model
+    assert open_model(tmp_path / "run").config == network
     tune(*begin, *short, "--max-steps", 4, "--resume", "auto")
     tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt")
     assert list(load_curve(tmp_path / "run")) == list(range(6))
+
     with pytest.raises(UserError, match=r"sequence-length 128 is too long for .*use --sequence-length 32"):
         tune(*begin, "--sequence-length", 128, run="long")
 
 
-def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is(tiny_args, tmp_path, run_in_fork):
-    run, data = train_quickstart(tiny_args, tmp_path / "run"), tiny_args[tiny_args.index("--data-dir") + 1]
-    flags = ["--init-from", run, "--data-dir", data, "--device", "cpu", "--dtype", "float32", "--val-tokens", "1024"]
-    said = run_in_fork("train_gpt2.py", "--eval-only", *flags).stdout
-    assert f"on 1,024 tokens of {data}" in said and f"val loss: {load_curve(run)[12][1]:.4f}" in said
+def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is(tiny_args, tiny_data, tmp_path, run_in_fork):
+    run = train_quickstart(tiny_args, tmp_path / "run")
+    flags = ["--init-from", run, "--data-dir", tiny_data, "--device", "cpu", "--dtype", "float32"]
+    output = run_in_fork("train_gpt2.py", "--eval-only", *flags, "--val-tokens", "1024").stdout
+    assert f"on 1,024 tokens of {tiny_data}" in output and f"val loss: {load_curve(run)[12][1]:.4f}" in output
 
 
 def test_command_line_end_to_end(tiny_args, tmp_path, run_script, expect_failure):
-    done = run_script("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run")
-    assert "val loss" in done.stdout and "eta" in done.stdout
-    expect_failure(
-        "train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run", mentions=["already holds a run"]
-    )
+    command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
+    output = run_script(*command).stdout
+    assert "val loss" in output and "eta" in output
+    expect_failure(*command, mentions=["already holds a run"])
