@@ -11,12 +11,16 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Not empty if torch should be installed with CUDA: this machine has an NVIDIA driver (the second path is that of the
 # Windows Subsystem for Linux), or it is the login node of a Slurm cluster, whose GPUs are in other machines.
 CUDA = $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)$(shell command -v nvidia-smi || command -v sbatch)
+
 # Install with uv if it is on PATH, because it is faster; but with pip if the user has told pip where to find packages,
 # in the environment or in pip's configuration, which uv does not read. `make install UV=` always takes pip.
-UV ?= $(shell { env; $(PYTHON) -m pip config list; } 2>/dev/null | \
-  grep -qiE '^(pip_|global|install|:env:).*(index|find.links)' || command -v uv)
+# (eval: pip is asked at the first use of $(UV), and only once.)
+UV ?= $(eval UV := $(shell { env; $(PYTHON) -m pip config list; } 2>/dev/null | \
+  grep -qiE '^(pip_|global|install|:env:).*(index|find.links)' || command -v uv))$(UV)
+
 # Show progress bars on a terminal only, not in a log.
 QUIET = $(shell [ -t 2 ] || echo --quiet)
+
 PIP = $(PY) -m pip install --disable-pip-version-check $(QUIET)
 INSTALL = $(if $(UV),$(UV) pip install --python $(PY) $(QUIET),$(PIP))
 

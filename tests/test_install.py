@@ -1,4 +1,4 @@
-"""`make install` on machines this one is not, with indexes of made-up packages; and is every version pinned?"""
+"""`make install` on machines that this one is not, with indexes of made-up packages; and is every version pinned?"""
 
 import http.server
 import os
@@ -18,36 +18,41 @@ from helpers import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch brings CUDA on Linux alone")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch brings CUDA on Linux alone")
 
 
-def pins(path):
-    """{name: requirement} of the lines of a requirements file that hold on this platform, each one version."""
+# ------------------------------------------------------------------------- every version is pinned
+
+
+def read_pins(path):
+    """{name: requirement} of the lines of a requirements file that apply to this platform; each must pin a version."""
     lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
-    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
-    found = [r for r in found if r.marker is None or r.marker.evaluate()]
-    assert all(re.fullmatch(r"==[\w.]+", str(r.specifier)) for r in found), path
-    return {canonicalize_name(r.name): r for r in found}
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    requirements = [r for r in requirements if r.marker is None or r.marker.evaluate()]
+    assert all(re.fullmatch(r"==[\w.]+", str(r.specifier)) for r in requirements), path
+    return {canonicalize_name(r.name): r for r in requirements}
 
 
-CONSTRAINTS = pins(ROOT / "constraints.txt")
-DIRECT = pins(ROOT / "requirements.txt") | pins(ROOT / "tests" / "requirements.txt")
+CONSTRAINTS = read_pins(ROOT / "constraints.txt")
+DIRECT = read_pins(ROOT / "requirements.txt") | read_pins(ROOT / "tests" / "requirements.txt")
 
 
-def by_the_machine(name):
-    """Torch, and what its builds with CUDA bring: which of them it is depends on the machine."""
+def depends_on_machine(name):
+    """Whether this is torch, or a package that its builds with CUDA require: which of them is installed depends on the
+    machine."""
     return re.match(r"(torch|triton)$|nvidia-|cuda-", name)
 
 
-def brought(requirements):
-    """{name: who requires it} of all that these requirements bring here, as the installed packages say."""
+def find_dependencies(requirements):
+    """{name: who requires it} of all that these requirements need here, as the installed packages say."""
     todo = [(r, "requirements.txt or tests/requirements.txt") for r in requirements]
-    found, seen = {}, set()
+    found = {}
+    seen = set()  # (name, extra) whose own requirements are in `todo`
     while todo:
-        requirement, by = todo.pop()
+        requirement, required_by = todo.pop()
         name = canonicalize_name(requirement.name)
-        found.setdefault(name, by)
-        if by_the_machine(name) and name != "torch":
+        found.setdefault(name, required_by)
+        if depends_on_machine(name) and name != "torch":
             continue
         for extra in {"", *requirement.extras}:
             if (name, extra) not in seen:
@@ -66,23 +71,27 @@ def test_constraints_repeat_the_direct_requirements():
 
 
 def test_constraints_are_what_is_installed():
-    """A package that is missing from constraints.txt is one that its author may break our install with, some day."""
+    """A new version of a package that is missing from constraints.txt may break the install some day."""
     settings = Path(sys.prefix) / "pyvenv.cfg"
     if not settings.is_file() or re.search(r"system-site-packages *= *true", settings.read_text()):
         pytest.skip("the packages here are the system's, with versions of their own")
-    for name, by in brought(DIRECT.values()).items():
-        if not by_the_machine(name):
+
+    for name, required_by in find_dependencies(DIRECT.values()).items():
+        if not depends_on_machine(name):
             assert name in CONSTRAINTS, (
-                f"{by} requires {name}, which constraints.txt lacks: its first lines say how to make it anew"
+                f"{required_by} requires {name}, which constraints.txt lacks: its first lines say how to make it anew"
             )
-            here = distribution(name).version
-            assert CONSTRAINTS[name].specifier.contains(here, prereleases=True), (
-                f"{name} is {here} here and {CONSTRAINTS[name]} in constraints.txt"
+            installed = distribution(name).version
+            assert CONSTRAINTS[name].specifier.contains(installed, prereleases=True), (
+                f"{name} is {installed} here and {CONSTRAINTS[name]} in constraints.txt"
             )
 
 
-def wheel(folder, name, version):
-    """A package of nothing but a name and a version."""
+# ------------------------------------------------------------------------- package indexes, and a project
+
+
+def write_wheel(folder, name, version):
+    """Write a package of nothing but a name and a version into an index: folder/name/name-version.whl."""
     info = f"{name}-{version}.dist-info"
     files = {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
     files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -93,21 +102,24 @@ def wheel(folder, name, version):
             archive.writestr(path, text)
 
 
-class Indexes(http.server.ThreadingHTTPServer):
-    """A folder of package indexes on loopback (http.server's list of a folder is a page that pip and uv read)."""
+class IndexServer(http.server.ThreadingHTTPServer):
+    """Serves a folder of package indexes on loopback, and remembers which paths were requested. pip and uv can read the
+    page that http.server makes of a folder."""
 
     def __init__(self, root):
-        self.root, self.asked, server = root, [], self
+        self.root = root
+        self.requested = []
+        server = self
 
         class Handler(http.server.SimpleHTTPRequestHandler):
             def __init__(self, *args):
                 super().__init__(*args, directory=root)
 
             def log_message(self, form, *args):
-                server.asked.append(self.path)
+                server.requested.append(self.path)
 
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def url(self, name):
         return f"http://127.0.0.1:{self.server_port}/{name}"
@@ -115,19 +127,21 @@ class Indexes(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def indexes(tmp_path):
+    """A server with two indexes: `cpu`, which has the CPU build of torch and, as PyTorch's index does, old versions of
+    other packages; and `usual`, which has the rest."""
     root = tmp_path / "indexes"
-    wheel(root / "cpu", "torch", "2.13.0+cpu")
-    wheel(root / "cpu", "numpy", "1")  # as PyTorch's index has packages of others, older ones
+    write_wheel(root / "cpu", "torch", "2.13.0+cpu")
+    write_wheel(root / "cpu", "numpy", "1")
     for name, version in (("torch", "2.13.0"), ("numpy", "2"), ("pip", "99"), ("setuptools", "99"), ("wheel", "99")):
-        wheel(root / "usual", name, version)
-    with Indexes(root) as server:
+        write_wheel(root / "usual", name, version)
+    with IndexServer(root) as server:
         yield server
         server.shutdown()
 
 
 @pytest.fixture
 def project(tmp_path):
-    """The Makefile and requirements of two packages."""
+    """A folder with the Makefile and the requirements of two packages."""
     folder = tmp_path / "project"
     folder.mkdir()
     shutil.copy(ROOT / "Makefile", folder)
@@ -137,49 +151,66 @@ def project(tmp_path):
     return folder
 
 
-def clean(**more):
+def clean_environment(**more):
     """The environment without this machine's settings of pip and uv."""
     env = {k: v for k, v in os.environ.items() if not k.upper().startswith(("PIP_", "UV", "TORCH_CPU", "MAKE"))}
     return {**env, "PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1", **{k: str(v) for k, v in more.items()}}
 
 
-def make(project, *words, **env):
+def run_make(project, *arguments, **env):
+    """Run make in the project, with success. The result has its `seconds`, too."""
     start = time.monotonic()
-    done = subprocess.run(["make", *words], cwd=project, env=clean(**env), capture_output=True, text=True, timeout=120)
+    command = ["make", *arguments]
+    done = subprocess.run(
+        command, cwd=project, env=clean_environment(**env), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     done.seconds = time.monotonic() - start
     return done
 
 
-def versions(project):
+def installed_versions(project):
+    """{name: version} of what is installed in the project's .venv."""
     folders = project.glob(".venv/lib/*/site-packages/*.dist-info")
     return dict(p.name.removesuffix(".dist-info").split("-") for p in folders)
 
 
+# ------------------------------------------------------------------------- real installs
+
 UV = pytest.param("uv", marks=pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed"))
 
 
-@linux
+@linux_only
 @pytest.mark.parametrize("tool", ["pip", UV])
 def test_without_a_gpu_the_cpu_build_is_installed_and_all_else_comes_from_the_usual_index(
     project, indexes, tmp_path, tool
 ):
     env = {"HOME": tmp_path, "PIP_NO_CACHE_DIR": "1", "UV_CACHE_DIR": tmp_path / "cache"}
     env |= {"PIP_INDEX_URL" if tool == "pip" else "UV_DEFAULT_INDEX": indexes.url("usual")}
-    words = ["install", f"PYTHON={sys.executable}", "CUDA=", f"TORCH_CPU_INDEX={indexes.url('cpu')}"]
-    done = make(project, *words, **env)
-    found = versions(project)
-    assert (found["torch"], found["numpy"]) == ("2.13.0+cpu", "2"), done.stdout
+    arguments = ["install", f"PYTHON={sys.executable}", "CUDA=", f"TORCH_CPU_INDEX={indexes.url('cpu')}"]
+
+    done = run_make(project, *arguments, **env)
+    versions = installed_versions(project)
+    assert (versions["torch"], versions["numpy"]) == ("2.13.0+cpu", "2"), done.stdout
     assert "no NVIDIA GPU here" in done.stdout and (f"{tool} pip" in done.stdout) == (tool == "uv")
-    assert "/cpu/numpy/" not in indexes.asked
-    assert "nothing" in make(project, *words, **env).stdout.lower()
-    indexes.asked.clear()
-    (project / "requirements.txt").touch()  # and once more, as after a pull: torch is there
-    make(project, *words, **env)
-    assert versions(project) == found and not any(path.endswith(".whl") for path in indexes.asked)
+    assert "/cpu/numpy/" not in indexes.requested
+
+    # a second time there is nothing to do
+    assert "nothing" in run_make(project, *arguments, **env).stdout.lower()
+
+    # with newer requirements, as after a pull, it installs again, but does not download torch
+    indexes.requested.clear()
+    (project / "requirements.txt").touch()
+    run_make(project, *arguments, **env)
+    assert installed_versions(project) == versions
+    assert not any(path.endswith(".whl") for path in indexes.requested)
 
 
-def stand_in(path, text):
+# ------------------------------------------------------------------------- which install commands are run
+
+
+def write_stand_in(path, text):
+    """Write an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -187,93 +218,125 @@ def stand_in(path, text):
 
 
 @pytest.fixture
-def calls(project, tmp_path):
-    """What `make install` asks of pip and uv, which do nothing here; everything else of Python is real."""
+def run_install(project, tmp_path):
+    """run_install("CUDA=", uv=True) -> the calls of pip and uv that `make install` makes, a line each. pip and uv are
+    stand-ins that install nothing; everything else of Python is real. run_install.done is what run_make returned."""
     log = tmp_path / "calls"
-    venv = "mkdir -p .venv/bin && cp"
-    python = stand_in(
+    make_venv = "mkdir -p .venv/bin && cp"
+    python = write_stand_in(
         tmp_path / "fake" / "python3",
-        f'[ "$1 $2" != "-m venv" ] || {{ {venv} "$0" .venv/bin/python; exit; }}\n'
+        f'[ "$1 $2" != "-m venv" ] || {{ {make_venv} "$0" .venv/bin/python; exit; }}\n'
         f'[ "$1 $2 $3" != "-m pip install" ] || {{ echo "$@" >> {log}; exit $CODE; }}\n'
         f'exec {sys.executable} "$@"',
     )
-    stand_in(
+    write_stand_in(
         tmp_path / "uv" / "uv",
-        f'echo "uv $@ UV_INDEX=$UV_INDEX" >> {log}\n[ "$1" != venv ] || {venv} {python} .venv/bin/python',
+        f'echo "uv $@ UV_INDEX=$UV_INDEX" >> {log}\n[ "$1" != venv ] || {make_venv} {python} .venv/bin/python',
     )
 
-    def run(*words, uv=False, **env):
+    def run(*arguments, uv=False, **env):
         log.write_text("")
         shutil.rmtree(project / ".venv", ignore_errors=True)
-        paths = [tmp_path / "uv"] if uv else []
-        path = os.pathsep.join(map(str, [*paths, tmp_path / "fake", "/usr/bin", "/bin"]))
+        folders = [tmp_path / "uv"] if uv else []
+        path = os.pathsep.join(map(str, [*folders, tmp_path / "fake", "/usr/bin", "/bin"]))
         env = {"HOME": tmp_path, "PATH": path, "CODE": "0", **env}
-        run.done = make(project, "install", "PYTHON=python3", *words, **env)
+        run.done = run_make(project, "install", "PYTHON=python3", *arguments, **env)
         return log.read_text().splitlines()
 
     return run
 
 
-@linux
-@pytest.mark.parametrize("how", ["CUDA=/dev/nvidia0", "TORCH_CPU_INDEX=", "nvidia-smi", "sbatch"])
-def test_where_cuda_is_meant_one_command_installs_what_is_pinned(calls, indexes, tmp_path, how):
-    words = [f"TORCH_CPU_INDEX={indexes.url('cpu')}"]
-    if "=" in how:
-        words.append(how)
+@linux_only
+@pytest.mark.parametrize("sign_of_cuda", ["CUDA=/dev/nvidia0", "TORCH_CPU_INDEX=", "nvidia-smi", "sbatch"])
+def test_where_cuda_is_wanted_one_command_installs_what_is_pinned(run_install, indexes, tmp_path, sign_of_cuda):
+    arguments = [f"TORCH_CPU_INDEX={indexes.url('cpu')}"]
+    if "=" in sign_of_cuda:
+        arguments.append(sign_of_cuda)
     else:
-        stand_in(tmp_path / "fake" / how, "")
-    (installed,) = calls(*words)
-    assert installed.endswith("-r requirements.txt -c constraints.txt")
-    assert not indexes.asked
+        write_stand_in(tmp_path / "fake" / sign_of_cuda, "")
+
+    (call,) = run_install(*arguments)
+
+    assert call.endswith("-r requirements.txt -c constraints.txt")
+    assert not indexes.requested
 
 
-@linux
+@linux_only
 @pytest.mark.parametrize("index", ["http://127.0.0.1:9", "http://nowhere.invalid/whl/cpu", "empty"])
-def test_a_cpu_index_that_is_not_there_costs_a_line_and_no_more(calls, indexes, index):
+def test_a_cpu_index_without_torch_costs_one_message(run_install, indexes, index):
     if index == "empty":
         (indexes.root / "empty" / "torch").mkdir(parents=True)
         index = indexes.url("empty")
-    (installed,) = calls("CUDA=", f"TORCH_CPU_INDEX={index}")
-    assert installed.endswith("-r requirements.txt -c constraints.txt")
-    assert f"no torch==2.13.0 from {index}: using the usual index" in calls.done.stdout and calls.done.seconds < 15
+
+    (call,) = run_install("CUDA=", f"TORCH_CPU_INDEX={index}")
+
+    assert call.endswith("-r requirements.txt -c constraints.txt")
+    assert f"no torch==2.13.0 from {index}: using the usual index" in run_install.done.stdout
+    assert run_install.done.seconds < 15
 
 
-@linux
-def test_a_cpu_index_that_does_not_answer_costs_seconds(calls):
-    with http.server.socketserver.TCPServer(("127.0.0.1", 0), None, bind_and_activate=True) as deaf:
-        (installed,) = calls("CUDA=", f"TORCH_CPU_INDEX=http://127.0.0.1:{deaf.server_address[1]}")
-    assert installed.endswith("-c constraints.txt") and 4 < calls.done.seconds < 20
+@linux_only
+def test_a_cpu_index_that_does_not_answer_costs_seconds(run_install):
+    with http.server.socketserver.TCPServer(("127.0.0.1", 0), None, bind_and_activate=True) as silent_server:
+        port = silent_server.server_address[1]
+        (call,) = run_install("CUDA=", f"TORCH_CPU_INDEX=http://127.0.0.1:{port}")
+
+    assert call.endswith("-c constraints.txt") and 4 < run_install.done.seconds < 20
 
 
-def test_the_settings_of_pip_and_uv_are_added_to_and_uv_waits_where_only_pip_has_some(calls, indexes):
+def test_the_cpu_index_is_added_to_those_of_uv(run_install, indexes):
     cpu = indexes.url("cpu")
-    words = ["CUDA=", f"TORCH_CPU_INDEX={cpu}"]
-    first, *more = calls(*words, uv=True, UV_INDEX="http://mine/simple")
-    assert first.startswith("uv venv") and all(line.startswith("uv pip install --python .venv") for line in more)
-    assert more[-1].endswith("-r requirements.txt -c constraints.txt UV_INDEX=http://mine/simple")
+    first, *installs = run_install("CUDA=", f"TORCH_CPU_INDEX={cpu}", uv=True, UV_INDEX="http://mine/simple")
+
+    assert first.startswith("uv venv") and all(line.startswith("uv pip install --python .venv") for line in installs)
+    assert installs[-1].endswith("-r requirements.txt -c constraints.txt UV_INDEX=http://mine/simple")
     if sys.platform == "linux":
-        assert more[0].endswith(f"--no-deps torch==2.13.0 UV_INDEX=http://mine/simple {cpu}")
-    for env in ({"PIP_INDEX_URL": "http://mine/simple"}, {"PIP_EXTRA_INDEX_URL": "http://mine/simple"}):
-        lines = calls(*words, uv=True, **env)
-        assert all(line.startswith("-m pip install") and "--index-url" not in line for line in lines)
-        if sys.platform == "linux":
-            assert lines[0].endswith(f"--no-deps torch==2.13.0 --extra-index-url {cpu}")
-    assert all(line.startswith("-m pip install") for line in calls(*words, "UV=", uv=True))
+        assert installs[0].endswith(f"--no-deps torch==2.13.0 UV_INDEX=http://mine/simple {cpu}")
 
 
-def test_progress_is_for_a_terminal(project):
-    command = ["make", "-n", "install", "CUDA=1", f"PYTHON={sys.executable}"]
+@pytest.mark.parametrize("variable", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"])
+def test_pip_is_used_and_its_settings_kept_where_the_user_has_set_its_index(run_install, indexes, variable):
+    cpu = indexes.url("cpu")
+    calls = run_install("CUDA=", f"TORCH_CPU_INDEX={cpu}", uv=True, **{variable: "http://mine/simple"})
+
+    assert all(line.startswith("-m pip install") and "--index-url" not in line for line in calls)
+    if sys.platform == "linux":
+        assert calls[0].endswith(f"--no-deps torch==2.13.0 --extra-index-url {cpu}")
+
+
+def test_an_empty_uv_chooses_pip(run_install, indexes):
+    calls = run_install("CUDA=", f"TORCH_CPU_INDEX={indexes.url('cpu')}", "UV=", uv=True)
+
+    assert calls and all(line.startswith("-m pip install") for line in calls)
+
+
+def test_progress_is_shown_on_a_terminal_only(project):
+    arguments = ["-n", "install", "CUDA=1", f"PYTHON={sys.executable}"]
     ours, theirs = pty.openpty()
     try:
-        seen = subprocess.run(command, cwd=project, env=clean(), stdout=subprocess.PIPE, stderr=theirs, check=True)
+        on_terminal = subprocess.run(
+            ["make", *arguments],
+            cwd=project,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            check=True,
+        )
     finally:
         os.close(ours)
         os.close(theirs)
-    assert b" install" in seen.stdout and b"--quiet -r" not in seen.stdout
-    assert "--quiet -r requirements.txt" in make(project, *command[1:]).stdout
+    elsewhere = run_make(project, *arguments)
+
+    assert b" install" in on_terminal.stdout and b"--quiet -r" not in on_terminal.stdout
+    assert "--quiet -r requirements.txt" in elsewhere.stdout
 
 
-def test_first_minutes_tells_what_a_newcomer_waits_for(tmp_path):
+# ------------------------------------------------------------------------- bench.first_minutes
+
+
+def test_first_minutes_measures_what_a_newcomer_waits_for(tmp_path):
+    # a repository whose quickstart prints its first loss after a second, and ends another second later; it fails if its
+    # home folder is not empty, as a newcomer's is
     repo = tmp_path / "repo"
     repo.mkdir()
     (repo / "Makefile").write_text(
@@ -283,10 +346,12 @@ def test_first_minutes_tells_what_a_newcomer_waits_for(tmp_path):
         "log/quickstart/metrics.jsonl\n"
     )
     git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
-        subprocess.run([*git, *words], check=True)
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *arguments], check=True)
+
     command = [sys.executable, "-m", "bench.first_minutes", "--repo", str(repo), "TRAIN_ARGS=--dtype float32"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
     assert done.returncode == 0, done.stderr
     names, _, values = (re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines())
     row = dict(zip(names, values, strict=True))
