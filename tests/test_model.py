@@ -1,9 +1,12 @@
-"""The network is GPT-2, and its key-value cache, recompute and options change nothing they should not."""
+"""The network is GPT-2; its key-value cache and recompute change no result; every option is a network of its own, and
+one that is not handled raises."""
 
 import dataclasses
+import zlib
 
 import pytest
 import torch
+from helpers import choices, with_unchecked
 
 from model import GPT, VOCAB_SIZE, GPTConfig, SkipInit, rope_table
 from training.sampling import Sampler, stream
@@ -24,13 +27,12 @@ OPTIONS = {
         "attention_scale": 0.12,
         "softcap": 15.0,
     },
-    "value tables": {"value_tables": 1, "positions": "rope"},
 }
 
 
-def make(seed: int = 0, **options) -> GPT:
-    """A tiny model whose weights are wide enough that every part of it matters."""
-    torch.manual_seed(seed)
+def make(**options) -> GPT:
+    """A tiny model whose weights are wide enough that every part of it matters, from a fixed seed."""
+    torch.manual_seed(0)
     model = GPT(dataclasses.replace(TINY, **options))
     with torch.no_grad():
         for p in model.parameters():
@@ -39,6 +41,7 @@ def make(seed: int = 0, **options) -> GPT:
 
 
 def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
+    """Random ids (B, T), the same in every call."""
     return torch.randint(50257, (B, T), generator=torch.Generator().manual_seed(1))
 
 
@@ -46,6 +49,7 @@ def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
 def test_logits_loss_and_gradients_are_those_of_transformers(tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    # The same network there, with our weights; its linear layers keep them transposed.
     ours = make(vocab_size=50257, tied_head=tied)
     config = GPT2Config(
         n_positions=32, n_layer=2, n_head=2, n_embd=32, tie_word_embeddings=tied,
@@ -55,48 +59,49 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tied):
     transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     state = {k: v.t() if k.endswith(transposed) else v for k, v in ours.state_dict().items()}
     theirs.load_state_dict(state)
+
     idx = make_idx()
-    out = theirs(idx, labels=idx)  # shifts the labels itself
-    torch.testing.assert_close(ours(idx)[0], out.logits, atol=1e-4, rtol=0)
+    logits, _ = ours(idx)
     _, loss = ours(idx[:, :-1], idx[:, 1:])
-    torch.testing.assert_close(loss, out.loss, atol=1e-5, rtol=0)
     loss.backward()
+    out = theirs(idx, labels=idx)  # shifts the labels itself
     out.loss.backward()
+
+    torch.testing.assert_close(logits, out.logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(loss, out.loss, atol=1e-5, rtol=0)
     for name, p in theirs.named_parameters():
         grad = ours.get_parameter(name).grad
         torch.testing.assert_close(grad.t() if name.endswith(transposed) else grad, p.grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "size, expected",
-    {
-        (12, 12, 768): 124439808,
-        (24, 16, 1024): 354823168,
-        (36, 20, 1280): 774030080,
-        (48, 25, 1600): 1557611200,
-    }.items(),
-)
-def test_every_size_has_its_published_parameters(size, expected):
-    n_layer, n_head, n_embd = size
+@pytest.mark.parametrize("n_layer, n_head, n_embd, expected", [
+    (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168),
+    (36, 20, 1280, 774_030_080), (48, 25, 1600, 1_557_611_200),
+])  # fmt: skip
+def test_every_size_has_its_published_number_of_parameters(n_layer, n_head, n_embd, expected):
     with torch.device("meta"), SkipInit():
         assert GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)).num_params() == expected
 
 
-def test_flops_a_token():
+def test_flops_per_token_are_those_of_the_formula():
     with torch.device("meta"), SkipInit():
         model = GPT(GPTConfig(vocab_size=50304))
-    weights = 12 * 12 * 768**2 + 50304 * 768  # in matmuls: 12 C^2 a layer, and the head
-    assert model.flops_per_token(1024) == pytest.approx(6 * weights + 12 * 12 * 768 * 1024, rel=1e-3)
+    in_matmuls = 12 * 12 * 768**2 + 50304 * 768  # 12 C^2 in each of 12 layers, and the head
+    assert model.flops_per_token(1024) == pytest.approx(6 * in_matmuls + 12 * 12 * 768 * 1024, rel=1e-3)
     assert model.flops_per_token(1024) == pytest.approx(855.4e6, rel=1e-4)
 
 
 def test_initial_weights_are_those_of_the_paper():
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256))
+    block = model.transformer.h[3]
     assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert model.transformer.h[3].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)  # sqrt(2 * 8) = 4
-    assert not model.transformer.h[3].attn.c_attn.bias.any()
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)  # sqrt(2 * 8) = 4
+    assert not block.attn.c_attn.bias.any()
+
+
+def test_zero_init_projections_start_the_blocks_as_the_identity():
     zero = GPT(dataclasses.replace(TINY, zero_init_projections=True))
     assert not zero.transformer.h[0].attn.c_proj.weight.any()
 
@@ -113,15 +118,22 @@ def test_no_position_sees_a_later_one(options):
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_cache_equals_full_forward(options):
+def test_the_cache_gives_the_logits_of_a_full_forward_pass(options):
     model, idx = make(**options), make_idx()
     full = model(idx)[0]
     cache = model.new_cache(2, 24)
-    parts, start = [], 0
+    parts = []
+    start = 0
     for n in (7, 1, 1, 10, 5):  # a prompt, single tokens, pieces that continue
         parts.append(model.logits(model.hidden(idx[:, start : start + n], cache)))
         start += n
     torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_generate_gives_the_text_of_full_forward_passes(options):
+    model, idx = make(**options), make_idx()
     greedy = idx[:, :5]
     for _ in range(20):
         greedy = torch.cat((greedy, model(greedy)[0][:, -1:, :50257].argmax(-1)), 1)
@@ -130,17 +142,21 @@ def test_cache_equals_full_forward(options):
 
 def test_samples_share_one_reading_of_the_prompt():
     model, idx = make(), make_idx(B=2, T=6)
-    apart = model.generate(idx.repeat_interleave(3, 0), 10, generator=torch.Generator().manual_seed(3))
+    one_by_one = model.generate(idx.repeat_interleave(3, 0), 10, generator=torch.Generator().manual_seed(3))
     sampler = Sampler(generator=torch.Generator().manual_seed(3))
-    together = torch.stack(list(stream(model, idx, 10, sampler, num_samples=3)), dim=1)
-    assert torch.equal(together, apart[:, 6:])
+    from_one_reading = torch.stack(list(stream(model, idx, 10, sampler, num_samples=3)), dim=1)  # (2 * 3, 10)
+    assert torch.equal(from_one_reading, one_by_one[:, 6:])
+
+
+def test_no_new_tokens_are_the_prompt_alone():
+    model, idx = make(), make_idx(B=2, T=6)
     assert torch.equal(model.generate(idx, 0), idx)
 
 
 def test_padded_ids_are_never_drawn():
     model = make()
     with torch.no_grad():
-        model.transformer.wte.weight[VOCAB_SIZE:] *= 1000  # what only pads is by far the likeliest
+        model.transformer.wte.weight[VOCAB_SIZE:] *= 1000  # the ids that only pad are by far the likeliest
     for temperature, top_k in ((0, 50), (1.0, 50), (5.0, None)):
         assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() < VOCAB_SIZE
 
@@ -148,62 +164,102 @@ def test_padded_ids_are_never_drawn():
 def test_sampling_follows_temperature_top_k_and_top_p():
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
     logits = probs.log().repeat(20_000, 1)
+    two_likeliest = torch.tensor([2 / 3, 1 / 3, 0, 0])
 
-    def freq(*how):
-        g = torch.Generator().manual_seed(0)
-        return torch.bincount(Sampler(*how, g).draw(logits), minlength=4) / 20_000
+    def frequencies(temperature, top_k, top_p):
+        sampler = Sampler(temperature, top_k, top_p, torch.Generator().manual_seed(0))
+        return torch.bincount(sampler.draw(logits), minlength=4) / 20_000
 
-    torch.testing.assert_close(freq(1.0, None, None), probs, atol=0.015, rtol=0)
-    torch.testing.assert_close(freq(0.5, 0, None), probs**2 / (probs**2).sum(), atol=0.015, rtol=0)
-    torch.testing.assert_close(freq(1.0, 2, None), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.015, rtol=0)
-    torch.testing.assert_close(freq(1.0, None, 0.7), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.015, rtol=0)
-    assert freq(1.0, None, 1e-9)[0] == 1 and freq(0, 50, None)[0] == 1
+    torch.testing.assert_close(frequencies(1.0, None, None), probs, atol=0.015, rtol=0)
+    torch.testing.assert_close(frequencies(0.5, 0, None), probs**2 / (probs**2).sum(), atol=0.015, rtol=0)
+    torch.testing.assert_close(frequencies(1.0, 2, None), two_likeliest, atol=0.015, rtol=0)
+    torch.testing.assert_close(frequencies(1.0, None, 0.7), two_likeliest, atol=0.015, rtol=0)
+    assert frequencies(1.0, None, 1e-9)[0] == 1  # at least one id is always kept
+    assert frequencies(0, 50, None)[0] == 1
 
 
 def test_text_may_outgrow_the_context():
     model, idx = make(), make_idx(2, 30)
     out = model.generate(idx, 40, temperature=0)
     assert out.shape == (2, 70)
-    window = out[:, 32 - 15 : 33]  # when position 32 was full its newer half was read again: 16 ids, then the 34th
-    assert torch.equal(model(window)[0][:, -1, :50257].argmax(-1), out[:, 33])
+    # When the context of 32 was full, its newer half was read again: 16 ids, after which comes the 34th.
+    newer_half = out[:, 32 - 15 : 33]
+    assert torch.equal(model(newer_half)[0][:, -1, :50257].argmax(-1), out[:, 33])
+
+
+def test_a_text_longer_than_the_context_is_refused():
+    model = make()
     with pytest.raises(AssertionError, match="block_size 32"):
         model(make_idx(1, 33))
 
 
 def test_recompute_gives_the_same_bits():
     idx = make_idx()
-    grads = []
+    gradients = {}
     for recompute in (False, True):
-        model = make(value_tables=1)
+        model = make()
         model.recompute = recompute
         model(idx[:, :-1], idx[:, 1:])[1].backward()
-        grads.append({k: p.grad for k, p in model.named_parameters()})
-    assert all(torch.equal(grads[0][k], grads[1][k]) for k in grads[0])
+        gradients[recompute] = {name: p.grad for name, p in model.named_parameters()}
+    assert all(torch.equal(gradient, gradients[True][name]) for name, gradient in gradients[False].items())
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "rmsnorm_gain"])
-def test_a_new_model_knows_nothing(tied, norm):
-    """Its loss is near log V, 10.83, whatever the options: the head's weights are small, also if they embed, too."""
+@pytest.mark.parametrize("norm", choices(GPTConfig, "norm"))
+def test_the_loss_of_a_new_model_is_that_of_guessing(tied, norm):
+    """Near log V, 10.83, whatever the options: the head's weights are small, even where they are the embedding's."""
     torch.manual_seed(0)
-    model, idx = GPT(dataclasses.replace(TINY, n_embd=128, norm=norm, tied_head=tied)), make_idx()
+    model = GPT(dataclasses.replace(TINY, n_embd=128, norm=norm, tied_head=tied))
+    idx = make_idx()
     assert abs(model(idx[:, :-1], idx[:, 1:])[1].item() - 10.83) < 0.2
 
 
-def test_half_of_the_channel_pairs_stand_still_and_logits_stay_below_the_cap():
+def test_half_rope_rotates_only_half_of_the_channel_pairs():
     cos, sin = rope_table(dataclasses.replace(TINY, positions="half_rope"))  # (block_size, 8)
     assert (cos[:, 4:] == 1).all() and (sin[:, 4:] == 0).all()
     angles = torch.arange(32)[:, None] * torch.tensor([1.0, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024])
     torch.testing.assert_close(sin[:, :4], angles.sin())
-    plain, capped, idx = make(tied_head=False), make(tied_head=False, softcap=2.0), make_idx()
-    x, y = plain(idx)[0], capped(idx)[0]
+
+
+def test_the_softcap_keeps_logits_below_the_cap():
+    uncapped, capped, idx = make(tied_head=False), make(tied_head=False, softcap=2.0), make_idx()
+    x, y = uncapped(idx)[0], capped(idx)[0]
     torch.testing.assert_close(y, x / (1 + (x / 2) ** 2).sqrt())
     assert x.abs().max() > 2 > y.abs().max()
 
 
-def test_a_setting_of_an_older_version_may_only_be_off():
+def logits_from_weights_by_name(config: GPTConfig) -> torch.Tensor:
+    """The logits of a model each of whose parameters depends on its name and shape alone, so that two networks differ
+    by what they compute and not by the order in which their weights were drawn."""
+    model = GPT(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model(make_idx())[0]
+
+
+@pytest.mark.parametrize("field", ["positions", "norm", "activation"])
+def test_every_choice_is_a_network_of_its_own(field):
+    """Of two choices that compute the same, one was forgotten where the network is built."""
+    names = choices(GPTConfig, field)
+    logits = [logits_from_weights_by_name(dataclasses.replace(TINY, **{field: name})) for name in names]
+    for i, name in enumerate(names):
+        for j in range(i):
+            assert not torch.equal(logits[i], logits[j]), f"{field} {name!r} and {names[j]!r} give the same logits"
+
+
+@pytest.mark.parametrize("field", ["positions", "norm", "activation"])
+def test_a_choice_that_is_named_but_not_handled_raises_when_the_network_is_built(field):
+    config = with_unchecked(TINY, **{field: "new"})
+    with pytest.raises(ValueError, match=f"no {field} 'new': add a case here"):
+        GPT(config)
+
+
+def test_settings_of_older_versions_may_only_be_off():
     saved = dataclasses.asdict(TINY)
-    assert GPTConfig.from_dict(saved | {"unet_skips": False, "logit_softcap": 0.0}) == TINY
-    for name in ("unet_skips", "logit_softcap", "softness"):
-        with pytest.raises(ValueError, match=f"unknown setting {name}=True: use the version that saved it"):
-            GPTConfig.from_dict(saved | {name: True})
+    off = {"unet_skips": False, "logit_softcap": 0.0, "value_tables": 0}
+    assert GPTConfig.from_dict(saved | off) == TINY
+    for name, value in {"unet_skips": True, "logit_softcap": 15.0, "value_tables": 3, "softness": True}.items():
+        with pytest.raises(ValueError, match=f"unknown setting {name}={value}: use the version that saved it"):
+            GPTConfig.from_dict(saved | {name: value})
