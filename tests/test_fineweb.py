@@ -20,423 +20,693 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from faults import hub_server
-from helpers import ROOT, make_documents, write_parquet
+from helpers import ROOT, make_documents, write_jsonl, write_parquet
 
 import fineweb
 from system.cli import UserError
 from system.files import lock_folder
-from tokens import documents as reading
+from tokens import documents as readers
 from tokens import shard_writer, shards, tokenizer
+from tokens.documents import COMPRESSIONS, READERS, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from tokens.prefetch import prefetch
 
+# ------------------------------------------------------------------------- helpers
 
-def make(*args):
-    """fineweb.py in this process."""
-    before, sys.argv = sys.argv, ["fineweb.py", *map(str, args)]
+
+def run_fineweb(*args):
+    """fineweb.py's main in this process; raises UserError if it fails."""
+    previous_argv = sys.argv
+    sys.argv = ["fineweb.py", *map(str, args)]
     try:
         fineweb.main()
     finally:
-        sys.argv = before
+        sys.argv = previous_argv
 
 
-def stream(folder):
-    """All tokens of a folder, val first, and the manifest, which must describe them."""
-    assert shards.verify(folder) == []
-    manifest = shards.read_manifest(folder)
-    sizes = [s.tokens for s in manifest.shards]
-    assert all(n == manifest.shard_tokens for n in sizes[:-1]) and manifest.complete
-    return np.concatenate([shards.read_shard(folder / s.file) for s in manifest.shards]), manifest
-
-
-def expected(documents):
-    enc = tokenizer.encoding()
-    return [i for text in documents for i in (tokenizer.EOT, *enc.encode_ordinary(text or ""))]
-
-
-def contents(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != ".lock"}
-
-
-# ------------------------------------------------------------------------- the same tokens as tiktoken
-
-
-@pytest.mark.parametrize("suffix", ["npy", "bin"])
-def test_parquet_document_by_document(tmp_path, suffix):
-    documents = [*make_documents(1), None, "last"]
-    write_parquet(tmp_path / "a b.parquet", documents, row_group_size=7)
-    out = tmp_path / "out"
-    make("--source", tmp_path / "a b.parquet", "--out", out, "--shard-size", 5000, "--format", suffix)
-    tokens, manifest = stream(out)
-    assert tokens.tolist() == expected(documents)
-    assert manifest.shards[0].file == f"a-b_val_000000.{suffix}" and "_train_000001." in manifest.shards[1].file
-    assert sum(s.documents for s in manifest.shards) == len(documents)
-    assert len(shards.find_shards(out, "train")) == len(manifest.shards) - 1
-
-
-def test_parquet_types_and_odd_shapes(tmp_path):
-    documents = make_documents(2)
-    for kind in (pa.large_string(), pa.string_view()):
-        pq.write_table(pa.table({"text": pa.array(documents, kind)}), tmp_path / "a.parquet", store_schema=True)
-        out = tmp_path / str(kind)
-        make("--source", tmp_path / "a.parquet", "--out", out)
-        assert stream(out)[0].tolist() == expected(documents)
-    write_parquet(tmp_path / "empty.parquet", [])
-    make("--source", tmp_path / "empty.parquet", tmp_path / "a.parquet", "--out", tmp_path / "o")
-    assert stream(tmp_path / "o")[0].tolist() == expected(documents)
-
-
-def test_jsonl_fields_blank_lines_and_half_surrogates(tmp_path):
-    documents = [*make_documents(3), "", "half \ud83d surrogate \ude00"]
-    lines = [json.dumps({"n": 1, "body": d}) for d in documents]
-    lines.insert(3, "")
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, json.dumps({"body": None})]) + "\n\n")
-    make("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--text-column", "body")
-    assert stream(tmp_path / "out")[0].tolist() == expected([*documents, ""])
-
-
-def write_csv(path, documents):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("n", "text"), *enumerate(documents)])
-
-
-def write_arrow(path, documents, new):
-    table = pa.table({"n": range(len(documents)), "text": pa.array(documents, pa.string())})
-    with new(str(path), table.schema) as file:
-        file.write_table(table, max_chunksize=7)
-
-
-def test_csv_gives_every_text_as_it_stands(tmp_path):
-    """Commas, quotes and line ends in texts; words that other readers take for nothing, for numbers or for dates."""
-    documents = [
-        *make_documents(7),
-        "NA",
-        "null",
-        "1.0",
-        "2020-01-01",
-        'a "quoted", one',
-        "two\nlines\r\nor three\r",
-        " x ",
-    ]
-    write_csv(tmp_path / "a.csv", documents)
-    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbftext,n\r\nwith a mark,1\r\n\r\nlast,2\r\n")  # as Excel writes it
-    make("--source", tmp_path / "*.csv", "--out", tmp_path / "out")
-    assert stream(tmp_path / "out")[0].tolist() == expected([*documents, "with a mark", "last"])
-
-
-def test_arrow_in_both_of_its_formats(tmp_path):
-    documents = [*make_documents(8), None]
-    write_arrow(tmp_path / "a.arrow", documents, pa.ipc.new_stream)  # as `datasets` writes it
-    write_arrow(tmp_path / "b.arrow", documents, pa.ipc.new_file)
-    make("--source", tmp_path / "*.arrow", "--out", tmp_path / "out")
-    assert stream(tmp_path / "out")[0].tolist() == expected(documents * 2)
-
-
-ZST = lambda path, mode: pa.CompressedOutputStream(str(path), "zstd")
-PACK = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open, "zst": ZST}
-
-
-@pytest.mark.parametrize("suffix", PACK)
-def test_compressed_files(tmp_path, suffix):
-    documents, src = make_documents(9), tmp_path / "src"
-    src.mkdir()
-    write_csv(src / "a.csv", documents)
-    (src / "b.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
-    (src / "c.txt").write_bytes("\n".join(documents).encode())
-    for path in list(src.iterdir()):
-        with PACK[suffix](f"{path}.{suffix}", "wb") as file:
-            file.write(path.read_bytes())
-        path.unlink()
-    size = ("--shard-size", 5000)  # of tokens: by default a part of the source's bytes, here hardly any
-    make("--source", src / "*", "--out", tmp_path / "out", *size)
-    tokens, manifest = stream(tmp_path / "out")
-    assert tokens.tolist() == expected([*documents * 2, "\n".join(documents)])
-    assert manifest.shards[0].file.startswith("src_val")
-    whole = (src / f"b.jsonl.{suffix}").read_bytes()
-    (src / f"b.jsonl.{suffix}").write_bytes(whole[:-20])
-    with pytest.raises(UserError, match=rf"cannot read .*b\.jsonl\.{suffix}"):
-        make("--source", src / "b*", "--out", tmp_path / "cut", *size)
-    make("--source", src / "a*", "--out", tmp_path / "named", *size)
-    assert (tmp_path / "named" / "a_val_000000.npy").exists()
-
-
-def test_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch):
-    """Pieces and blocks of a few characters: the tokens are still those of the whole."""
-    text = "\n".join(t[:300] for t in make_documents(4)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    for piece, block in ((1, 900), (3, 1000), (50, 333), (1 << 16, 1 << 23)):
-        monkeypatch.setattr(reading, "PIECE_CHARACTERS", piece)
-        monkeypatch.setattr(reading, "CHUNK_BYTES", block)
-        chunks = list(reading.read_text(open(tmp_path / "a.txt", "rb")))
-        assert "".join(t for c in chunks for t in c.texts) == text
-        assert sum(c.documents for c in chunks) == 1 and chunks[0].documents == 1
-        encoder = tokenizer.bulk_encoder()
-        ids = np.concatenate([shard_writer.encode(encoder, c)[0] for c in chunks])
-        assert ids.tolist() == expected([text]), (piece, block)
-
-
-def test_chunks_do_not_show(tmp_path, quick, monkeypatch):
-    """Small chunks and shards or large ones: the same stream."""
-    documents = make_documents(5)
-    path = write_parquet(tmp_path / "a.parquet", documents, row_group_size=11)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
-    for i, (chunk, size) in enumerate(((1, 3000), (2000, 2999), (1 << 23, 10**8))):
-        monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
-        make("--source", path, tmp_path / "b.jsonl", "--out", tmp_path / str(i), "--shard-size", size)
-        assert stream(tmp_path / str(i))[0].tolist() == expected(documents * 2)
-
-
-def test_limit_tokens_is_exact(tmp_path, quick):
-    path = write_parquet(tmp_path / "a.parquet", make_documents(6))
-    for limit in (1, 99, 100, 101, 2000):
-        out = tmp_path / str(limit)
-        make("--source", path, "--out", out, "--shard-size", 100, "--limit-tokens", limit)
-        assert stream(out)[0].tolist() == expected(make_documents(6))[:limit]
-
-
-def test_default_shard_size_leaves_val_and_train(tmp_path, quick):
-    for n in (2, 30, 5000):
-        (tmp_path / f"{n}.txt").write_text("To be, or not to be. " * n)
-        make("--source", tmp_path / f"{n}.txt", "--out", tmp_path / str(n))
-        sizes = [s.tokens for s in stream(tmp_path / str(n))[1].shards]
-        assert len(sizes) >= 3 and len(str(sizes[0]).rstrip("0")) == 1
-
-
-def test_stdlib_as_a_command(tmp_path, run_script):
-    done = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path, timeout=60)
-    tokens, manifest = stream(tmp_path / "data")
-    assert (
-        f"{len(tokens):,} tokens" in done.stdout
-        and "train_gpt2.py quickstart --data-dir data --out-dir log/data --sample-prompt ''" in done.stdout
-    )
-    assert len(tokens) > 3e6 and len(manifest.shards) > 4
-    names = [f["path"] for f in manifest.source["files"]]
-    assert not [n for n in names if "test" in n.split("/") or "site-packages" in n]
-    assert names != sorted(names)  # shuffled
-    library, enc = Path(os.__file__).parent, tokenizer.encoding()
-    document = [tokenizer.EOT, *enc.encode_ordinary((library / names[0]).read_text(encoding="utf-8"))]
-    assert tokens[: len(document)].tolist() == document
-    again = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path)
-    assert "nothing left to do" in again.stdout
-    assert "every shard is intact" in run_script("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
-
-
-def test_real_text(tmp_path, shared_data):
-    """A million tokens of real books, document by document."""
-    books = shared_data / "books-00.parquet"
-    make("--source", shared_data / "books-0*.parquet", "--out", tmp_path, "--limit-tokens", 1_000_000)
-    tokens, manifest = stream(tmp_path)
-    texts = next(pq.ParquetFile(books).iter_batches(2000, columns=["text"])).column(0).to_pylist()
-    ids = expected(texts)
-    assert len(ids) > 1_000_000 and tokens.tolist() == ids[:1_000_000]
-    assert len(manifest.source["files"]) == 4 and manifest.shard_tokens == 100_000
-
-
-# ------------------------------------------------------------------------- killed and run again
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Many runs in this process share one encoder, and do not wait for the disk."""
-    encoder = tokenizer.bulk_encoder()
-    monkeypatch.setattr(shard_writer, "bulk_encoder", lambda: encoder)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def mixed(tmp_path):
-    """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
-    files = [
-        write_parquet(tmp_path / "src" / f"p{i}.parquet", make_documents(i, 20), row_group_size=9) for i in range(2)
-    ]
-    (tmp_path / "src" / "j.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in make_documents(9, 20)))
-    (tmp_path / "src" / "t.txt").write_text("\n".join(make_documents(10, 20)))
-    (tmp_path / "src" / "u.txt").write_text("short")
-    write_csv(tmp_path / "src" / "v.csv", make_documents(11, 5))
-    return ["--source", *files, *sorted((tmp_path / "src").glob("*.[jtc]*")), "--shard-size", 20_000]
-
-
-def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed, quick, monkeypatch):
-    make(*mixed, "--out", tmp_path / "whole")
-    whole, replace, calls = contents(tmp_path / "whole"), os.replace, 0
-
-    def dying(*args):
-        nonlocal calls
-        calls += 1
-        if calls == at and not after:
-            raise Killed
-        replace(*args)
-        if calls == at:
-            raise Killed
-
-    writes = 2 * (len(shards.read_manifest(tmp_path / "whole").shards) + 1)  # shards, manifests, the first and last one
-    assert writes > 8
-    for at in range(1, writes + 1):
-        for after in (False, True):
-            out, calls = tmp_path / f"{at}{after}", 0
-            monkeypatch.setattr(os, "replace", dying)
-            with pytest.raises(Killed):
-                make(*mixed, "--out", out)
-            monkeypatch.setattr(os, "replace", replace)
-            make(*mixed, "--out", out)
-            assert {k: v for k, v in contents(out).items() if not k.endswith(".part")} == whole, (at, after)
-            shutil.rmtree(out)
-
-
-def start(*args, **kwargs):
+def start_fineweb(*args, **kwargs):
+    """fineweb.py in a process of its own, which can be killed; kwargs go to Popen."""
     command = [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
 
 
-def wait_for(done, process):
-    while not done():
+def wait_for_path(path, process):
+    """Wait until a path exists; returns False if the process ends first."""
+    while not path.exists():
         if process.poll() is not None:
             return False
         time.sleep(0.001)
     return True
 
 
+def read_folder(folder):
+    """All tokens of a folder, val first, and its manifest, which must be complete and describe them."""
+    assert shards.verify(folder) == []
+    manifest = shards.read_manifest(folder)
+    sizes = [shard.tokens for shard in manifest.shards]
+    assert all(size == manifest.shard_tokens for size in sizes[:-1]) and manifest.complete
+    return np.concatenate([shards.read_shard(folder / shard.file) for shard in manifest.shards]), manifest
+
+
+def read_tokens(folder):
+    """All tokens of a folder as a list, val first."""
+    return read_folder(folder)[0].tolist()
+
+
+def encode_with_tiktoken(documents):
+    """The ids that shards of these documents must hold: EOT before each one, None as an empty document."""
+    encoding = tokenizer.encoding()
+    return [i for text in documents for i in (tokenizer.EOT, *encoding.encode_ordinary(text or ""))]
+
+
+def read_bytes(folder):
+    """The bytes of every file of a folder by name, without the lock file."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != ".lock"}
+
+
+def without_partial_files(files):
+    """The files of read_bytes without what a killed process may leave behind."""
+    return {name: data for name, data in files.items() if not name.endswith(".part")}
+
+
+def write_documents_jsonl(path, documents, field="text"):
+    """A jsonl file with one document per line."""
+    return write_jsonl(path, [{field: document} for document in documents])
+
+
+def write_csv(path, documents):
+    """A csv file with the columns n and text."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("n", "text"), *enumerate(documents)])
+
+
+def write_text(path, documents):
+    """A plain text file, which is one document."""
+    assert len(documents) == 1
+    path.write_bytes(documents[0].encode())
+
+
+def open_zst(path, mode):
+    """As gzip.open for the other compressions."""
+    return pa.CompressedOutputStream(str(path), "zstd")
+
+
+WRITERS = {  # suffix of READERS: what writes such a file
+    ".parquet": write_parquet,
+    ".jsonl": write_documents_jsonl,
+    ".ndjson": write_documents_jsonl,
+    ".csv": write_csv,
+    ".json": write_documents_jsonl,
+}
+COMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
+
+
+@pytest.fixture(scope="module")
+def shared_encoder():
+    return tokenizer.bulk_encoder()
+
+
+@pytest.fixture
+def quick(monkeypatch, shared_encoder):
+    """Many runs in this process share one encoder, and do not wait for the disk."""
+    monkeypatch.setattr(shard_writer, "bulk_encoder", lambda: shared_encoder)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+# ------------------------------------------------------------------------- the same tokens as tiktoken
+
+
+@pytest.mark.parametrize("shard_format", ["npy", "bin"])
+def test_parquet_document_by_document(tmp_path, shard_format):
+    documents = [*make_documents(1), None, "last"]
+    write_parquet(tmp_path / "a b.parquet", documents, row_group_size=7)
+    out = tmp_path / "out"
+
+    run_fineweb("--source", tmp_path / "a b.parquet", "--out", out, "--shard-size", 5000, "--format", shard_format)
+
+    tokens, manifest = read_folder(out)
+    assert tokens.tolist() == encode_with_tiktoken(documents)
+    assert manifest.shards[0].file == f"a-b_val_000000.{shard_format}"
+    assert "_train_000001." in manifest.shards[1].file
+    assert sum(shard.documents for shard in manifest.shards) == len(documents)
+    assert len(shards.find_shards(out, "train")) == len(manifest.shards) - 1
+
+
+@pytest.mark.parametrize("text_type", [pa.large_string(), pa.string_view()], ids=str)
+def test_parquet_of_every_text_type(tmp_path, text_type):
+    documents = make_documents(2)
+    table = pa.table({"text": pa.array(documents, text_type)})
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=True)
+
+    run_fineweb("--source", tmp_path / "a.parquet", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents)
+
+
+def test_an_empty_parquet_file_adds_nothing(tmp_path):
+    documents = make_documents(2)
+    write_parquet(tmp_path / "empty.parquet", [])
+    write_parquet(tmp_path / "a.parquet", documents)
+
+    run_fineweb("--source", tmp_path / "empty.parquet", tmp_path / "a.parquet", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents)
+
+
+def test_jsonl_fields_blank_lines_and_half_surrogates(tmp_path):
+    documents = [*make_documents(3), "", "half \ud83d surrogate \ude00"]
+    lines = [json.dumps({"n": 1, "body": document}) for document in documents]
+    lines.insert(3, "")
+    lines.append(json.dumps({"body": None}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+
+    run_fineweb("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--text-column", "body")
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken([*documents, ""])
+
+
+def test_csv_gives_every_text_as_it_stands(tmp_path):
+    """Commas, quotes and line ends in texts; words that other readers take for nothing, for numbers or for dates."""
+    odd_texts = ["NA", "null", "1.0", "2020-01-01", 'a "quoted", one', "two\nlines\r\nor three\r", " x "]
+    documents = [*make_documents(7), *odd_texts]
+    write_csv(tmp_path / "a.csv", documents)
+    as_excel_writes_it = b"\xef\xbb\xbftext,n\r\nwith a mark,1\r\n\r\nlast,2\r\n"  # with a byte order mark
+    (tmp_path / "b.csv").write_bytes(as_excel_writes_it)
+
+    run_fineweb("--source", tmp_path / "*.csv", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken([*documents, "with a mark", "last"])
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_compressed_files(tmp_path, suffix):
+    # Arrange: a csv, a jsonl and a text file, each compressed.
+    documents = make_documents(9)
+    source = tmp_path / "src"
+    source.mkdir()
+    write_csv(source / "a.csv", documents)
+    write_documents_jsonl(source / "b.jsonl", documents)
+    write_text(source / "c.txt", ["\n".join(documents)])
+    for path in list(source.iterdir()):
+        with COMPRESSORS[suffix](f"{path}{suffix}", "wb") as file:
+            file.write(path.read_bytes())
+        path.unlink()
+    size = ("--shard-size", 5000)  # of tokens: by default a part of the source's bytes, here hardly any
+
+    # All of their documents are there, in shards named after the folder.
+    run_fineweb("--source", source / "*", "--out", tmp_path / "out", *size)
+    tokens, manifest = read_folder(tmp_path / "out")
+    assert tokens.tolist() == encode_with_tiktoken([*documents * 2, "\n".join(documents)])
+    assert manifest.shards[0].file.startswith("src_val")
+
+    # A file that was cut is refused.
+    cut = source / f"b.jsonl{suffix}"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    with pytest.raises(UserError, match=rf"cannot read .*b\.jsonl\{suffix}"):
+        run_fineweb("--source", source / "b*", "--out", tmp_path / "cut", *size)
+
+    # A single file names the shards, without its suffixes.
+    run_fineweb("--source", source / "a*", "--out", tmp_path / "named", *size)
+    assert (tmp_path / "named" / "a_val_000000.npy").exists()
+
+
+@pytest.mark.parametrize(
+    "piece, block", [(1, 900), (3, 1000), (50, 333), (readers.PIECE_CHARACTERS, readers.CHUNK_BYTES)]
+)
+def test_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch, piece, block):
+    """Pieces and blocks of a few characters: the tokens are still those of the uncut text."""
+    text = "\n".join(document[:300] for document in make_documents(4))
+    text += " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
+    write_text(tmp_path / "a.txt", [text])
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", block)
+
+    with open(tmp_path / "a.txt", "rb") as file:
+        chunks = list(readers.read_text(file))
+
+    assert "".join(piece for chunk in chunks for piece in chunk.texts) == text
+    assert sum(chunk.documents for chunk in chunks) == 1 and chunks[0].documents == 1
+    encoder = tokenizer.bulk_encoder()
+    ids = np.concatenate([shard_writer.encode(encoder, chunk)[0] for chunk in chunks])
+    assert ids.tolist() == encode_with_tiktoken([text])
+
+
+@pytest.mark.parametrize("chunk_bytes, shard_size", [(1, 3000), (2000, 2999), (1 << 23, 10**8)])
+def test_the_size_of_chunks_and_shards_does_not_change_the_tokens(
+    tmp_path, quick, monkeypatch, chunk_bytes, shard_size
+):
+    documents = make_documents(5)
+    write_parquet(tmp_path / "a.parquet", documents, row_group_size=11)
+    write_documents_jsonl(tmp_path / "b.jsonl", documents)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+
+    files = (tmp_path / "a.parquet", tmp_path / "b.jsonl")
+    run_fineweb("--source", *files, "--out", tmp_path / "out", "--shard-size", shard_size)
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents * 2)
+
+
+@pytest.mark.parametrize("limit", [1, 99, 100, 101, 2000])
+def test_limit_tokens_is_exact(tmp_path, quick, limit):
+    documents = make_documents(6)
+    path = write_parquet(tmp_path / "a.parquet", documents)
+
+    run_fineweb("--source", path, "--out", tmp_path / "out", "--shard-size", 100, "--limit-tokens", limit)
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents)[:limit]
+
+
+@pytest.mark.parametrize("repeats", [2, 30, 5000])
+def test_default_shard_size_leaves_val_and_train(tmp_path, quick, repeats):
+    write_text(tmp_path / "a.txt", ["To be, or not to be. " * repeats])
+
+    run_fineweb("--source", tmp_path / "a.txt", "--out", tmp_path / "out")
+
+    sizes = [shard.tokens for shard in read_folder(tmp_path / "out")[1].shards]
+    assert len(sizes) >= 3
+    assert len(str(sizes[0]).rstrip("0")) == 1, "the size is rounded to one digit"
+
+
+def test_stdlib_as_a_command(tmp_path, run_script):
+    done = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path, timeout=60)
+
+    # The output tells how much there is and how to train on it.
+    tokens, manifest = read_folder(tmp_path / "data")
+    assert f"{len(tokens):,} tokens" in done.stdout
+    assert "train_gpt2.py quickstart --data-dir data --out-dir log/data --sample-prompt ''" in done.stdout
+    assert len(tokens) > 3e6 and len(manifest.shards) > 4
+
+    # The files are the library's, without tests and packages, and shuffled.
+    names = [file["path"] for file in manifest.source["files"]]
+    assert not [name for name in names if "test" in name.split("/") or "site-packages" in name]
+    assert names != sorted(names)
+    first_file = (Path(os.__file__).parent / names[0]).read_text(encoding="utf-8")
+    document = encode_with_tiktoken([first_file])
+    assert tokens[: len(document)].tolist() == document
+
+    # The same command finds nothing to do, and the folder is intact.
+    again = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path)
+    assert "nothing left to do" in again.stdout
+    assert "every shard is intact" in run_script("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
+
+
+def test_a_million_tokens_of_real_books(tmp_path, shared_data):
+    source = shared_data / "books-0*.parquet"
+    run_fineweb("--source", source, "--out", tmp_path, "--limit-tokens", 1_000_000)
+
+    first_rows = next(pq.ParquetFile(shared_data / "books-00.parquet").iter_batches(2000, columns=["text"]))
+    ids = encode_with_tiktoken(first_rows.column(0).to_pylist())
+    assert len(ids) > 1_000_000
+    tokens, manifest = read_folder(tmp_path)
+    assert tokens.tolist() == ids[:1_000_000]
+    assert len(manifest.source["files"]) == 4 and manifest.shard_tokens == 100_000
+
+
+# ------------------------------------------------------------------------- which reader for which file
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_suffix_of_READERS_is_parsed(tmp_path, quick, suffix):
+    documents = ["one", "two, with a comma", 'and "three"']
+    WRITERS[suffix](tmp_path / f"a{suffix}", documents)
+
+    run_fineweb("--source", tmp_path / f"a{suffix}", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents)
+
+
+@pytest.mark.parametrize("suffix", ["", *TEXT_SUFFIXES, ".TXT", ".R"])
+def test_every_suffix_of_TEXT_SUFFIXES_and_none_is_plain_text(suffix):
+    assert readers.choose_reader(Path(f"a{suffix}")) is readers.read_text
+
+
+def test_plain_text_is_not_parsed(tmp_path, quick):
+    text = '{"text": "in a text file"}\n'
+    write_text(tmp_path / "a.py", [text])
+
+    run_fineweb("--source", tmp_path / "a.py", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken([text])
+
+
+def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path, quick):
+    documents = ["one", "two"]
+    write_documents_jsonl(tmp_path / "a.jsonl", documents)
+    with gzip.open(tmp_path / "A.JSONL.GZ", "wb") as file:
+        file.write((tmp_path / "a.jsonl").read_bytes())
+
+    run_fineweb("--source", tmp_path / "A.JSONL.GZ", "--out", tmp_path / "out", "--shard-size", 5)
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents)
+    assert (tmp_path / "out" / "A_val_000000.npy").exists()
+
+
+UNKNOWN_SUFFIXES = ".tsv .xml .yaml .html .arrow .feather .orc .avro .xlsx .pdf .zip .tar.gz .dat .md5".split()
+
+
+@pytest.mark.parametrize("suffix", UNKNOWN_SUFFIXES)
+def test_any_other_suffix_is_refused_before_anything_is_made(tmp_path, quick, suffix):
+    write_text(tmp_path / "a.txt", ["good text"])
+    write_text(tmp_path / f"b{suffix}", ["n\ttext\n1\tvalid UTF-8\n"])
+
+    with pytest.raises(UserError) as error:
+        run_fineweb("--source", tmp_path / "a.txt", tmp_path / f"b{suffix}", "--out", tmp_path / "out")
+
+    message = str(error.value)
+    assert f"b{suffix}: the suffix {suffix.removesuffix('.gz')} is unknown" in message
+    for known in (*READERS, *TEXT_SUFFIXES, *COMPRESSIONS):
+        assert known in message
+    assert "convert it to .jsonl" in message and "rename it to end in .txt" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", TOKEN_SUFFIXES)
+def test_tokens_are_not_taken_for_text(tmp_path, suffix):
+    (tmp_path / f"train{suffix}").write_bytes(b"\x27\0\x0b\0" * 9)  # nanoGPT's tokens of characters: valid UTF-8
+
+    with pytest.raises(UserError, match=rf"train\{suffix}: it holds tokens.*--data-dir"):
+        run_fineweb("--source", tmp_path / f"train{suffix}", "--out", tmp_path / "out")
+
+
+def test_no_suffix_has_two_readers():
+    kinds = [*READERS, *TEXT_SUFFIXES, *TOKEN_SUFFIXES, *COMPRESSIONS]
+    assert len(kinds) == len(set(kinds)) and all(suffix == suffix.lower() for suffix in kinds)
+
+
+def test_a_compression_that_nothing_opens_raises(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.txt.lz4", ["text"])
+    monkeypatch.setattr(readers, "COMPRESSIONS", (*COMPRESSIONS, ".lz4"))
+
+    with pytest.raises(UserError, match=r"compression '\.lz4' is not one of"):
+        run_fineweb("--source", tmp_path / "a.txt.lz4", "--out", tmp_path / "out")
+
+
+# ------------------------------------------------------------------------- killed and run again
+
+
+class Killed(BaseException):
+    """Ends a run in this process as a kill would: nothing catches it."""
+
+
+@pytest.fixture
+def mixed_source(tmp_path):
+    """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
+    folder = tmp_path / "src"
+    files = [
+        write_parquet(folder / "p0.parquet", make_documents(0, 20), row_group_size=9),
+        write_parquet(folder / "p1.parquet", make_documents(1, 20), row_group_size=9),
+    ]
+    write_documents_jsonl(folder / "j.jsonl", make_documents(9, 20))
+    write_text(folder / "t.txt", ["\n".join(make_documents(10, 20))])
+    write_text(folder / "u.txt", ["short"])
+    write_csv(folder / "v.csv", make_documents(11, 5))
+    files += [folder / name for name in ("j.jsonl", "t.txt", "u.txt", "v.csv")]
+    return ["--source", *files, "--shard-size", 20_000]
+
+
+def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, monkeypatch):
+    # Arrange: the folder of a run without a crash. A file is written by renaming it, so renames are counted: one per
+    # shard and per manifest, the first and the last manifest included.
+    run_fineweb(*mixed_source, "--out", tmp_path / "expected")
+    expected = read_bytes(tmp_path / "expected")
+    writes = 2 * (len(shards.read_manifest(tmp_path / "expected").shards) + 1)
+    assert writes > 8
+    real_replace = os.replace
+
+    def crash_at(write, after_rename):
+        """An os.replace that crashes before or after its call number `write`."""
+        calls = 0
+
+        def replace_or_crash(*args):
+            nonlocal calls
+            calls += 1
+            if calls == write and not after_rename:
+                raise Killed
+            real_replace(*args)
+            if calls == write:
+                raise Killed
+
+        return replace_or_crash
+
+    for write in range(1, writes + 1):
+        for after_rename in (False, True):
+            out = tmp_path / f"{write}{after_rename}"
+
+            # The run crashes, and the same command then finishes the folder.
+            monkeypatch.setattr(os, "replace", crash_at(write, after_rename))
+            with pytest.raises(Killed):
+                run_fineweb(*mixed_source, "--out", out)
+            monkeypatch.setattr(os, "replace", real_replace)
+            run_fineweb(*mixed_source, "--out", out)
+
+            assert without_partial_files(read_bytes(out)) == expected, (write, after_rename)
+            shutil.rmtree(out)
+
+
 def test_sigkill_and_sigint_then_again_is_byte_identical(tmp_path):
     args = ("--source", "stdlib", "--shard-size", 200_000)
-    make(*args, "--out", tmp_path / "whole")
-    whole, out, hits = contents(tmp_path / "whole"), tmp_path / "out", 0
-    for index, sign in ((2, signal.SIGKILL), (14, signal.SIGINT)):
-        process = start(*args, "--out", out)
-        name = f"stdlib_{'train' if index else 'val'}_{index:06d}.npy"
-        hits += wait_for((out / name).exists, process)
-        process.send_signal(sign)
+    run_fineweb(*args, "--out", tmp_path / "expected")
+    expected = read_bytes(tmp_path / "expected")
+    out = tmp_path / "out"
+
+    # Killed once early and once late, each time when a certain shard appears: while it works.
+    for index, signal_number in ((2, signal.SIGKILL), (14, signal.SIGINT)):
+        process = start_fineweb(*args, "--out", out)
+        assert wait_for_path(out / f"stdlib_train_{index:06d}.npy", process)
+        process.send_signal(signal_number)
         output = process.communicate()[0]
         assert "Traceback" not in output, output
-        assert set(contents(out)) - {n for n in contents(out) if n.endswith(".part")} <= set(whole)
-    assert hits == 2  # the kills came while it worked
-    make(*args, "--out", out)
-    assert contents(out) == whole
+        assert without_partial_files(read_bytes(out)).keys() <= expected.keys()
+
+    run_fineweb(*args, "--out", out)
+    assert read_bytes(out) == expected
 
 
 def test_two_runs_on_one_folder(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
+    write_text(tmp_path / "a.txt", ["some text"])
+
     with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="in use by another process"):
-        make("--source", tmp_path / "a.txt", "--out", tmp_path / "out")
-    assert contents(tmp_path / "out") == {}
+        run_fineweb("--source", tmp_path / "a.txt", "--out", tmp_path / "out")
+
+    assert read_bytes(tmp_path / "out") == {}
 
 
 def test_other_parameters_are_refused_by_name(tmp_path):
-    for n in "ab":
-        (tmp_path / f"{n}.txt").write_text(f"{n} text " * 100)
-    base = {"--source": tmp_path / "a.txt", "--shard-size": 50, "--limit-tokens": 150, "--format": "npy"}
+    write_text(tmp_path / "a.txt", ["a text " * 100])
+    write_text(tmp_path / "b.txt", ["b text " * 100])
 
     def run(**changes):
-        args = {**base, **{f"--{k.replace('_', '-')}": v for k, v in changes.items()}}
-        make(*[x for pair in args.items() for x in pair], "--out", tmp_path / "out")
+        flags = {"source": tmp_path / "a.txt", "shard_size": 50, "limit_tokens": 150, "format": "npy", **changes}
+        words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+        run_fineweb(*words, "--out", tmp_path / "out")
 
+    # The same parameters twice are accepted.
     run()
-    before = contents(tmp_path / "out")
+    before = read_bytes(tmp_path / "out")
     run()
-    for change, words in (
+
+    for change, message in (
         ({"source": tmp_path / "b.txt"}, "name a, not b"),
         ({"shard_size": 60}, "shard_tokens 50, not 60"),
         ({"limit_tokens": 160}, "limit_tokens 150, not 160"),
         ({"format": "bin"}, "format npy, not bin"),
         ({"text_column": "body"}, "column text, not body"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             run(**change)
-    (tmp_path / "a.txt").write_text("x text " * 100)  # same name and size
+
+    # A file of the same name and size with other content is another revision.
+    write_text(tmp_path / "a.txt", ["x text " * 100])
     with pytest.raises(UserError, match="was made with revision"):
         run()
-    assert contents(tmp_path / "out") == before
+    assert read_bytes(tmp_path / "out") == before
 
 
-def test_a_mended_command_may_use_the_folder_of_one_that_failed(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "some text of several tokens"}\n')
+def test_a_corrected_command_may_use_the_folder_of_one_that_failed(tmp_path):
+    document = "some text of several tokens"
+    write_documents_jsonl(tmp_path / "a.jsonl", [document], field="body")
     with pytest.raises(UserError, match="--text-column"):
-        make("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out")
-    make("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--text-column", "body", "--shard-size", 3)
-    assert stream(tmp_path / "out")[0].tolist() == expected(["some text of several tokens"])
+        run_fineweb("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+
+    flags = ("--text-column", "body", "--shard-size", 3)
+    run_fineweb("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", *flags)
+
+    assert read_tokens(tmp_path / "out") == encode_with_tiktoken([document])
 
 
 def test_files_of_others_are_left_alone(tmp_path):
-    (tmp_path / "a.txt").write_text("some text " * 100)
+    write_text(tmp_path / "a.txt", ["some text " * 100])
     out = tmp_path / "out"
     out.mkdir()
-    theirs = out / "a_train_000001.npy"
-    theirs.write_bytes(b"theirs")
-    with pytest.raises(UserError, match="not written by this command"):
-        make("--source", tmp_path / "a.txt", "--out", out)
-    theirs.rename(out / "notes.txt")
-    make("--source", tmp_path / "a.txt", "--out", out)
-    assert (out / "notes.txt").read_bytes() == b"theirs"
+    foreign = out / "a_train_000001.npy"
+    foreign.write_bytes(b"foreign")
+
+    # A shard that no manifest lists is not overwritten; the message says how shards of another program are kept.
+    with pytest.raises(UserError, match=rf"not written by this command.*fineweb\.py --verify {out}"):
+        run_fineweb("--source", tmp_path / "a.txt", "--out", out)
+
+    # A file of another name is no obstacle.
+    foreign.rename(out / "notes.txt")
+    run_fineweb("--source", tmp_path / "a.txt", "--out", out)
+    assert (out / "notes.txt").read_bytes() == b"foreign"
+
+    # A shard of its own that was damaged is named.
     (out / "a_train_000001.npy").write_bytes(b"damaged")
     with pytest.raises(UserError, match="000001"):
-        make("--source", tmp_path / "a.txt", "--out", out)
+        run_fineweb("--source", tmp_path / "a.txt", "--out", out)
 
 
-def test_a_removed_shard_comes_back_with_the_same_bytes(tmp_path, mixed, quick, monkeypatch):
+def test_a_removed_shard_comes_back_with_the_same_bytes(tmp_path, mixed_source, quick, monkeypatch):
     out = tmp_path / "out"
-    make(*mixed, "--out", out)
-    whole, files = contents(out), shards.shard_files(out)
-    for gone in (files[:1], [files[0], files[2]], files[-1:]):
-        for path in gone:
+    run_fineweb(*mixed_source, "--out", out)
+    expected = read_bytes(out)
+    files = shards.shard_files(out)
+
+    def crash(*args):
+        raise Killed
+
+    # The first, some, or the last shard; also after a crash while it is made again.
+    for removed in (files[:1], [files[0], files[2]], files[-1:]):
+        for path in removed:
             path.unlink()
-        with monkeypatch.context() as m:
-            m.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Killed))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash)
             with pytest.raises(Killed):
-                make(*mixed, "--out", out)
-        make(*mixed, "--out", out)
-        assert contents(out) == whole
-    files[1].write_bytes(files[1].read_bytes()[:-2])
+                run_fineweb(*mixed_source, "--out", out)
+        run_fineweb(*mixed_source, "--out", out)
+        assert read_bytes(out) == expected
+        assert not (out / ".remake").exists()
+
+
+def test_a_shard_that_was_cut_must_be_removed_first(tmp_path, mixed_source, quick):
+    out = tmp_path / "out"
+    run_fineweb(*mixed_source, "--out", out)
+    path = shards.shard_files(out)[1]
+    path.write_bytes(path.read_bytes()[:-2])
+
     with pytest.raises(UserError, match="Move it away and make it again"):
-        make(*mixed, "--out", out)
-    files[1].unlink()
+        run_fineweb(*mixed_source, "--out", out)
+
+
+def test_a_shard_is_not_replaced_by_one_with_other_bytes(tmp_path, mixed_source, quick):
+    # Arrange: the manifest promises another hash, as if the source gave other text than it did.
+    out = tmp_path / "out"
+    run_fineweb(*mixed_source, "--out", out)
+    path = shards.shard_files(out)[1]
+    path.unlink()
     manifest = shards.read_manifest(out)
-    wrong = [replace(s, sha256="0" * 64) if s.file == files[1].name else s for s in manifest.shards]
-    shards.write_manifest(out, replace(manifest, shards=wrong))
-    with pytest.raises(UserError, match="the source has changed"):  # the source gives other bytes than it did
-        make(*mixed, "--out", out)
-    assert not files[1].exists()
+    entries = [replace(s, sha256="0" * 64) if s.file == path.name else s for s in manifest.shards]
+    shards.write_manifest(out, replace(manifest, shards=entries))
+
+    with pytest.raises(UserError, match="the source has changed"):
+        run_fineweb(*mixed_source, "--out", out)
+
+    assert not path.exists()
 
 
-def test_shards_are_called_what_the_files_are_called(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "file_names, shard_name",
+    [
+        (("books-00.txt", "books-01.txt"), "books"),
+        (("alpha.txt", "apple.txt"), "texts"),
+        (("one day.txt",), "one-day"),
+        (("2024.txt",), "texts"),
+    ],
+)
+def test_shards_are_called_what_the_files_are_called(tmp_path, monkeypatch, quick, file_names, shard_name):
     monkeypatch.chdir(tmp_path)
-    for names, called in {
-        ("books-00.txt", "books-01.txt"): "books",
-        ("alpha.txt", "apple.txt"): "texts",
-        ("one day.txt",): "one-day",
-        ("2024.txt",): "texts",
-    }.items():
-        for folder in ("texts", "data"):
-            shutil.rmtree(tmp_path / folder, ignore_errors=True)
-        (tmp_path / "texts").mkdir()
-        for name in names:
-            (tmp_path / "texts" / name).write_text("some text " * 100)
-        make("--source", "texts/*.txt", "--shard-size", 100)
-        assert {p.name.split("_")[0] for p in shards.shard_files(tmp_path / "data" / called)} == {called}
+    (tmp_path / "texts").mkdir()
+    for name in file_names:
+        write_text(tmp_path / "texts" / name, ["some text " * 100])
+
+    run_fineweb("--source", "texts/*.txt", "--shard-size", 100)
+
+    names = {path.name.split("_")[0] for path in shards.shard_files(tmp_path / "data" / shard_name)}
+    assert names == {shard_name}
 
 
-def test_ahead_is_ahead_by_its_steps_and_no_more():
-    made = []
+@pytest.mark.parametrize("depth", [1, 3])
+def test_prefetch_runs_ahead_by_its_depth_and_no_more(depth):
+    produced = []
 
     def items():
         for i in range(9):
-            made.append(i)
+            produced.append(i)
             yield i
         raise OSError("the end")
 
-    def settled(n):
-        time.sleep(0.05)
-        return made == list(range(n))
+    def produced_after_a_while():
+        time.sleep(0.05)  # the thread has come to rest
+        return len(produced)
 
-    for steps in (1, 3):
-        made.clear()
-        got = prefetch(items(), steps)
-        assert next(got) == 0 and settled(1 + steps)
-        assert next(got) == 1 and settled(2 + steps)
-        with pytest.raises(OSError, match="the end"):
-            list(got)
+    fetched = prefetch(items(), depth)
+    assert next(fetched) == 0 and produced_after_a_while() == 1 + depth
+    assert next(fetched) == 1 and produced_after_a_while() == 2 + depth
+
+    # The others come in order, and then the error of the thread.
+    for i in range(2, 9):
+        assert next(fetched) == i
+    with pytest.raises(OSError, match="the end"):
+        next(fetched)
+
+
+def test_prefetch_of_nothing_ends():
     assert list(prefetch([], 2)) == []
+
+
+# ------------------------------------------------------------------------- --verify
+
+
+def write_foreign_shards(folder, suffix="npy"):
+    """Shards as build-nanogpt and llm.c write them: without a manifest, the last one shorter."""
+    folder.mkdir()
+    for name, size in (("web_val_000000", 900), ("web_train_000001", 900), ("web_train_000002", 70)):
+        shards.write_shard(folder / f"{name}.{suffix}", np.array([tokenizer.EOT, *range(size - 1)]))
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_verify_writes_the_manifest_that_is_missing_and_says_so(tmp_path, capsys, suffix):
+    folder = write_foreign_shards(tmp_path / "web", suffix)
+    before = read_bytes(folder)
+
+    run_fineweb("--verify", folder)
+
+    # The manifest is new, the shards are as they were.
+    assert "wrote manifest.json: 1,870 tokens, 3 documents, 3 shards in" in capsys.readouterr().out
+    after = read_bytes(folder)
+    assert after.keys() - before.keys() == {"manifest.json"} and after.items() >= before.items()
+
+    # From now on it is used, and stays as it is.
+    run_fineweb("--verify", folder)
+    assert "every shard is intact" in capsys.readouterr().out
+    assert read_bytes(folder) == after
+    path = folder / f"web_train_000001.{suffix}"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match=r"(?s)000001.*has sha256.*1 problem"):
+        run_fineweb("--verify", folder)
+    assert (folder / "manifest.json").read_bytes() == after["manifest.json"]
+
+
+def test_verify_writes_no_manifest_for_bad_shards(tmp_path):
+    folder = write_foreign_shards(tmp_path / "web")
+    (folder / "web_train_000001.npy").write_bytes(b"junk")
+    shards.write_shard(folder / "web_train_000002.npy", np.array([7, 50257]))
+
+    with pytest.raises(UserError, match=r"(?s)000001.*not a usable shard.*000002.*id 50257"):
+        run_fineweb("--verify", folder)
+
+    assert not (folder / "manifest.json").exists()
+
+
+def test_verify_says_that_a_folder_cannot_be_written_to(tmp_path, monkeypatch):
+    folder = write_foreign_shards(tmp_path / "web")
+
+    def refuse(data_dir, manifest):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(shards, "write_manifest", refuse)
+    with pytest.raises(UserError, match=r"no manifest\.json, and it cannot be written: Read-only file system"):
+        run_fineweb("--verify", folder)
 
 
 # ------------------------------------------------------------------------- bad input
@@ -448,13 +718,11 @@ def test_bad_sources_are_refused(tmp_path, quick):
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
     (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 9)
-    (tmp_path / "train.bin").write_bytes(b"\x27\0\x0b\0" * 9)  # nanoGPT's tokens of characters: valid UTF-8
     (tmp_path / "none.jsonl").write_text("\n\n")
     (tmp_path / "long.csv").write_text("n,text\n1,a\n2,b,c\n")
     (tmp_path / "open.csv").write_text('n,text\n1,"a\n')
-    (tmp_path / "cut.arrow").write_bytes(b"ARROW1\0\0" * 20)
     (tmp_path / "dir").mkdir()
-    for args, words in (
+    for args, message in (
         ([tmp_path / "missing.txt"], r"missing\.txt.*stdlib"),
         ([tmp_path / "no*.csv"], r"no\*\.csv"),
         ([tmp_path / "dir"], "not a readable file"),
@@ -465,40 +733,46 @@ def test_bad_sources_are_refused(tmp_path, quick):
         ([tmp_path / "bad.jsonl"], r"bad\.jsonl: line 2 .*'text'"),
         ([tmp_path / "broken.jsonl"], "line 2 .*'text'"),
         ([tmp_path / "latin.txt"], r"latin\.txt.*utf-8"),
-        ([tmp_path / "train.bin"], r"train\.bin: it holds tokens.*--data-dir"),
         ([tmp_path / "none.jsonl"], "holds no documents"),
         ([tmp_path / "long.csv"], r"long\.csv: line 3 has 3 fields and the first 2"),
         ([tmp_path / "open.csv"], r"open\.csv: unexpected end"),
         ([tmp_path / "long.csv", "--text-column", "body"], "'body' is missing.*n, text"),
-        ([tmp_path / "cut.arrow"], r"cannot read .*cut\.arrow"),
         ([tmp_path / "good.parquet", "--shard-size", 0], "--shard-size"),
         ([tmp_path / "good.parquet", "--limit-tokens", -5], "--limit-tokens"),
         ([], "--source"),
     ):
         out = tmp_path / "out"
-        with pytest.raises(UserError, match=words):
-            make("--source", *args, "--out", out)
+        with pytest.raises(UserError, match=message):
+            run_fineweb("--source", *args, "--out", out)
         assert not list(out.glob("*_*")), args
         shutil.rmtree(out, ignore_errors=True)
 
 
-def test_no_room_says_how_much(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("x")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
+def test_a_full_disk_is_reported_before_the_work(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.txt", ["x"])
+    one_gigabyte_free = shutil._ntuple_diskusage(10**12, 10**12, 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: one_gigabyte_free)
+
     with pytest.raises(UserError, match=r"about 4\.0 GB .* 1\.0 GB free"):
-        make("--source", tmp_path / "a.txt", "--out", tmp_path / "out", "--limit-tokens", 2 * 10**9)
+        run_fineweb("--source", tmp_path / "a.txt", "--out", tmp_path / "out", "--limit-tokens", 2 * 10**9)
 
 
-def test_commands_fail_with_one_message(tmp_path, expect_failure, run_script):
+def test_commands_fail_with_one_message(tmp_path, expect_failure):
     expect_failure("fineweb.py", "--source", tmp_path / "none.txt", mentions=["none.txt", "stdlib"], cwd=tmp_path)
     expect_failure("fineweb.py", "--verify", tmp_path / "none", mentions=["does not exist", "python fineweb.py"])
     expect_failure("fineweb.py", "--sauce", "x", mentions=["--sauce"])
+
     (tmp_path / "file").write_text("x")
-    expect_failure("fineweb.py", "--source", "stdlib", "--out", tmp_path / "file" / "sub", mentions=["cannot write to"])
-    began = time.time()
-    run_script("fineweb.py", "--help")
-    assert time.time() - began < 3  # well under a second on an idle machine
+    inside_a_file = tmp_path / "file" / "sub"
+    expect_failure("fineweb.py", "--source", "stdlib", "--out", inside_a_file, mentions=["cannot write to"])
+
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_help_is_quick(run_script):
+    start = time.time()
+    run_script("fineweb.py", "--help")
+    assert time.time() - start < 3  # well under a second on an idle machine
 
 
 # ------------------------------------------------------------------------- from the Hub
@@ -506,48 +780,74 @@ def test_commands_fail_with_one_message(tmp_path, expect_failure, run_script):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A Hub with a dataset of five parquet files under sample/, one beside it, and its documents."""
+    """A Hub with a dataset of five parquet files under sample/, which hold hub.documents, and one beside them."""
     with hub_server.start(tmp_path / "hub") as server:
-        repo, documents = tmp_path / "hub" / "datasets" / "owner" / "web", []
+        repo = tmp_path / "hub" / "datasets" / "owner" / "web"
+        server.documents = []
         for i in range(5):
-            documents.append(make_documents(20 + i, 30))
-            write_parquet(repo / "sample" / f"{i:03d}_00000.parquet", documents[-1])
+            documents = make_documents(20 + i, 30)
+            write_parquet(repo / "sample" / f"{i:03d}_00000.parquet", documents)
+            server.documents += documents
         write_parquet(repo / "other" / "x.parquet", ["not this"])
         (repo / "README.md").write_text("a dataset")
-        server.documents = [d for part in documents for d in part]
         yield server
 
 
-def test_hub_downloads_ahead_and_deletes(tmp_path, hub, run_script):
-    out, most, done = tmp_path / "out", 0, threading.Event()
+HUB_SOURCE = ("--source", "owner/web", "--subset", "sample/")
 
-    def watch():
-        nonlocal most
-        while not done.is_set():
-            most = max(most, len(list((out / ".source").glob("sample/*.parquet"))))
+
+class DownloadWatcher:
+    """Counts the most parquet files that a folder holds at a time, in a thread of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.most = 0
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+
+    def watch(self):
+        while not self.stopped.is_set():
+            self.most = max(self.most, len(list(self.folder.glob("*.parquet"))))
             time.sleep(0.001)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    args = ["fineweb.py", "--source", "owner/web", "--subset", "sample/", "--out", out, "--shard-size", 20_000]
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stopped.set()
+        self.thread.join()
+
+
+def test_hub_files_are_downloaded_ahead_by_one_and_deleted(tmp_path, hub, run_script):
+    out = tmp_path / "out"
+    args = ("fineweb.py", *HUB_SOURCE, "--shard-size", 20_000, "--out")
     hub.faults.append(hub_server.Fault("drop", "resolve", times=1))
-    run_script(*args, env=hub.env())
-    done.set()
-    watcher.join()
-    tokens, manifest = stream(out)
-    assert tokens.tolist() == expected(hub.documents)
-    assert 1 <= most <= 2 and not (out / ".source").exists()
+
+    # A dropped connection is retried, and at most two files are on the disk at a time.
+    with DownloadWatcher(out / ".source" / "sample") as watcher:
+        run_script(*args, out, env=hub.env())
+    tokens, manifest = read_folder(out)
+    assert tokens.tolist() == encode_with_tiktoken(hub.documents)
+    assert 1 <= watcher.most <= 2 and not (out / ".source").exists()
     assert len(manifest.source["revision"]) == 40 and len(manifest.source["files"]) == 5
-    before, asked = contents(out), len(hub.log)
-    assert "nothing left" in run_script(*args, env=hub.env()).stdout
-    assert contents(out) == before and len(hub.log) == asked  # a finished folder asks the Hub nothing
+
+    # A finished folder asks the Hub nothing.
+    before = read_bytes(out)
+    requests = len(hub.log)
+    assert "nothing left" in run_script(*args, out, env=hub.env()).stdout
+    assert read_bytes(out) == before and len(hub.log) == requests
+
+    # A removed shard is downloaded and made again.
     (out / "web_train_000002.npy").unlink()
-    assert "making it again" in run_script(*args, env=hub.env()).stdout
-    assert contents(out) == before
+    assert "making it again" in run_script(*args, out, env=hub.env()).stdout
+    assert read_bytes(out) == before
+
+    # With --keep-source the downloads stay; the shards are the same.
     kept = tmp_path / "kept"
-    run_script(*args[:5], "--out", kept, "--shard-size", 20_000, "--keep-source", env=hub.env())
+    run_script(*args, kept, "--keep-source", env=hub.env())
     assert len(list((kept / ".source").glob("sample/*.parquet"))) == 5
-    assert contents(kept) == before
+    assert read_bytes(kept) == before
 
 
 def test_hub_datasets_of_other_formats(tmp_path, hub, run_in_fork):
@@ -557,44 +857,55 @@ def test_hub_datasets_of_other_formats(tmp_path, hub, run_in_fork):
     write_csv(repo / "scores.csv", ["not this"])
     for i in range(2):
         with gzip.open(repo / "data" / f"{i}.jsonl.gz", "wt") as file:
-            file.writelines(json.dumps({"text": d}) + "\n" for d in make_documents(30 + i, 5))
+            file.writelines(json.dumps({"text": document}) + "\n" for document in make_documents(30 + i, 5))
+
     for subset, documents in (("", make_documents(30, 5) + make_documents(31, 5)), ("scores", ["not this"])):
         out = tmp_path / f"out{subset}"
         run_in_fork("fineweb.py", "--source", "owner/lines", "--subset", subset, "--out", out, env=hub.env())
-        assert stream(out)[0].tolist() == expected(documents)
+        assert read_tokens(out) == encode_with_tiktoken(documents)
         assert not (out / ".source").exists()
 
 
 def test_hub_killed_and_run_again(tmp_path, hub):
     env = {**os.environ, **hub.env()}
-    args = ("--source", "owner/web", "--subset", "sample/", "--shard-size", 5_000, "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    args = (*HUB_SOURCE, "--shard-size", 5_000, "--out", out)
+
+    # Killed while the first file is downloaded, and while shards are written.
     for name in (".source", "web_train_000006.npy"):
-        process = start(*args, env=env)
-        wait_for((tmp_path / "out" / name).exists, process)
+        process = start_fineweb(*args, env=env)
+        wait_for_path(out / name, process)
         process.kill()
         process.communicate()
-    assert start(*args, env=env).wait() == 0
-    assert stream(tmp_path / "out")[0].tolist() == expected(hub.documents)
+
+    assert start_fineweb(*args, env=env).wait() == 0
+    assert read_tokens(out) == encode_with_tiktoken(hub.documents)
 
 
-def test_hub_out_of_reach_or_without_the_dataset(tmp_path, hub, expect_failure):
-    began = time.time()
+def test_a_hub_out_of_reach_is_reported_soon(tmp_path, expect_failure):
+    start = time.time()
     away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     expect_failure("fineweb.py", env=away, cwd=tmp_path, mentions=["fineweb-edu", "127.0.0.1:9", "--source stdlib"])
-    assert time.time() - began < 15
-    none = ["--source", "owner/none", "--out", tmp_path / "a"]
-    expect_failure("fineweb.py", *none, env=hub.env(), mentions=["owner/none", "auth login"])
-    wrong = ["--source", "owner/web", "--subset", "nowhere/", "--out", tmp_path / "b"]
-    expect_failure("fineweb.py", *wrong, env=hub.env(), mentions=["owner/web", "--subset"])
-    offline = {**hub.env(), "HF_HUB_OFFLINE": "1"}
-    expect_failure(
-        "fineweb.py", "--source", "owner/web", "--out", tmp_path / "c", env=offline, mentions=["offline", "stdlib"]
-    )
-    hub.extra_tree.append({"type": "file", "path": "sample/../../../x.parquet", "size": 1, "oid": "0" * 40})
-    run = ["--source", "owner/web", "--subset", "sample/", "--out", tmp_path / "e", "--limit-tokens", "9"]
-    assert start(*run, env={**os.environ, **hub.env()}).wait() == 0  # a hostile listing leads nowhere
-    assert all(".." not in f["path"] for f in shards.read_manifest(tmp_path / "e").source["files"])
+    assert time.time() - start < 15
+
+
+def test_a_hub_without_the_dataset_is_reported(tmp_path, hub, expect_failure):
+    def expect(source, mentions, **env):
+        expect_failure("fineweb.py", *source, "--out", tmp_path / "out", env={**hub.env(), **env}, mentions=mentions)
+
+    expect(["--source", "owner/none"], ["owner/none", "auth login"])
+    expect(["--source", "owner/web", "--subset", "nowhere/"], ["owner/web", "--subset"])
+    expect(["--source", "owner/web"], ["offline", "stdlib"], HF_HUB_OFFLINE="1")
+
+    # A proxy's page in place of the API's answer.
     hub.faults.append(hub_server.Fault("html", "/api/datasets"))
-    expect_failure(
-        "fineweb.py", "--source", "owner/web", "--out", tmp_path / "d", env=hub.env(), mentions=["owner/web"]
-    )
+    expect(["--source", "owner/web"], ["owner/web"])
+
+
+def test_a_hostile_listing_leads_nowhere(tmp_path, hub):
+    hub.extra_tree.append({"type": "file", "path": "sample/../../../x.parquet", "size": 1, "oid": "0" * 40})
+    args = (*HUB_SOURCE, "--out", tmp_path / "out", "--limit-tokens", "9")
+
+    assert start_fineweb(*args, env={**os.environ, **hub.env()}).wait() == 0
+
+    assert all(".." not in file["path"] for file in shards.read_manifest(tmp_path / "out").source["files"])

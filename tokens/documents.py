@@ -201,12 +201,10 @@ def choose_reader(path: Path) -> Reader:
         return read_text
     is_tokens = suffix in TOKEN_SUFFIXES
     require(not is_tokens, f"cannot read {path}: it holds tokens, not text; a folder of shards goes to --data-dir")
-    known = (
-        f"Parsed are {', '.join(READERS)}; read as plain text are {', '.join(TEXT_SUFFIXES)} and names without a suffix; "
-        f"all but parquet may be compressed ({', '.join(COMPRESSIONS)})"
-    )
-    fix = "Convert the file to .jsonl, an object with a text per line, or, if it is plain text, rename it to end in .txt"
-    raise UserError(f"cannot read {path}: the suffix {suffix} is unknown. {known}. {fix}")
+    text_rule = f"read as plain text are {', '.join(TEXT_SUFFIXES)} and names without a suffix"
+    known = f"parsed are {', '.join(READERS)}; {text_rule}; all but parquet also with {', '.join(COMPRESSIONS)}"
+    fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, rename it to end in .txt"
+    raise UserError(f"cannot read {path}: the suffix {suffix} is unknown ({known}); {fix}")
 
 
 def open_compressed(path: Path, compression: str) -> tuple[BinaryIO, BinaryIO]:
