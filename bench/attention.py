@@ -1,25 +1,35 @@
-"""Time each of torch's attention kernels at the shape of GPT-2 124M, forward and backward, and torch's own choice.
+"""How fast is each of torch's attention kernels, forward and backward, and does torch choose the fastest?
 
-    python -m bench.attention                      # B=16, T=1024, head sizes 64 and 128
+    python -m bench.attention                      # B=16, T=1024, 768 channels in heads of 64 and of 128
     python -m bench.attention --batch 64 --rounds 20
-    python -m bench.attention --flash-3            # FlashAttention 3, where its package is installed, for torch's
+    python -m bench.attention --flash-3            # FlashAttention 3 in place of torch's flash kernel
 
-torch chooses by card and shape (usually flash, cuDNN's on Hopper and Blackwell from torch 2.11 on), so the trainer
-leaves the choice to it; this table shows whether it is right. The error is the largest difference from the math kernel.
+torch chooses by card and shape: usually flash, on Hopper and Blackwell cuDNN's from torch 2.11 on. The trainer leaves
+the choice to it; this table shows whether that is right. The error is the largest difference from the math kernel,
+which computes attention without any shortcut.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 import tyro
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import turns
 from system import cli, distributed
 
-KINDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+HEAD_SIZES = (64, 128)
+WARMUP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -36,40 +46,49 @@ class Args:
     dtype: str = "auto"
 
 
+def make_attention(args: Args, hs: int, rt: distributed.Runtime) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+    """Two functions for heads of size `hs`, on the same random input: one returns attention's output, the other runs
+    forward and backward args.repeats times."""
+    # Queries, keys and values are views into one tensor, as in model.py: (B, T, 3, nh, hs) -> three of (B, nh, T, hs)
+    B, T, C = args.batch, args.sequence_length, args.width
+    torch.manual_seed(0)
+    qkv = torch.randn((B, T, 3, C // hs, hs), device=rt.device, dtype=rt.dtype, requires_grad=True)
+    q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward_and_backward() -> None:
+        for _ in range(args.repeats):
+            y = forward()
+            torch.autograd.grad(y, qkv, y.detach(), retain_graph=True)
+
+    return forward, forward_and_backward
+
+
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.flash_3:
         torch.nn.attention.activate_flash_attention_impl("FA3")
-    ways = {"torch's choice": [getattr(SDPBackend, kind) for kind in KINDS]}
-    ways |= {kind.lower().removesuffix("_attention"): [getattr(SDPBackend, kind)] for kind in KINDS}
+    choices = {"torch's choice": list(KERNELS.values())}
+    choices |= {name: [kernel] for name, kernel in KERNELS.items()}
     with distributed.session(args.device, args.dtype) as rt:
         print(f"{turns.where(rt)}, B={args.batch}, T={args.sequence_length}, {args.width} channels")
         print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
-        for hs in (64, 128):
-            shape = (args.batch, args.sequence_length, 3, args.width // hs, hs)
-            torch.manual_seed(0)
-            packed = torch.randn(shape, device=rt.device, dtype=rt.dtype, requires_grad=True)
-            q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))  # as in model.py
-
-            def forward() -> torch.Tensor:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
-
-            def repeatedly() -> None:
-                for _ in range(args.repeats):
-                    y = forward()
-                    torch.autograd.grad(y, packed, y.detach(), retain_graph=True)  # noqa: B023
-
+        for hs in HEAD_SIZES:
+            forward, forward_and_backward = make_attention(args, hs, rt)
             with sdpa_kernel(SDPBackend.MATH):
                 exact = forward().detach()
-            for name, allowed in ways.items():
+            for name, allowed in choices.items():
                 try:
                     with sdpa_kernel(allowed):
                         error = (forward() - exact).abs().max().item()
-                        times = [turns.seconds(repeatedly, rt) / args.repeats for _ in range(args.rounds + 2)]
+                        times = [turns.seconds(forward_and_backward, rt) for _ in range(WARMUP_ROUNDS + args.rounds)]
                 except RuntimeError:  # torch has no such kernel for this device
                     print(f"| {hs} | {name} | unavailable | |")
                     continue
-                print(f"| {hs} | {name} | {median(times[2:]) * 1e3:.2f} | {error:.4f} |", flush=True)
+                ms_per_call = median(times[WARMUP_ROUNDS:]) / args.repeats * 1e3
+                print(f"| {hs} | {name} | {ms_per_call:.2f} | {error:.4f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""The head and its loss, the widest part of a step: ways to multiply by 50,304 columns and compute the cross-entropy.
+"""How fast are the ways to compute the head and its loss, the widest part of a training step?
 
     python -m bench.head                           # 4,096 rows of 128 channels, as in quickstart
     python -m bench.head --rows 65536 --width 768  # one micro-batch of GPT-2 124M, on a GPU
 
-Forward and backward of the mean cross-entropy of (rows, width) @ (columns, width).T under autocast. "plain" holds all
-logits, "ours" is what the trainer does (training/head.py), "torch's" is F.linear_cross_entropy where torch has it
-(2.13), and "products alone" is the three matrix products, a lower bound at this precision. The ways take turns in
-separate processes; medians over all calls, largest peak memory.
+Each way computes the mean cross-entropy of the logits (rows, width) @ (width, columns), forward and backward, under
+autocast. A row of the input is a position of a sequence, a column of the logits is a token of the vocabulary.
+
+    plain              all logits at once, as model.GPT does
+    ours               chunk by chunk, as the trainer does (training/head.py)
+    torch's            F.linear_cross_entropy, where torch has it (2.13); "chunked" is its own option for chunks
+    products alone     the three matrix products without the loss: a lower bound in this precision
+
+"compiled" ways go through torch.compile. The ways take turns in separate processes. The table has medians over all
+calls, the largest peak memory, and the loss and gradient norm, which must agree.
 """
 
 import json
@@ -18,12 +24,17 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 import tyro
+from torch import Tensor
 
 from bench import turns
 from system import cli, distributed, machine
 from training import head
 
 WAYS = ("plain", "plain compiled", "ours", "ours compiled", "torch's", "torch's chunked", "products alone")
+WARMUP_CALLS = 3
+
+# loss(x (rows, width), weight (columns, width), targets (rows,)) -> scalar
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,64 +51,98 @@ class Args:
     """Set for the process that measures one way."""
 
 
-def make(way: str, args: Args, dtype: torch.dtype) -> Callable:
-    """loss(x, w, y) of one way."""
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), targets)
 
-    def plain(x, w, y):
-        return F.cross_entropy(F.linear(x, w).float(), y)
 
-    def ours(x, w, y, chunk_loss=head.chunk_loss):
-        return head.Loss.apply(x, w, None, y, 0.0, torch.is_grad_enabled(), chunk_loss)
+def ours(x: Tensor, weight: Tensor, targets: Tensor, chunk_loss: Callable = head.chunk_loss) -> Tensor:
+    backward = torch.is_grad_enabled()
+    return head.ChunkedHeadLoss.apply(x, weight, None, targets, 0.0, backward, chunk_loss)
 
-    def products(x, w, y):
-        x, w = (t.to(dtype) for t in (x, w))
-        logits = x @ w.T
-        return (logits @ w).sum() + (logits.T @ x).sum()
+
+def make_loss_function(way: str, args: Args, dtype: torch.dtype) -> LossFunction:
+    def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, options: object) -> Tensor:
+        return F.linear_cross_entropy(x.to(dtype), weight.to(dtype), targets, options=options)
+
+    def products(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        x, weight = x.to(dtype), weight.to(dtype)
+        logits = x @ weight.T  # (rows, columns)
+        # The products of the backward pass, with the logits in place of their gradient.
+        d_x = logits @ weight  # (rows, width)
+        d_weight = logits.T @ x  # (columns, width)
+        return d_x.sum() + d_weight.sum()
 
     if args.chunk:
-        head.num_chunks = lambda rows, kind: max(1, rows // args.chunk)
-    if way == "ours compiled":  # as the trainer has it: the loop is not part of the graph
-        return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
-    base = {"plain": plain, "ours": ours, "products alone": products}
-    if way.startswith("torch's"):
-        options = torch.nn.LinearCrossEntropyOptions() if way.endswith("chunked") else None
-        return lambda x, w, y: F.linear_cross_entropy(x.to(dtype), w.to(dtype), y, options=options)
-    return torch.compile(base[way.removesuffix(" compiled")]) if way.endswith("compiled") else base[way]
+        head.num_chunks = lambda rows, device_type: max(1, rows // args.chunk)
+    match way:
+        case "plain":
+            return plain
+        case "plain compiled":
+            return torch.compile(plain)
+        case "ours":
+            return ours
+        case "ours compiled":  # as in the trainer: the loop over the chunks is not compiled
+            return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
+        case "torch's":
+            return partial(linear_cross_entropy, options=None)
+        case "torch's chunked":
+            return partial(linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
+        case "products alone":
+            return products
+        case _:
+            raise ValueError(f"no way {way!r}: add a case here")
 
 
 def child(args: Args) -> None:
+    """Measure one way and print a JSON object."""
     with distributed.session(dtype=args.dtype) as rt:
+        # The input, and a weight of GPT-2's initial scale.
         torch.manual_seed(0)
         x = torch.randn(args.rows, args.width, device=rt.device, requires_grad=True)
-        w = (0.02 * torch.randn(args.columns, args.width, device=rt.device)).requires_grad_()
-        y = torch.randint(args.columns, (args.rows,), device=rt.device)
-        loss, before, facts = make(args.child, args, rt.dtype), machine.peak_memory(rt.device), {}
+        weight = (0.02 * torch.randn(args.columns, args.width, device=rt.device)).requires_grad_()
+        targets = torch.randint(args.columns, (args.rows,), device=rt.device)
+        loss_function = make_loss_function(args.child, args, rt.dtype)
+        memory_before = machine.peak_memory(rt.device)
+        losses = []
 
-        def once() -> None:
-            x.grad = w.grad = None
-            with rt.autocast(), torch.set_grad_enabled(args.child != "products alone"):
-                found = loss(x, w, y)
-            if found.requires_grad:
-                found.backward()
-            facts["loss"] = found.detach()
+        def forward_and_backward() -> None:
+            x.grad = weight.grad = None
+            needs_gradients = args.child != "products alone"
+            with rt.autocast(), torch.set_grad_enabled(needs_gradients):
+                loss = loss_function(x, weight, targets)
+            if needs_gradients:
+                loss.backward()
+            losses.append(loss.detach())
 
-        times = [1e3 * turns.seconds(once, rt) for _ in range(args.repeats + 3)][3:]
-        facts = {"loss": facts["loss"].item(), "grad": 0.0 if x.grad is None else x.grad.norm().item()}
-        facts |= {"gb": (machine.peak_memory(rt.device) - before) / 1e9, "where": turns.where(rt)}
-        print(json.dumps({"times": times, "ms": statistics.median(times), **facts}))
+        # The first calls compile and warm up the caches.
+        times_ms = [1e3 * turns.seconds(forward_and_backward, rt) for _ in range(WARMUP_CALLS + args.repeats)]
+        times_ms = times_ms[WARMUP_CALLS:]
+        result = {
+            "times": times_ms,
+            "ms": statistics.median(times_ms),
+            "loss": losses[-1].item(),
+            "grad": 0.0 if x.grad is None else x.grad.norm().item(),
+            "gb": (machine.peak_memory(rt.device) - memory_before) / 1e9,
+            "where": turns.where(rt),
+        }
+        print(json.dumps(result))
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return child(args)
-    ways = [w for w in WAYS if not w.startswith("torch's") or hasattr(F, "linear_cross_entropy")]
-    found = turns.in_turns("bench.head", ways, args.rounds)
-    where = next(iter(found.values()))[0]["where"]
-    print(f"{where}, {args.rows} rows, {args.width} channels, {args.columns} columns")
+    has_linear_cross_entropy = hasattr(F, "linear_cross_entropy")
+    ways = tuple(way for way in WAYS if has_linear_cross_entropy or not way.startswith("torch's"))
+    results = turns.in_turns("bench.head", ways, args.rounds)
+
+    # The table: one row a way.
+    first_run = next(iter(results.values()))[0]
+    print(f"{first_run['where']}, {args.rows} rows, {args.width} channels, {args.columns} columns")
     print("| way | ms | GB above its input | loss | gradient of x |\n|---|---|---|---|---|")
-    for way, runs in found.items():
-        ms, gb = statistics.median(t for r in runs for t in r["times"]), max(r["gb"] for r in runs)
+    for way, runs in results.items():
+        ms = statistics.median(time for run in runs for time in run["times"])
+        gb = max(run["gb"] for run in runs)
         print(f"| {way} | {ms:,.1f} | {gb:.2f} | {runs[0]['loss']:.4f} | {runs[0]['grad']:.5f} |")
 
 

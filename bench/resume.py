@@ -1,11 +1,17 @@
-"""Which runs end with the same bits: one repeated, and one killed with SIGKILL and resumed, against one undisturbed.
+"""Does a run end with the same bits if it is repeated, and if it is killed and resumed?
 
     python -m bench.resume quickstart --data-dir data/stdlib                     # minutes on a CPU
     python -m bench.resume gpt2-124m --data-dir data/fineweb-edu -- --total-batch-size 65536     # on a GPU
 
-For each way (dtype, with and without --deterministic, recompute, and whatever else --ways names, as flags of
-train_gpt2.py) it prints how many weights differ in the final checkpoints and by how much at most. The kill comes
-right after the first checkpoint, wherever the next step is by then.
+Three runs of the same command are made for each way to run it:
+
+    undisturbed   step 0 ------------------------------------------------> last step
+    repeated      step 0 ------------------------------------------------> last step
+    killed        step 0 ----------> checkpoint at half --X  resumed ----> last step
+
+X is SIGKILL, right after the checkpoint is complete, wherever the next step is by then. The table says how many weights
+of the final checkpoints differ from the undisturbed run's, and by how much at most. A way is a set of flags of
+train_gpt2.py: a dtype, with and without --deterministic or --recompute, or whatever else --ways names.
 """
 
 import statistics
@@ -21,6 +27,7 @@ import tyro
 
 from system import cli, machine
 from training import metrics_file
+from training.checkpoint import model_path
 from training.open_model import open_model
 
 WAYS = ("default", "deterministic", "deterministic recompute", "dtype=float16", "dtype=float16 deterministic")
@@ -38,54 +45,70 @@ class Args:
 
 
 def run(command: list[str], kill_at: Path | None = None) -> str:
-    """Run to the end, or kill with SIGKILL once `kill_at` exists. Returns what it printed."""
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+    """Run a command to its end, or kill it with SIGKILL once the file `kill_at` exists. Returns what it printed. Raises
+    UserError if it fails, or if it ends before it could be killed."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             if kill_at and kill_at.exists():
                 process.kill()
             time.sleep(0.002)  # a tiny model's next checkpoint may be 30 ms away
-        said.seek(0)
-        text = said.read()
-    killed = process.returncode < 0
-    as_meant = killed if kill_at else process.returncode == 0
-    cli.require(as_meant, f"{' '.join(command)} ended with {process.returncode}: {text[-1500:]}")
+        output.seek(0)
+        text = output.read()
+    was_killed = process.returncode < 0
+    is_as_expected = was_killed if kill_at else process.returncode == 0
+    cli.require(is_as_expected, f"{' '.join(command)} ended with exit code {process.returncode}: {text[-1500:]}")
     return text
 
 
-def difference(a: Path, b: Path) -> str:
-    """How the weights of two checkpoints differ."""
+def describe_difference(a: Path, b: Path) -> str:
+    """How the weights of two checkpoints differ: "same bits", or a share of the weights and the largest difference."""
     pairs = zip(open_model(a).parameters(), open_model(b).parameters(), strict=True)
-    apart = [(p - q).detach().abs() for p, q in pairs]
-    count, total = sum(int((d != 0).sum()) for d in apart), sum(d.numel() for d in apart)
-    if count == 0:
+    differences = [(p - q).detach().abs() for p, q in pairs]
+    differing = sum(int((d != 0).sum()) for d in differences)
+    if differing == 0:
         return "same bits"
-    return f"{count / total:.1%} differ, by {max(d.max().item() for d in apart):.1e}"
+    total = sum(d.numel() for d in differences)
+    largest = max(d.max().item() for d in differences)
+    return f"{differing / total:.1%} differ, by {largest:.1e}"
+
+
+def measure_way(args: Args, way: str, folder: Path) -> str:
+    """Make the three runs of one way in `folder`; returns its row of the table."""
+    half = args.steps // 2
+    undisturbed, repeated, killed = (folder / name for name in ("undisturbed", "repeated", "killed"))
+
+    # The command of all three. It evaluates and samples nothing.
+    command = [sys.executable, "train_gpt2.py", args.preset, "--data-dir", args.data_dir]
+    command += f"--max-steps {args.steps} --save-every {half} --val-every 0 --sample-every 0".split()
+    command += ["--hellaswag-every", "0", *args.flags]
+    command += [f"--{flag}" for flag in way.split() if flag != "default"]
+
+    # The runs.
+    run([*command, "--out-dir", str(undisturbed)])
+    run([*command, "--out-dir", str(repeated)])
+    run([*command, "--out-dir", str(killed)], kill_at=model_path(killed, half))
+    output = run([*command, "--out-dir", str(killed), "--resume", "auto"])
+    cli.require(f"steps {half} to {args.steps}" in output, f"it did not resume at step {half}: {output[-500:]}")
+
+    # How far apart they ended. The first steps compile, so they are not timed.
+    final = model_path(undisturbed, args.steps)
+    repeated_differs = describe_difference(final, model_path(repeated, args.steps))
+    resumed_differs = describe_difference(final, model_path(killed, args.steps))
+    rows = metrics_file.read_metrics(undisturbed / "metrics.jsonl")
+    ms = statistics.median(row["step_ms"] for row in rows[2:] if "step_ms" in row)
+    loss = [row["train_loss"] for row in rows if "train_loss" in row][-1]
+    return f"| {way} | {repeated_differs} | {resumed_differs} | {ms:,.0f} | {loss:.6f} |"
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     device = machine.device_name(machine.choose_device())
-    half, last = args.steps // 2, f"model_{args.steps:05d}.pt"
     print(f"{args.preset} {' '.join(args.flags)}, {args.steps} steps, on {device}, torch {torch.__version__}")
     print("| way | done twice | killed and resumed | step ms | loss at the end |\n|---|---|---|---|---|")
     for way in args.ways:
         with tempfile.TemporaryDirectory() as folder:
-            base = [sys.executable, "train_gpt2.py", args.preset, "--data-dir", args.data_dir]
-            base += f"--max-steps {args.steps} --save-every {half} --val-every 0 --sample-every 0".split()
-            base += ["--hellaswag-every", "0", *args.flags]
-            base += [*(f"--{word}" for word in way.split() if word != "default"), "--out-dir"]
-            whole, twice, killed = (Path(folder, name) for name in ("whole", "twice", "killed"))
-            run([*base, str(whole)])
-            run([*base, str(twice)])
-            run([*base, str(killed)], kill_at=killed / f"model_{half:05d}.pt")
-            resumed = run([*base, str(killed), "--resume", "auto"])
-            cli.require(f"steps {half} to {args.steps}" in resumed, f"it did not resume at {half}: {resumed[-500:]}")
-            lines = metrics_file.read_metrics(whole / "metrics.jsonl")
-            ms = statistics.median(line["step_ms"] for line in lines[2:] if "step_ms" in line)
-            loss = [line["train_loss"] for line in lines if "train_loss" in line][-1]
-            print(f"| {way} | {difference(whole / last, twice / last)} | "
-                  f"{difference(whole / last, killed / last)} | {ms:,.0f} | {loss:.6f} |", flush=True)  # fmt: skip
+            print(measure_way(args, way, Path(folder)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""How fast a training step is, against build-nanogpt and nanoGPT, and how long the first one takes.
+"""How fast is a training step beside build-nanogpt's and nanoGPT's, and how long does the first one take?
 
     python -m bench.train quickstart --data-dir data/stdlib --peers ~/peers
     python -m bench.train gpt2-124m --data-dir data/fineweb-edu --peers ~/peers --steps 20     # on a GPU
     python -m bench.train gpt2-124m --data-dir data/fineweb-edu --only ours ours-recompute     # memory against time
     python -m bench.train gpt2-124m --data-dir data/fineweb-edu --only ours --profile          # where the time goes
 
---peers names a folder with checkouts of build-nanogpt and nanoGPT. Each contender trains the same shape on the same
-tokens (one rank, the preset's batch, AdamW, bfloat16 autocast where the device has it) in a separate process; they
-take turns, and medians over all timed steps are printed (B is the micro-batch; gradients: forward, backward, clipping).
-build-nanogpt runs as it is (eager); its classes are extracted from the file, because importing it starts training. MFU
-is based on model.GPT.flops_per_token. First step: seconds from the command to its end, with the compile cache empty
-and, in the last of several rounds, full.
+--peers names a folder with checkouts of build-nanogpt and nanoGPT. "ours" is this project's step, as train_gpt2.py
+makes it. All contenders train the same network on the same tokens: one rank, the preset's batch, AdamW, bfloat16
+autocast where the device has it. build-nanogpt runs without torch.compile, as it comes. They take turns in separate
+processes. The table's columns:
+
+    tokens/s, step ms            medians over all timed steps
+    data, gradients, update      the parts of a step in ms; gradients are forward, backward and clipping
+    MFU                          of the FLOPs that model.GPT.flops_per_token counts
+    B                            sequences in a micro-batch
+    first step s                 from the command to the end of the first step, with the compile cache empty in the
+                                 first round and, if there are several, full in the last
 """
 
 import ast
@@ -18,24 +23,31 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import tyro
+from torch import Tensor
 
 import train_gpt2
 from bench import turns
+from model import GPT
 from system import cards, cli, distributed, machine
+from system.distributed import Runtime
 from tokens.loader import to_device
+from training.config import TrainConfig
 from training.microbatch import choose_micro_batch_size
 from training.presets import parse
 from training.step import TrainStep
 
-CONTENDERS = ("ours", "ours-eager", "nanogpt", "nanogpt-compiled", "build-nanogpt", "ours-recompute")
-OWN_FLAGS = {"ours": [], "ours-eager": ["--no-compile"], "ours-recompute": ["--recompute"]}
+# What each contender of this project adds to the command line of train_gpt2.py.
+OUR_FLAGS = {"ours": [], "ours-eager": ["--no-compile"], "ours-recompute": ["--recompute"]}
+PEERS = ("nanogpt", "nanogpt-compiled", "build-nanogpt")
+WARMUP_STEPS = 2  # after the first step, which compiles
 
 
 @dataclass(frozen=True)
@@ -56,149 +68,220 @@ class Args:
     """Set for the process that runs one contender."""
 
 
-def build_nanogpt(folder: Path):
-    """(GPT, GPTConfig) of build-nanogpt's train_gpt2.py, without what it does on import."""
+# ------------------------------------------------------------------------- the peers
+
+
+def import_build_nanogpt(folder: Path) -> tuple[type, type]:
+    """GPT and GPTConfig of build-nanogpt's train_gpt2.py.
+
+    Importing that file would start a training run, so only its imports and its classes are executed.
+    """
     path = folder / "build-nanogpt" / "train_gpt2.py"
-    body = []
+    nodes = []
     for node in ast.parse(path.read_text()).body:
-        imports = isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "hellaswag"
-        if imports or (isinstance(node, ast.ClassDef) and node.name != "DataLoaderLite"):
-            body.append(node)
-    space = {"__name__": "peer", "master_process": False}
+        is_import = isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "hellaswag"
+        is_class = isinstance(node, ast.ClassDef) and node.name != "DataLoaderLite"
+        if is_import or is_class:
+            nodes.append(node)
+    # Its dataclass looks up the module that it is in.
+    scope = {"__name__": "peer", "master_process": False}
     sys.modules["peer"] = type(sys)("peer")
-    exec(compile(ast.Module(body, []), str(path), "exec"), space)
-    return space["GPT"], space["GPTConfig"]
+    exec(compile(ast.Module(nodes, []), str(path), "exec"), scope)
+    return scope["GPT"], scope["GPTConfig"]
 
 
-def nanogpt(folder: Path):
-    """(GPT, GPTConfig) of nanoGPT's model.py, beside our module of the same name."""
-    ours = sys.modules.pop("model")
+def import_nanogpt(folder: Path) -> tuple[type, type]:
+    """GPT and GPTConfig of nanoGPT's model.py, which has the name of this project's."""
+    own_module = sys.modules.pop("model")
     sys.path.insert(0, str(folder / "nanoGPT"))
-    import model as theirs
+    import model as nanogpt_module
 
     sys.path.pop(0)
-    sys.modules["model"] = ours
-    return theirs.GPT, theirs.GPTConfig
+    sys.modules["model"] = own_module
+    return nanogpt_module.GPT, nanogpt_module.GPTConfig
 
 
-class Peer:
-    """A peer's model and optimizer, from its own code, at our shape and learning rate; its step is as it writes it."""
+class PeerStep:
+    """A peer's model and optimizer, from its own code, at this run's shape and learning rate. Its step is written as in
+    the peer's loop, and called as a TrainStep."""
 
-    def __init__(self, name: str, folder: Path, cfg, rt):
-        sizes = {k: getattr(cfg.model, k) for k in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
+    def __init__(self, name: str, folder: Path, cfg: TrainConfig, rt: Runtime):
         self.rt = rt
-        if name == "build-nanogpt":
-            GPT, GPTConfig = build_nanogpt(folder)
-            self.model = GPT(GPTConfig(**sizes)).to(rt.device)
-            self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, rt.device.type)
-        else:
-            GPT, GPTConfig = nanogpt(folder)
-            self.model = GPT(GPTConfig(**sizes, dropout=0.0, bias=True)).to(rt.device)
-            self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, (0.9, 0.95), rt.device.type)
-        self.forward = torch.compile(self.model) if name.endswith("compiled") else self.model
-        self.model.num_params = lambda: sum(p.numel() for p in self.model.parameters())
-        self.B = choose_micro_batch_size(cfg, rt, self.model, self.forward)
 
-    def gradients(self, batch):
-        loss = torch.zeros((), device=self.rt.device)
+        # The model and the optimizer, each as the peer's own functions make them.
+        shape_fields = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+        shape = {field: getattr(cfg.model, field) for field in shape_fields}
+        match name:
+            case "build-nanogpt":
+                PeerGPT, PeerConfig = import_build_nanogpt(folder)
+                self.model = PeerGPT(PeerConfig(**shape)).to(rt.device)
+                self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, rt.device.type)
+            case "nanogpt" | "nanogpt-compiled":
+                PeerGPT, PeerConfig = import_nanogpt(folder)
+                self.model = PeerGPT(PeerConfig(**shape, dropout=0.0, bias=True)).to(rt.device)
+                self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, (0.9, 0.95), rt.device.type)
+            case _:
+                raise ValueError(f"no peer {name!r}: add a case here")
+        self.forward = torch.compile(self.model) if name.endswith("compiled") else self.model
+        self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.forward)
+
+    def compute_gradients(self, batch: Tensor) -> SimpleNamespace:
+        """batch (micro_steps, B, T + 1) -> .loss, the mean over the step."""
+        loss_sum = torch.zeros((), device=self.rt.device)
         for tokens in batch:
-            x, y = to_device(tokens, self.rt.device)
+            x, y = to_device(tokens, self.rt.device)  # (B, T) each
             with self.rt.autocast():
-                _, micro = self.forward(x, y)
-            (micro / len(batch)).backward()
-            loss += micro.detach() / len(batch)
+                _, loss = self.forward(x, y)
+            (loss / len(batch)).backward()
+            loss_sum += loss.detach() / len(batch)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        return SimpleNamespace(loss=loss.item())
+        return SimpleNamespace(loss=loss_sum.item())
 
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
+# ------------------------------------------------------------------------- one contender
+
+
+def make_contender(args: Args, cfg: TrainConfig, rt: Runtime, total_steps: int) -> TrainStep | PeerStep:
+    if args.child not in OUR_FLAGS:
+        return PeerStep(args.child, args.peers, cfg, rt)
+    model = GPT(cfg.model)
+    model.recompute = cfg.recompute
+    train_step = TrainStep(cfg, rt, model.to(rt.device).train())
+    train_step.set_learning_rates(cfg.warmup_steps, total_steps)  # the peak rate, which peers have, too
+    return train_step
+
+
 def child(args: Args) -> None:
-    """Run one contender for one round and print a JSON line."""
-    flags = [args.preset, *args.flags, "--data-dir", args.data_dir, *OWN_FLAGS.get(args.child, [])]
-    cfg = parse(flags, None)
+    """Run one contender for one round and print a JSON object."""
+    cfg = parse([args.preset, *args.flags, "--data-dir", args.data_dir, *OUR_FLAGS.get(args.child, [])], None)
     with distributed.session(cfg.device, cfg.dtype) as rt:
         torch.manual_seed(0)
         data, _ = train_gpt2.open_data(cfg, rt)
-        if args.child in OWN_FLAGS:
-            contender = TrainStep(cfg, rt, train_gpt2.make_model(cfg, rt))
-            contender.set_learning_rates(cfg.warmup_steps, cfg.total_steps(data.order.sequences_per_epoch))
-        else:
-            contender = Peer(args.child, args.peers, cfg, rt)
-        batches = data.batches(0, cfg.sequences_per_step, contender.B, rt)
-        times = []
+        contender = make_contender(args, cfg, rt, cfg.total_steps(data.order.sequences_per_epoch))
+        batches = data.batches(0, cfg.sequences_per_step, contender.micro_batch_size, rt)
+        parts_ms: list[list[float]] = []  # of each step: data, gradients, update
 
-        def one_step() -> float:
-            marks = [time.perf_counter()]
-            batch = next(batches)
-            marks.append(time.perf_counter())
-            result = contender.gradients(batch)
-            rt.synchronize()
-            marks.append(time.perf_counter())
-            contender.update()
-            rt.synchronize()
-            marks.append(time.perf_counter())
-            times.append([1e3 * (b - a) for a, b in pairwise(marks)])
+        def run_step() -> float:
+            """Make a step, append the times of its parts and return its loss."""
+            parts: list[float] = []
+
+            def timed(work: Callable[[], Any]) -> Any:
+                start_time = time.perf_counter()
+                result = work()
+                rt.synchronize()
+                parts.append(1e3 * (time.perf_counter() - start_time))
+                return result
+
+            batch = timed(lambda: next(batches))
+            result = timed(lambda: contender.compute_gradients(batch))
+            timed(contender.update)
+            parts_ms.append(parts)
             return result.loss
 
-        one_step()
+        # The first step compiles; two more warm up the caches; the others are timed.
+        run_step()
         first_s = turns.since_command()
-        for _ in range(args.steps + 2):
-            loss = one_step()
-        found = {
-            "times": times[3:], "ms": statistics.median(map(sum, times[3:])), "loss": loss, "first_s": first_s,
-            "B": contender.B, "peak_gb": machine.peak_memory(rt.device) / 1e9, "where": turns.where(rt),
-            "tokens": cfg.total_batch_size, "peak_flops": cards.peak_flops(rt.device),
-            "flops_per_token": contender.model.flops_per_token(cfg.sequence_length) if args.child in OWN_FLAGS else 0,
-        }  # fmt: skip
+        for _ in range(WARMUP_STEPS + args.steps):
+            loss = run_step()
+        timed_parts = parts_ms[1 + WARMUP_STEPS :]
+
+        # Only this project's model counts its FLOPs.
+        flops_per_token = 0
+        if args.child in OUR_FLAGS:
+            flops_per_token = contender.model.flops_per_token(cfg.sequence_length)
+        result = {
+            "times": timed_parts,
+            "ms": statistics.median(map(sum, timed_parts)),
+            "loss": loss,
+            "first_s": first_s,
+            "B": contender.micro_batch_size,
+            "peak_gb": machine.peak_memory(rt.device) / 1e9,
+            "where": turns.where(rt),
+            "tokens": cfg.total_batch_size,
+            "peak_flops": cards.peak_flops(rt.device),
+            "flops_per_token": flops_per_token,
+        }
         if args.profile:
             with torch.profiler.profile() as profiler:
-                one_step()
-            found["profile"] = table(profiler, sum(times[-1]), rt.device.type)
-        print(json.dumps(found))
+                run_step()
+            result["profile"] = profile_table(profiler, sum(parts_ms[-1]), rt.device.type)
+        print(json.dumps(result))
 
 
-def table(profiler, ms: float, kind: str) -> str:
-    """Device time of a step by kernel (on a CPU: by operation)."""
+def profile_table(profiler: torch.profiler.profile, step_ms: float, device_type: str) -> str:
+    """The 20 kernels (on a CPU: operations) that take most device time in a step, as a table."""
     rows = []
-    for row in profiler.key_averages():
-        own = row.self_cpu_time_total if kind == "cpu" else row.self_device_time_total
-        # compiled graphs and optimizer steps have rows of their own, on top of those of the kernels they enclose
-        if own and (kind == "cpu" or (str(row.device_type).endswith("CUDA") and not row.is_user_annotation)):
-            rows.append((own / 1e3, row.count, row.key))
+    for event in profiler.key_averages():
+        if device_type == "cpu":
+            microseconds = event.self_cpu_time_total
+            is_kernel = True
+        else:
+            microseconds = event.self_device_time_total
+            # Compiled graphs and optimizer steps have events of their own, which enclose those of their kernels.
+            is_kernel = str(event.device_type).endswith("CUDA") and not event.is_user_annotation
+        if microseconds and is_kernel:
+            rows.append((microseconds / 1e3, event.count, event.key))
     rows.sort(reverse=True)
-    busy = sum(own for own, _, _ in rows)
-    lines = [f"one profiled step: {ms:,.1f} ms, device busy {busy:,.1f} ms"]
-    lines += ["| share | ms | calls | kernel |", "|---|---|---|---|"]
-    lines += [f"| {own / busy:.1%} | {own:,.2f} | {count} | {name[:90]} |" for own, count, name in rows[:20]]
+    busy_ms = sum(ms for ms, _, _ in rows)
+    lines = [
+        f"one profiled step: {step_ms:,.1f} ms, device busy {busy_ms:,.1f} ms",
+        "| share | ms | calls | kernel |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {ms / busy_ms:.1%} | {ms:,.2f} | {count} | {name[:90]} |" for ms, count, name in rows[:20]]
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------- all contenders
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return child(args)
-    results = turns.in_turns("bench.train", args.only or CONTENDERS[: 5 if args.peers else 2], args.rounds)
-    for name, runs in results.items():
-        if args.profile:
+    contenders = args.only or ("ours", "ours-eager", *(PEERS if args.peers else ()))
+    results = turns.in_turns("bench.train", contenders, args.rounds)
+
+    if args.profile:
+        for name, runs in results.items():
             print(f"{name}, {runs[0]['profile']}\n")
-    one = next(iter(results.values()))[0]
-    print(f"{args.preset} {' '.join(args.flags)} on {one['where']}, {one['tokens']:,} tokens per step")
+
+    # The table: one row a contender. Speeds are compared with the first one's.
+    first = next(iter(results.values()))[0]
+    print(f"{args.preset} {' '.join(args.flags)} on {first['where']}, {first['tokens']:,} tokens per step")
     columns = "contender | tokens/s | ours is | step ms | data | gradients | update | MFU | peak GB | B"
     print(f"| {columns} | first step s, cache empty | full | loss |\n{'|---' * 13}|")
-    ours = None
+    first_rate = None
     for name, runs in results.items():
-        steps = [ms for r in runs for ms in r["times"]]
-        data, gradients, update = (statistics.median(ms[i] for ms in steps) for i in range(3))
-        rate = one["tokens"] / statistics.median(map(sum, steps)) * 1e3
-        ours = ours or rate
-        mfu = f"{rate * one['flops_per_token'] / one['peak_flops']:.1%}" if one["peak_flops"] else "unknown"
-        full = f"{runs[-1]['first_s']:.1f}" if len(runs) > 1 else ""
-        print(f"| {name} | {rate:,.0f} | {ours / rate:.2f}x | {one['tokens'] / rate * 1e3:,.1f} | {data:.1f} | "
-              f"{gradients:,.1f} | {update:.1f} | {mfu} | {max(r['peak_gb'] for r in runs):.2f} | {runs[0]['B']} | "
-              f"{runs[0]['first_s']:.1f} | {full} | {runs[0]['loss']:.4f} |")  # fmt: skip
+        steps = [parts for run in runs for parts in run["times"]]  # (steps, 3)
+        step_ms = statistics.median(map(sum, steps))
+        data_ms, gradients_ms, update_ms = (statistics.median(parts) for parts in zip(*steps, strict=True))
+        rate = first["tokens"] / step_ms * 1e3
+        if first_rate is None:
+            first_rate = rate
+        mfu = f"{rate * first['flops_per_token'] / first['peak_flops']:.1%}" if first["peak_flops"] else "unknown"
+        peak_gb = max(run["peak_gb"] for run in runs)
+        first_s_full_cache = f"{runs[-1]['first_s']:.1f}" if len(runs) > 1 else ""
+        cells = [
+            name,
+            f"{rate:,.0f}",
+            f"{first_rate / rate:.2f}x",
+            f"{step_ms:,.1f}",
+            f"{data_ms:.1f}",
+            f"{gradients_ms:,.1f}",
+            f"{update_ms:.1f}",
+            mfu,
+            f"{peak_gb:.2f}",
+            str(runs[0]["B"]),
+            f"{runs[0]['first_s']:.1f}",
+            first_s_full_cache,
+            f"{runs[0]['loss']:.4f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,11 @@
-"""Turns: contenders measured in processes of their own, which alternate so that a slow minute hits all of them."""
+"""Measuring several contenders fairly: each in a process of its own, taking turns, so that a slow minute of the machine
+affects all of them.
+
+    runs = turns.in_turns("bench.head", ("plain", "ours"), rounds=2)      # {"plain": [{...}, {...}], "ours": [...]}
+
+A benchmark calls `in_turns` with its own module name. The module is started again with --child NAME, measures that one
+contender and prints a JSON object as its last line. The other functions are for the child.
+"""
 
 import json
 import os
@@ -7,33 +14,43 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from system import machine
 from system.cli import require
 from system.distributed import Runtime
+from system.units import dtype_name
 
 
-def in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict]]:
-    """By name, the JSON objects that `python -m module --child NAME` printed last, one a round, with this process's own
-    arguments and `more` after it. Each name has a compile cache of its own, empty in the first round. One that fails is
-    reported, and the others are measured all the same. Raises UserError if none succeeds."""
-    found: dict[str, list[dict]] = {name: [] for name in names}
+def in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict[str, Any]]]:
+    """Measure every contender once a round. Returns by name what each child printed, one dict a round.
+
+    Children get this process's own arguments and, after them, `more`. What they print must have "ms", which is shown as
+    progress. Each contender has its own compile cache, which is empty in the first round. One that fails is reported,
+    and the others are measured. Raises UserError if none succeeds.
+    """
+    results: dict[str, list[dict]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
-        for turn in range(rounds):
+        for round_number in range(1, rounds + 1):
             for i, name in enumerate(names):
+                # Run the child, which learns when it was started: imports are part of its first step's time.
                 command = [sys.executable, "-m", module, "--child", name, *sys.argv[1:], *more]
-                env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{i}", "BENCH_BEGAN": str(time.time())}
-                done = subprocess.run(command, capture_output=True, text=True, env=env)
-                said = f"failed: {done.stderr[-1500:]}"
-                if done.returncode == 0:
-                    found[name].append(json.loads(done.stdout.splitlines()[-1]))
-                    said = f"{found[name][-1]['ms']:,.1f} ms"
-                print(f"round {turn + 1}, {name}: {said}", file=sys.stderr, flush=True)
-    found = {name: runs for name, runs in found.items() if runs}
-    require(found, "nothing was measured; what failed is above")
-    return found
+                variables = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/{i}", "BENCH_BEGAN": str(time.time())}
+                child = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+
+                # Keep its result, and report it.
+                if child.returncode == 0:
+                    result = json.loads(child.stdout.splitlines()[-1])
+                    results[name].append(result)
+                    outcome = f"{result['ms']:,.1f} ms"
+                else:
+                    outcome = f"failed: {child.stderr[-1500:]}"
+                print(f"round {round_number}, {name}: {outcome}", file=sys.stderr, flush=True)
+    results = {name: runs for name, runs in results.items() if runs}
+    require(results, "nothing was measured: every contender failed, for the reasons printed above")
+    return results
 
 
 def since_command() -> float:
@@ -42,14 +59,14 @@ def since_command() -> float:
 
 
 def seconds(work: Callable[[], object], rt: Runtime) -> float:
-    """How long `work` takes, until the device has done it."""
+    """Seconds that `work` takes until the device has finished it."""
     rt.synchronize()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     work()
     rt.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def where(rt: Runtime) -> str:
-    """The machine and the versions, for the first line of a table."""
-    return f"{machine.device_name(rt.device)}, {str(rt.dtype).removeprefix('torch.')}, torch {torch.__version__}"
+    """The machine, the precision and torch's version, for the line above a table."""
+    return f"{machine.device_name(rt.device)}, {dtype_name(rt.dtype)}, torch {torch.__version__}"
