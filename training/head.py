@@ -62,6 +62,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         cast_weight = weight.to(dtype)  # (V, C)
         cast_bias = None if bias is None else bias.to(dtype)
 
+        # Gradients are computed along with the loss. Without them (validation) only the loss is.
         total = torch.zeros((), device=x.device)
         d_x = torch.empty_like(x)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if backward else None
@@ -79,6 +80,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
                 if dtype == d_weight.dtype:
                     d_weight.addmm_(d_logits.T, rows)  # (V, R) @ (R, C) -> (V, C)
                 else:
+                    # addmm_ cannot add a product in bfloat16 to a float32 sum.
                     d_weight += d_logits.T @ rows
                 if bias is not None:
                     d_bias += d_logits.sum(0, dtype=torch.float32)  # (R, V) -> (V,)
@@ -86,12 +88,14 @@ class ChunkedHeadLoss(torch.autograd.Function):
             # Free this chunk's logits before the next chunk's are made.
             del logits
 
+        # The mean is over the targets that count, on the device: reading the number here would wait for the GPU.
         count = (targets >= 0).sum()
         ctx.save_for_backward(d_x, d_weight, d_bias, count)
         return total / count
 
     @staticmethod
     def backward(ctx, grad_output):
+        # grad_output is 1, times the loss scale in float16, over the number of micro-batches.
         *gradients_of_sum, count = ctx.saved_tensors
         scale = grad_output / count
         d_x, d_weight, d_bias = (None if g is None else g.mul_(scale) for g in gradients_of_sum)

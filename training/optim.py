@@ -59,7 +59,7 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
             fix = "add a case to parameter_groups in training/optim.py"
             raise ValueError(f"no parameters for optimizer {cfg.optimizer!r}: {fix}")
 
-    # Everything else is AdamW's: embeddings by name, other matrices (an untied head, or all of them), vectors.
+    # Everything else goes to AdamW: embeddings by name, other matrices (an untied head, or all of them), vectors.
     rest = [name for name in named if name not in muon_names]
     embeddings = [name for name in rest if name.split(".")[1] in ("wte", "wpe")]
     matrices = [name for name in rest if name not in embeddings and named[name].dim() >= 2]
@@ -107,6 +107,7 @@ def optimizer_settings(name: str, cfg: TrainConfig) -> dict[str, Any]:
 def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The run's optimizers, with their state. With --zero-stage 1 each rank keeps the state of its share of the
     parameters alone (ZeRO, Rajbhandari et al. 2020), by torch's ZeroRedundancyOptimizer."""
+    # ZeRO-1 has nothing to share on one rank.
     match cfg.zero_stage:
         case 0:
             is_sharded = False
@@ -115,6 +116,7 @@ def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runti
         case _:
             raise ValueError(f"no ZeRO stage {cfg.zero_stage}: add a case to build_optimizers in training/optim.py")
 
+    # One optimizer for each name in the groups. `lr` is only a start: the schedule sets every group's before each step.
     optimizers = []
     for name, groups in parameter_groups(named, cfg).items():
         settings = optimizer_settings(name, cfg)
@@ -125,7 +127,8 @@ def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runti
                 groups,
                 optimizer_class(name),
                 lr=cfg.max_lr,
-                parameters_as_bucket_view=True,  # one broadcast per rank instead of one per parameter
+                # One broadcast per rank instead of one per parameter: the update takes a quarter of the time.
+                parameters_as_bucket_view=True,
                 **settings,
             )
         else:
@@ -148,16 +151,20 @@ def all_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 # ------------------------------------------------------------------------- state
 
 
-def state_shapes(kind: type, p: Tensor) -> dict[str, tuple[int, ...]]:
+def state_shapes(optimizer_type: type, p: Tensor) -> dict[str, tuple[int, ...]]:
     """{name: shape} of what an optimizer of this class keeps of a parameter. Raises ValueError for a class that is not
     in the table."""
-    if kind not in OPTIMIZER_STATE:
-        raise ValueError(f"add to OPTIMIZER_STATE in training/optim.py what {kind.__name__} keeps of a parameter")
-    return {name: shape(p) for name, shape in OPTIMIZER_STATE[kind].items()}
+    if optimizer_type not in OPTIMIZER_STATE:
+        raise ValueError(
+            f"add to OPTIMIZER_STATE in training/optim.py what {optimizer_type.__name__} keeps of a parameter"
+        )
+    return {name: shape(p) for name, shape in OPTIMIZER_STATE[optimizer_type].items()}
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of this rank's parameters, as zeros, where it is missing."""
+    # torch's optimizers would do so in their first step. Here the memory is taken at once, and nothing depends on
+    # whether a step has been made.
     inner = unwrap(optimizer)
     for p in all_params(inner):
         if not inner.state[p]:
@@ -165,13 +172,14 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             inner.state[p] = {name: torch.zeros(s, device=p.device) for name, s in shapes.items()}
 
 
-def state_numel(kind: type, params: Iterable[Tensor]) -> int:
+def state_numel(optimizer_type: type, params: Iterable[Tensor]) -> int:
     """Numbers (float32) that an optimizer of this class keeps of these parameters, all ranks together."""
-    return sum(math.prod(shape) for p in params for shape in state_shapes(kind, p).values())
+    return sum(math.prod(shape) for p in params for shape in state_shapes(optimizer_type, p).values())
 
 
 def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
     """Complete optimizer state dicts, sharded or not, on rank 0 (None elsewhere). Every rank must call it."""
+    # Sharded state is gathered by all ranks together; the other kind is the same on each.
     states = []
     for optimizer in optimizers:
         is_sharded = unwrap(optimizer) is not optimizer
@@ -185,7 +193,8 @@ def gather_sharded_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
 
     Its own consolidate_state_dict sends pickles and unpacks them byte by byte, at 16 MB/s: minutes for a large model.
     """
-    full = torch.optim.Optimizer.state_dict(optimizer)  # everything but the state of the parameters
+    # The groups and their settings, without the state of the parameters.
+    full = torch.optim.Optimizer.state_dict(optimizer)
     inner = unwrap(optimizer)
     params = all_params(optimizer)
 
@@ -215,6 +224,8 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
         raise ValueError(f"it has {len(states)} optimizers, but this config has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
         check_state(optimizer, state)
+
+        # A state dict also holds the settings of the run that saved it; this run's own are put back below.
         own_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)
 
@@ -234,11 +245,11 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
 def check_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Raise ValueError unless a state dict has what this optimizer keeps, in the shapes of its parameters."""
     params = all_params(optimizer)
-    kind = type(unwrap(optimizer))
+    optimizer_type = type(unwrap(optimizer))
     for i, tensors in state["state"].items():
-        shapes = state_shapes(kind, params[i])
+        shapes = state_shapes(optimizer_type, params[i])
         if tensors.keys() != shapes.keys():
-            raise ValueError(f"it keeps {', '.join(tensors)} of parameter {i}, unlike {kind.__name__}")
+            raise ValueError(f"it keeps {', '.join(tensors)} of parameter {i}, unlike {optimizer_type.__name__}")
         # A scalar may have been saved with one dimension or none.
         if any(t.numel() != 1 and t.shape != shapes[name] for name, t in tensors.items()):
             raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")

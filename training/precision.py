@@ -58,6 +58,7 @@ def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None =
 
 def common_dtypes(rt: Runtime) -> list[torch.dtype]:
     """What every rank's device multiplies in hardware, the preferred first. Every rank must call it."""
+    # Each rank says of every precision whether it has it; what all have is common.
     own = precision.supported_dtypes(rt.device)
     flags = torch.tensor([float(dtype in own) for dtype in precision.PREFERRED_DTYPES], device=rt.device)  # (3,)
     on_all_ranks = torch.stack(rt.all_gather(flags)).bool().all(dim=0)  # (ranks, 3) -> (3,)

@@ -18,10 +18,15 @@ from training.config import TrainConfig
 def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Fraction of the peak learning rate at `step`: a linear warm-up to 1, then the schedule's decay down to
     min_lr / max_lr at total_steps."""
-    decay = choose_decay(cfg)  # before the warm-up, so that a schedule without a function raises in the first step
+    # Chosen before the warm-up is over, so that a schedule without a function raises in the first step.
+    decay = choose_decay(cfg)
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
+
+    # Warm-up. The first step already learns, as in build-nanogpt.
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
+
+    # Past the end, as after a resume with fewer steps, the rate stays at its floor.
     if step >= total_steps:
         return floor
     return floor + (1 - floor) * decay(step, total_steps, cfg)
@@ -55,6 +60,8 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total
     """Set the learning rate of every parameter group for `step`: its own peak_lr times the schedule's factor. Return
     the rate for a peak of max_lr, which is the one that is logged."""
     factor = lr_factor(step, total_steps, cfg)
+
+    # Embeddings, matrices and vectors may have peaks of their own (training/optim.py); the shape of the curve is one.
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
