@@ -6,7 +6,7 @@
 The ways take turns in separate processes; medians over the rounds. The loop runs under autocast, as in build-nanogpt;
 ours (as infer.py prepares it) and transformers store their weights in the dtype. "static cache" is transformers' own,
 compiled; on a CPU only by --only. "memory" reads what each step has to: every weight and, on average, half the cache.
-"first token" is the time from typing `python infer.py` to it, with the imports and a checkpoint of 124M to load.
+"first token" is the time from the command `python infer.py` to the end of one token: imports, a checkpoint of 124M.
 """
 
 import json
@@ -30,6 +30,8 @@ from system import cli, distributed
 from training import checkpoint
 from training.convert import save_hf
 
+WAYS = ("ours", "transformers", "static cache", "recompute loop", "memory", "first token")
+
 
 @dataclass(frozen=True)
 class Args:
@@ -40,83 +42,108 @@ class Args:
     device: str = "auto"
     dtype: str = "auto"
     only: tuple[str, ...] = ()
-    """Some of ours, transformers, static cache, recompute loop, memory, first token."""
+    """Some of ours, transformers, static cache, recompute loop, memory, first token. Default: all, and static cache on
+    a GPU only."""
     child: str = ""
     """Set for the process that measures one way."""
 
 
 def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: distributed.Runtime) -> None:
-    """Sample as build-nanogpt does: the whole context goes through the model for each token, top-k 50."""
+    """Sample as build-nanogpt does: the whole context (B, T) goes through the model for each token, top-k 50."""
     for _ in range(new_tokens):
         with torch.no_grad():
             with rt.autocast():
-                logits = model(idx)[0]
-            probs = F.softmax(logits[:, -1, :], dim=-1)
-            top, ids = torch.topk(probs, 50, dim=-1)
-            idx = torch.cat((idx, torch.gather(ids, -1, torch.multinomial(top, 1))), dim=1)
+                logits, _ = model(idx)  # (B, T, V)
+            probs = F.softmax(logits[:, -1, :], dim=-1)  # (B, V)
+            top_probs, top_ids = torch.topk(probs, 50, dim=-1)  # (B, 50)
+            place = torch.multinomial(top_probs, 1)  # (B, 1)
+            idx = torch.cat((idx, torch.gather(top_ids, -1, place)), dim=1)  # (B, T + 1)
 
 
-def make(args: Args, rt: distributed.Runtime, folder: Path) -> Callable[[int], object]:
-    """What samples so many tokens in one way."""
+def make_memory_reader(model: GPT, args: Args, rt: distributed.Runtime) -> Callable[[int], object]:
+    """Return a function of n that reads, n times, as many bytes as a generated token has to: every weight but the
+    position embeddings and, on average, half of the keys and values of the new tokens."""
+    config = model.config
+    weights = model.num_params() - model.transformer.wpe.weight.numel()
+    average_length = args.prompt_tokens + args.new_tokens // 2
+    keys_and_values = 2 * config.n_layer * config.n_embd * args.samples * average_length
+
+    # As many bytes as these numbers have in rt.dtype, read as float32.
+    count = weights + keys_and_values
+    all_bytes = torch.ones(count, device=rt.device).view(torch.uint8)
+    memory = all_bytes[: count * rt.dtype.itemsize].view(torch.float32)
+    return lambda n: [memory.sum().item() for _ in range(n)]
+
+
+def make_generator(args: Args, rt: distributed.Runtime, folder: Path) -> Callable[[int], object]:
+    """Return the function that generates so many tokens in the way args.child."""
     torch.manual_seed(0)
-    plain = GPT(GPTConfig()).to(rt.device)
-    idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)
-    if args.child == "recompute loop":
-        return lambda n: recompute_loop(plain, idx, n, rt)
-    if args.child == "memory":
-        c = plain.config
-        keys = 2 * c.n_layer * c.n_embd * args.samples * (args.prompt_tokens + args.new_tokens // 2)
-        read = torch.ones(plain.num_params() - plain.transformer.wpe.weight.numel() + keys, device=rt.device)
-        read = read.view(torch.uint8)[: len(read) * rt.dtype.itemsize].view(torch.float32)  # as many bytes as in dtype
-        return lambda n: [read.sum().item() for _ in range(n)]
-    if args.child == "first token":
-        file = folder / "model_00001.pt"
-        checkpoint.write(file, checkpoint.model_file(plain, 1))
-        command = [sys.executable, "infer.py", str(file), "Hello", "--max-new-tokens", "1"]
-        command += ["--device", args.device, "--dtype", args.dtype]
-        return lambda _: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    if args.child == "ours":
-        ours = prepare(plain, rt.device, rt.dtype)
-        return lambda n: ours.generate(idx, n)
-    import transformers
+    model = GPT(GPTConfig()).to(rt.device)
+    idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)  # (samples, T)
+    match args.child:
+        case "ours":
+            prepared = prepare(model, rt.device, rt.dtype)
+            return lambda n: prepared.generate(idx, n)
+        case "recompute loop":
+            return lambda n: recompute_loop(model, idx, n, rt)
+        case "memory":
+            return make_memory_reader(model, args, rt)
+        case "first token":
+            file = folder / "model_00001.pt"
+            checkpoint.write(file, checkpoint.model_file(model, 1))
+            command = [sys.executable, "infer.py", str(file), "Hello", "--max-new-tokens", "1"]
+            command += ["--device", args.device, "--dtype", args.dtype]
+            return lambda _: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        case "transformers" | "static cache":
+            import transformers
 
-    save_hf(plain, folder / "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=rt.dtype).to(rt.device)
-    how = {"do_sample": True, "top_k": 50, "eos_token_id": None, "pad_token_id": 0}
-    how["attention_mask"] = torch.ones_like(idx)
-    if args.child == "static cache":
-        how["cache_implementation"] = "static"
-    return lambda n: theirs.generate(idx, max_new_tokens=n, **how)
+            save_hf(model, folder / "hf")
+            peer = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=rt.dtype).to(rt.device)
+            options = {"do_sample": True, "top_k": 50, "eos_token_id": None, "pad_token_id": 0}
+            options["attention_mask"] = torch.ones_like(idx)
+            if args.child == "static cache":
+                options["cache_implementation"] = "static"
+            return lambda n: peer.generate(idx, max_new_tokens=n, **options)
+        case _:
+            raise ValueError(f"--only {args.child!r} must be one of {', '.join(WAYS)}")
 
 
-def child(args: Args) -> None:
+def measure_one_way(args: Args) -> None:
+    """In a process of its own: generate in the way args.child, and print the time."""
     with distributed.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
-        way = make(args, rt, Path(folder))
-        way(args.new_tokens if rt.device.type == "cuda" else 4)  # warms up; the static cache is compiled
-        took = turns.seconds(lambda: way(args.new_tokens), rt)
-        print(json.dumps({"ms": 1e3 * took, "where": turns.where(rt)}))
+        generate = make_generator(args, rt, Path(folder))
+        generate(args.new_tokens if rt.device.type == "cuda" else 4)  # warms up; the static cache is compiled
+        seconds = turns.seconds(lambda: generate(args.new_tokens), rt)
+        print(json.dumps({"ms": 1e3 * seconds, "where": turns.where(rt)}))
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return child(args)
-    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
-    static = ("static cache",) if torch.cuda.is_available() else ()
-    names = args.only or ("ours", "transformers", *static, "recompute loop", "memory", "first token")
-    found = turns.in_turns("bench.generate", names, args.rounds)
-    first = next(iter(found.values()))
-    print(f"GPT-2 124M on {first[0]['where']}: {args.samples} samples of {args.new_tokens} tokens, "
-          f"{args.prompt_tokens} before them")  # fmt: skip
+        measure_one_way(args)
+        return
+
+    # Without this, the recompute loop would pay for cuDNN's planning of each new length.
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    ways = args.only or tuple(way for way in WAYS if way != "static cache" or torch.cuda.is_available())
+    runs_by_way = turns.in_turns("bench.generate", ways, args.rounds)
+
+    # The first way is the measure of the others.
+    first_runs = next(iter(runs_by_way.values()))
+    first_ms = median(run["ms"] for run in first_runs)
+    print(
+        f"GPT-2 124M on {first_runs[0]['where']}: {args.samples} samples of {args.new_tokens} tokens, "
+        f"{args.prompt_tokens} before them"
+    )
     print("| way | tokens/s | times the first's time | seconds, all rounds |\n|---|---|---|---|")
-    ours = median(run["ms"] for run in first)
-    for name, runs in found.items():
+    for way, runs in runs_by_way.items():
         ms = median(run["ms"] for run in runs)
-        each = ", ".join(f"{run['ms'] / 1e3:.2f}" for run in runs)
-        if name == "first token":
-            print(f"| {name} | | | {each} |")
+        all_seconds = ", ".join(f"{run['ms'] / 1e3:.2f}" for run in runs)
+        if way == "first token":
+            print(f"| {way} | | | {all_seconds} |")
         else:
-            print(f"| {name} | {args.samples * args.new_tokens / ms * 1e3:.1f} | {ms / ours:.2f} | {each} |")
+            tokens_per_second = args.samples * args.new_tokens / ms * 1e3
+            print(f"| {way} | {tokens_per_second:.1f} | {ms / first_ms:.2f} | {all_seconds} |")
 
 
 if __name__ == "__main__":

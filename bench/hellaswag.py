@@ -40,56 +40,79 @@ class Args:
     """Set for the process that measures one way."""
 
 
-def one_at_a_time(model: GPT, examples: list[hellaswag_eval.Example], rt: distributed.Runtime) -> torch.Tensor:
-    """Losses (n, 4) as in build-nanogpt: one example's four rows, padded, logits everywhere, shifted loss."""
-    out = []
-    for e in examples:
-        tokens = torch.zeros(4, len(e.context) + max(map(len, e.endings)), dtype=torch.long)
+def score_one_at_a_time(model: GPT, examples: list[hellaswag_eval.Example], rt: distributed.Runtime) -> torch.Tensor:
+    """Losses (n, 4) as build-nanogpt finds them: one example's four rows, padded, with logits at every position."""
+    losses = []
+    for example in examples:
+        # The four rows: context and ending. The mask is 1 on the endings.
+        T = len(example.context) + max(len(ending) for ending in example.endings)
+        tokens = torch.zeros(4, T, dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for i, tail in enumerate(e.endings):
-            tokens[i, : len(e.context) + len(tail)] = torch.tensor(e.context + tail)
-            mask[i, len(e.context) : len(e.context) + len(tail)] = 1
-        tokens, mask = tokens.to(rt.device), mask.to(rt.device)
+        for i, ending in enumerate(example.endings):
+            start = len(example.context)
+            end = start + len(ending)
+            tokens[i, :end] = torch.tensor(example.context + ending)
+            mask[i, start:end] = 1
+        tokens = tokens.to(rt.device)
+        mask = mask.to(rt.device)
+
         with torch.no_grad(), rt.autocast():
-            logits = model(tokens)[0]
-        flat = logits[:, :-1].contiguous().view(-1, logits.size(-1))
-        losses = F.cross_entropy(flat, tokens[:, 1:].contiguous().view(-1), reduction="none").view(4, -1)
-        out.append((losses * mask[:, 1:]).sum(1).tolist())  # tolist waits for the device, as .item() does there
-    return torch.tensor(out)
+            logits, _ = model(tokens)  # (4, T, V)
+
+        # Position t predicts token t + 1. (4, T - 1, V) -> (4 * (T - 1), V) -> (4, T - 1)
+        flat_logits = logits[:, :-1].contiguous().view(-1, logits.size(-1))
+        flat_targets = tokens[:, 1:].contiguous().view(-1)
+        token_losses = F.cross_entropy(flat_logits, flat_targets, reduction="none").view(4, -1)
+        ending_losses = (token_losses * mask[:, 1:]).sum(1)  # (4,)
+        losses.append(ending_losses.tolist())  # tolist waits for the device, as .item() does in build-nanogpt
+    return torch.tensor(losses)
 
 
-def child(args: Args) -> None:
+def measure_one_way(args: Args) -> None:
+    """In a process of its own: score all examples in the way args.child, and print the time and the predictions."""
     examples = hellaswag_eval.load_examples(args.data, args.limit)
-    with distributed.session(args.device, "float32" if args.child.endswith("float32") else args.dtype) as rt:
+    dtype = "float32" if args.child == "hellaswag.py in float32" else args.dtype
+    with distributed.session(args.device, dtype) as rt:
         torch.manual_seed(0)
-        model = (open_model(args.model) if args.model else GPT(GPTConfig(vocab_size=50304))).to(rt.device)
+        model = open_model(args.model) if args.model else GPT(GPTConfig(vocab_size=50304))
+        model = model.to(rt.device)
 
-        def way(some: list[hellaswag_eval.Example]) -> torch.Tensor:
-            if args.child == "one at a time":
-                return one_at_a_time(model, some, rt)
-            return hellaswag_eval.score(model, some, rt.device, rt)
+        def score(some: list[hellaswag_eval.Example]) -> torch.Tensor:
+            match args.child:
+                case "one at a time":
+                    return score_one_at_a_time(model, some, rt)
+                case "hellaswag.py" | "hellaswag.py in float32":
+                    return hellaswag_eval.score(model, some, rt.device, rt)
+                case _:
+                    raise ValueError(f"--child {args.child!r} must be one of {', '.join(WAYS)}")
 
-        way(examples[:4])  # warms up
-        found = []
-        took = turns.seconds(lambda: found.append(way(examples)), rt)
-        picks = hellaswag_eval.normalize(found[0], examples).argmin(1)
-        print(json.dumps({"ms": 1e3 * took, "picks": picks.tolist(), "where": turns.where(rt)}))
+        score(examples[:4])  # warms up
+        results = []
+        seconds = turns.seconds(lambda: results.append(score(examples)), rt)
+        predictions = hellaswag_eval.normalize(results[0], examples).argmin(1)
+        print(json.dumps({"ms": 1e3 * seconds, "predictions": predictions.tolist(), "where": turns.where(rt)}))
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return child(args)
-    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # so that no peer pays for planning each new length
-    tokenizer.encoding()  # says what is missing once, not in every process
-    found = turns.in_turns("bench.hellaswag", WAYS, args.rounds)
-    first, exact = next(iter(found.values()))[0], found[WAYS[-1]][0]["picks"]
-    print(f"{args.model or 'GPT-2 124M'} on {first['where']}, {len(exact)} examples")
+        measure_one_way(args)
+        return
+
+    # Without this, the one-at-a-time way would pay for cuDNN's planning of each new length.
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    tokenizer.encoding()  # if it is missing, one error here instead of one from every process
+    runs_by_way = turns.in_turns("bench.hellaswag", WAYS, args.rounds)
+
+    first_run = next(iter(runs_by_way.values()))[0]
+    exact = runs_by_way["hellaswag.py in float32"][0]["predictions"]
+    print(f"{args.model or 'GPT-2 124M'} on {first_run['where']}, {len(exact)} examples")
     print("| way | examples/s | other predictions than in float32 | seconds, all rounds |\n|---|---|---|---|")
-    for name, runs in found.items():
-        differ = sum(a != b for a, b in zip(runs[0]["picks"], exact, strict=True))
-        each = ", ".join(f"{run['ms'] / 1e3:.2f}" for run in runs)
-        print(f"| {name} | {len(exact) / median(run['ms'] for run in runs) * 1e3:.2f} | {differ} | {each} |")
+    for way, runs in runs_by_way.items():
+        different = sum(a != b for a, b in zip(runs[0]["predictions"], exact, strict=True))
+        examples_per_second = len(exact) / median(run["ms"] for run in runs) * 1e3
+        all_seconds = ", ".join(f"{run['ms'] / 1e3:.2f}" for run in runs)
+        print(f"| {way} | {examples_per_second:.2f} | {different} | {all_seconds} |")
 
 
 if __name__ == "__main__":
