@@ -26,6 +26,7 @@ from processes import rank_pids, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training import checkpoint
+from training.trackers import tensorboard_tag
 
 GPT2_TOKENS = ["--model.vocab-size", "50304"]  # the vocabulary of make_shards, for the tiny network
 LAST_STEP = 100
@@ -199,7 +200,7 @@ def test_a_pod_from_rent_to_removal(ranks, tmp_path):
     # no step was lost or done twice, in metrics.jsonl and in TensorBoard
     assert list(load_curve(pod.run)) == list(range(LAST_STEP + 1))
     events = EventAccumulator(str(pod.run / "tensorboard"), {"scalars": 0}).Reload()
-    assert [e.step for e in events.Scalars("train_loss")] == list(range(LAST_STEP))
+    assert [e.step for e in events.Scalars(tensorboard_tag("train_loss"))] == list(range(LAST_STEP))
     assert [e.step for e in events.Tensors("samples/text_summary")] == [50, 100]
 
     # the losses and weights are those of an undisturbed run; on one rank, to the bit
