@@ -1,10 +1,28 @@
-"""A stand-in for the Hugging Face Hub on loopback: the part of its HTTP API that huggingface_hub asks for, and faults.
+"""A stand-in for the Hugging Face Hub on loopback, with faults on demand, so that tests need no network.
 
     with hub_server.start(tmp_path / "hub") as hub:         # repos are folders: tmp_path/hub/datasets/OWNER/NAME/...
         hub.faults.append(Fault("drop", "000001.npy"))      # the next download of that file breaks off half-way
         run_script("hub.py", "pull-data", "tester/tokens", out, env=hub.env())
 
-Only the newest revision is kept.
+It speaks the part of the Hub's HTTP API that huggingface_hub uses for what this project does. KIND is models or
+datasets; in download and Git LFS addresses a model's has no prefix.
+
+    request                                        answer
+    ---------------------------------------------  ------------------------------------------------------------------
+    GET  /api/whoami-v2                            the token's user
+    POST /api/repos/create                         make a repository
+    GET  /api/KIND/OWNER/NAME[/revision/REV]       the commit, whether it is private, the names of the files
+    GET  /api/KIND/OWNER/NAME/tree/REV[/FOLDER]    the files with sizes and hashes
+    POST /api/KIND/OWNER/NAME/paths-info/REV       the same for some files
+    GET  /api/KIND/OWNER/NAME/auth-check/write     whether the token may write
+    POST /api/KIND/OWNER/NAME/preupload/REV        for each file of a commit: as LFS object, or inside the commit
+    POST /OWNER/NAME.git/info/lfs/objects/batch    for each LFS object: where to upload it, unless it is here already
+    PUT  /lfs/SHA256                               the upload of one object
+    POST /api/KIND/OWNER/NAME/commit/REV           add files to the repository; lines of JSON
+    GET  /OWNER/NAME/resolve/REV/FILE              a download, whole or a range of bytes; HEAD for its size and hash
+    POST /api/validate-yaml                        the check of a model card: always fine
+
+Not here: branches and old revisions (only the newest is kept), Xet storage, pull requests, pages of long listings.
 """
 
 import base64
@@ -19,11 +37,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-USER = "tester"  # whom the token belongs to: may write to tester/*, nothing else
+USER = "tester"  # the token's user, who may write to tester/* and nothing else
+INVALID_TOKEN = "Invalid credentials in Authorization header"
+
+# Files that the Hub stores as LFS objects, by sha256. The others are stored in git itself, by git's own hash.
 LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
-INVALID = "Invalid credentials in Authorization header"
+
+# /api/models/OWNER/NAME, then perhaps an action with its revision, then perhaps a path.
 REPO_URL = re.compile(
-    r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info|preupload|commit|auth-check)/([^/]+)(?:/(.+))?)?"
+    r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+?)"
+    r"(?:/(?P<action>revision|tree|paths-info|preupload|commit|auth-check)/(?P<revision>[^/]+)(?:/(?P<folder>.+))?)?"
+)
+DOWNLOAD_URL = re.compile(
+    r"/(?P<kind>datasets/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)",
 )
 
 
@@ -45,6 +71,8 @@ class Fault:
 
 @dataclass
 class Hub:
+    """The state of the stand-in, which tests change and look at while it runs."""
+
     root: Path
     token: str
     url: str = ""
@@ -62,45 +90,64 @@ class Hub:
         return {"HF_ENDPOINT": self.url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **auth}
 
     def count(self, method: str, part: str) -> int:
-        return sum(m == method and part in p for m, p, _, _ in self.log)
+        """How many requests of this method, with this part of a path, have been answered."""
+        return sum(logged_method == method and part in path for logged_method, path, _, _ in self.log)
 
     def take_fault(self, method: str, path: str) -> Fault | None:
+        """The fault that hits this request, if any; it counts as used. Requests come from several threads."""
         with self.lock:
-            for f in self.faults:
-                wanted = f.method or ("GET" if f.kind in ("drop", "corrupt") else method)
-                if f.times > 0 and f.path in path and wanted == method:
-                    f.times -= 1
-                    return f
+            for fault in self.faults:
+                default_method = "GET" if fault.kind in ("drop", "corrupt") else method
+                if fault.times > 0 and fault.path in path and (fault.method or default_method) == method:
+                    fault.times -= 1
+                    return fault
         return None
 
 
-def entry(name: str, path: Path) -> dict:
-    """A file as a listing has it."""
+def list_file(name: str, path: Path) -> dict:
+    """A file as the Hub lists it: git's hash and, for an LFS file, its sha256."""
     data = path.read_bytes()
-    out = {"type": "file", "path": name, "size": len(data)}
-    out["oid"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # git's
+    listed = {"type": "file", "path": name, "size": len(data)}
+    listed["oid"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     if path.suffix in LFS_SUFFIXES:
-        out["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
-    return out
+        listed["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+    return listed
 
 
 def content_hash(path: Path) -> str:
-    found = entry(path.name, path)
-    return found.get("lfs", found)["oid"]
+    """The hash by which the Hub knows a file: sha256 for LFS, else git's."""
+    listed = list_file(path.name, path)
+    return listed.get("lfs", listed)["oid"]
 
 
 class Handler(BaseHTTPRequestHandler):
+    """One connection. `hub` is set on the subclass that `start` makes."""
+
     protocol_version = "HTTP/1.1"
     hub: Hub
 
     def log_message(self, *args) -> None:
-        pass
+        pass  # the base class prints every request
 
     def handle(self) -> None:
         with suppress(ConnectionError):  # a client that was killed
             super().handle()
 
+    # ------------------------------------------------------------------------- reading and answering
+
+    def read_body(self) -> bytes:
+        """The body of the request, sent in one piece or in chunks (its length, the chunk, an empty line)."""
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
     def answer(self, body: bytes | dict | list = b"", status: int = 200, **headers: str) -> None:
+        """Send an answer, as JSON unless it is bytes, and log the request. `_` in a header's name stands for `-`."""
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
@@ -109,157 +156,223 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        fault = self.fault and self.fault.kind
-        if fault == "drop":
-            body, self.close_connection = body[: len(body) // 2], True
-        elif fault == "corrupt":
-            body = body[:-1] + bytes(b ^ 1 for b in body[-1:])
+
+        # Faults that spoil the body: the headers have promised all of it.
+        fault_kind = self.fault.kind if self.fault else ""
+        if fault_kind == "drop":
+            body = body[: len(body) // 2]
+            self.close_connection = True
+        elif fault_kind == "corrupt":
+            body = body[:-1] + bytes(byte ^ 1 for byte in body[-1:])
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def refuse(self, status: int, code: str = "", message: str = "") -> None:
+    def answer_error(self, status: int, code: str = "", message: str = "") -> None:
+        """An error as the Hub sends it: huggingface_hub looks at these two headers."""
         self.answer({"error": message or code}, status, X_Error_Code=code, X_Error_Message=message or code)
 
-    def body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def at(self, kind: str, repo: str, revision: str) -> tuple[Path, str] | None:
-        """Folder and newest revision of a repo this caller may see; None (after answering) otherwise."""
-        if self.headers.get("Authorization") and not self.authorized:
-            return self.refuse(401, message=INVALID)
-        folder, hidden = self.hub.root / kind / repo, f"{kind}/{repo}" in self.hub.private and not self.authorized
-        if hidden or not folder.is_dir():
-            return self.refuse(404 if self.authorized else 401, "RepoNotFound", "Repository not found")
-        if revision not in ("main", sha := self.revision(folder)):
-            return self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return folder, sha
+    # ------------------------------------------------------------------------- what the caller may see
 
     @property
     def authorized(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {self.hub.token}"
 
-    def files(self, folder: Path) -> dict[str, Path]:
+    def list_files(self, folder: Path) -> dict[str, Path]:
+        """The files of a repository by their path in it."""
         return {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
 
-    def revision(self, folder: Path) -> str:
-        """Commit hash: a function of the names, sizes and times of what is there."""
-        facts = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in self.files(folder).items()]
+    def commit_hash(self, folder: Path) -> str:
+        """The repository's newest commit: a function of the names, sizes and times of what is there."""
+        facts = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in self.list_files(folder).items()]
         return hashlib.sha1(repr(facts).encode()).hexdigest()
 
+    def find_repo(self, kind: str, repo: str, revision: str) -> tuple[Path, str] | None:
+        """Folder and newest commit of a repository that this caller may see; None, after answering, otherwise."""
+        if self.headers.get("Authorization") and not self.authorized:
+            self.answer_error(401, message=INVALID_TOKEN)
+            return None
+
+        # As the Hub does: without a token, a private repository looks like one that does not exist.
+        folder = self.hub.root / kind / repo
+        is_hidden = f"{kind}/{repo}" in self.hub.private and not self.authorized
+        if is_hidden or not folder.is_dir():
+            self.answer_error(404 if self.authorized else 401, "RepoNotFound", "Repository not found")
+            return None
+
+        commit = self.commit_hash(folder)
+        if revision not in ("main", commit):
+            self.answer_error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return None
+        return folder, commit
+
+    # ------------------------------------------------------------------------- choosing the action
+
     def handle_request(self) -> None:
-        data = self.body()
+        data = self.read_body()
+
+        # Faults that replace the answer, or take it away.
         self.fault = self.hub.take_fault(self.command, self.path)
-        if self.fault and self.fault.kind == "status":
+        fault_kind = self.fault.kind if self.fault else ""
+        if fault_kind == "status":
             return self.answer({"error": self.fault.message}, self.fault.code)
-        if self.fault and self.fault.kind == "html":
+        if fault_kind == "html":
             return self.answer(b"<html><body>Please log in to this network</body></html>", Content_Type="text/html")
-        if self.fault and self.fault.kind == "drop" and self.command == "PUT":
+        if fault_kind == "drop" and self.command == "PUT":
             self.close_connection = True
             return None
+
+        # Files up and down.
         path = unquote(urlsplit(self.path).path)
-        if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            return self.resolve(match[1] or "models/", match[2], match[3], match[4])
+        if match := DOWNLOAD_URL.fullmatch(path):
+            return self.download(match["kind"] or "models/", match["repo"], match["revision"], match["file"])
         if path.endswith(".git/info/lfs/objects/batch"):
-            return self.lfs_batch(json.loads(data))
+            return self.offer_uploads(json.loads(data))
         if self.command == "PUT" and path.startswith("/lfs/"):
-            return self.lfs_put(path.removeprefix("/lfs/"), data)
+            return self.store_object(path.removeprefix("/lfs/"), data)
+
+        # One repository.
         if match := REPO_URL.fullmatch(path):
-            return self.api(match[1], match[2], match[3] or "revision", match[4] or "main", match[5] or "", data)
+            action, revision = match["action"] or "revision", match["revision"] or "main"
+            return self.call_api(match["kind"], match["repo"], action, revision, match["folder"] or "", data)
+
+        # The user.
         if path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
         if path in ("/api/whoami-v2", "/api/repos/create") and not self.authorized:
-            return self.refuse(401, message=INVALID)
+            return self.answer_error(401, message=INVALID_TOKEN)
         if path == "/api/whoami-v2":
             return self.answer({"type": "user", "name": USER, "orgs": [], "auth": {"type": "access_token"}})
         if path == "/api/repos/create":
-            return self.create(json.loads(data))
-        return self.refuse(404, message=f"the stand-in has no {self.command} {path}")
+            return self.create_repo(json.loads(data))
+        return self.answer_error(404, message=f"the stand-in has no {self.command} {path}")
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
-    def create(self, wish: dict) -> None:
-        owner, kind = wish.get("organization") or USER, wish.get("type", "model") + "s"
+    def call_api(self, kind: str, repo: str, action: str, revision: str, folder_name: str, data: bytes) -> None:
+        # In auth-check's address the place of the revision has the kind of access.
+        found = self.find_repo(kind, repo, "main" if action == "auth-check" else revision)
+        if found is None:
+            return None
+        folder, commit = found
+        files = self.list_files(folder)
+
+        # Reading.
+        if action == "revision":
+            siblings = [{"rfilename": name} for name in files]
+            private = f"{kind}/{repo}" in self.hub.private
+            return self.answer({"id": repo, "sha": commit, "private": private, "siblings": siblings, "tags": []})
+        if action == "tree":
+            prefix = f"{folder_name}/" if folder_name else ""
+            listed = [list_file(name, path) for name, path in files.items() if name.startswith(prefix)]
+            return self.answer(listed + self.hub.extra_tree)
+        if action == "paths-info":
+            wanted = parse_qs(data.decode()).get("paths", [])
+            return self.answer([list_file(name, files[name]) for name in wanted if name in files])
+
+        # Writing.
+        if not self.authorized or not repo.startswith(f"{USER}/") or self.hub.read_only:
+            return self.answer_error(403, message="no write permission")
+        match action:
+            case "auth-check":
+                return self.answer()
+            case "preupload":
+                return self.choose_upload_modes(json.loads(data)["files"], files, commit)
+            case "commit":
+                return self.commit(repo, folder, [json.loads(line) for line in data.splitlines()])
+            case _:
+                raise ValueError(f"the stand-in has no action {action!r}")
+
+    # ------------------------------------------------------------------------- writing
+
+    def create_repo(self, request: dict) -> None:
+        owner = request.get("organization") or USER
+        kind = request.get("type", "model") + "s"
         if owner != USER or self.hub.read_only:
-            return self.refuse(403, message=f"You don't have the rights to create a {wish['type']} under {owner}")
-        repo = f"{kind}/{owner}/{wish['name']}"
-        url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{owner}/{wish['name']}"
+            message = f"You don't have the rights to create a {request['type']} under {owner}"
+            return self.answer_error(403, message=message)
+
+        repo = f"{kind}/{owner}/{request['name']}"
+        url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{owner}/{request['name']}"
         if (self.hub.root / repo).exists():
             return self.answer({"url": url, "error": "You already created this repo"}, 409)
         (self.hub.root / repo).mkdir(parents=True)
-        if wish.get("private") or wish.get("visibility") == "private":
+        if request.get("private") or request.get("visibility") == "private":
             self.hub.private.add(repo)
-        return self.answer({"url": url, "name": f"{owner}/{wish['name']}"})
+        return self.answer({"url": url, "name": f"{owner}/{request['name']}"})
 
-    def api(self, kind: str, repo: str, verb: str, revision: str, under: str, data: bytes) -> None:
-        if (at := self.at(kind, repo, "main" if verb == "auth-check" else revision)) is None:
-            return None
-        (folder, sha), files = at, self.files(at[0])
-        if verb == "revision":
-            siblings = [{"rfilename": name} for name in files]
-            private = f"{kind}/{repo}" in self.hub.private
-            return self.answer({"id": repo, "sha": sha, "private": private, "siblings": siblings, "tags": []})
-        if verb == "tree":
-            listed = [entry(n, p) for n, p in files.items() if n.startswith(f"{under}/" if under else "")]
-            return self.answer(listed + self.hub.extra_tree)
-        if verb == "paths-info":
-            wanted = parse_qs(data.decode()).get("paths", [])
-            return self.answer([entry(n, files[n]) for n in wanted if n in files])
-        if not self.authorized or not repo.startswith(f"{USER}/") or self.hub.read_only:
-            return self.refuse(403, message="no write permission")
-        if verb == "auth-check":
-            return self.answer()
-        if verb == "preupload":
-            out = []
-            for f in json.loads(data)["files"]:
-                there, lfs = files.get(f["path"]), Path(f["path"]).suffix in LFS_SUFFIXES
-                mode = {"uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False}
-                out.append({"path": f["path"], **mode, "oid": there and content_hash(there)})
-            return self.answer({"files": out, "commitOid": sha})
-        return self.commit(kind, repo, folder, [json.loads(line) for line in data.splitlines()])
+    def choose_upload_modes(self, requested: list[dict], files: dict[str, Path], commit: str) -> None:
+        """For each file of a commit to come: how to send it, and the hash of the one that is there."""
+        modes = []
+        for file in requested:
+            name = file["path"]
+            mode = "lfs" if Path(name).suffix in LFS_SUFFIXES else "regular"
+            existing = content_hash(files[name]) if name in files else None
+            modes.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": existing})
+        self.answer({"files": modes, "commitOid": commit})
 
-    def commit(self, kind: str, repo: str, folder: Path, lines: list[dict]) -> None:
-        for line in lines[1:]:
-            value, blob = line["value"], self.hub.root / ".lfs" / line["value"].get("oid", "")
-            if line["key"] == "lfsFile" and not blob.is_file():
-                return self.refuse(400, message=f"LFS object {value['oid']} was not uploaded")
-            if line["key"] in ("file", "lfsFile"):
-                (path := folder / value["path"]).parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(base64.b64decode(value["content"]) if line["key"] == "file" else blob.read_bytes())
-        sha = self.revision(folder)
-        return self.answer({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
+    def offer_uploads(self, request: dict) -> None:
+        """For each LFS object: where to upload it, unless it is here already."""
+        offers = []
+        for lfs_object in request["objects"]:
+            href = f"{self.hub.url}/lfs/{lfs_object['oid']}"
+            if self.object_path(lfs_object["oid"]).is_file():
+                offers.append(lfs_object)
+            else:
+                offers.append({**lfs_object, "actions": {"upload": {"href": href}}})
+        self.answer({"transfer": "basic", "objects": offers})
 
-    def lfs_batch(self, ask: dict) -> None:
-        out = []
-        for o in ask["objects"]:
-            href = f"{self.hub.url}/lfs/{o['oid']}"
-            there = (self.hub.root / ".lfs" / o["oid"]).is_file()
-            out.append(o if there else {**o, "actions": {"upload": {"href": href}}})
-        self.answer({"transfer": "basic", "objects": out})
+    def object_path(self, sha256: str) -> Path:
+        """Where an LFS object is stored until a commit gives it a name."""
+        return self.hub.root / ".lfs" / sha256
 
-    def lfs_put(self, oid: str, data: bytes) -> None:
-        if hashlib.sha256(data).hexdigest() != oid:
-            return self.refuse(400, message="sha256 does not match")
-        (self.hub.root / ".lfs").mkdir(exist_ok=True)
-        (self.hub.root / ".lfs" / oid).write_bytes(data)
+    def store_object(self, sha256: str, data: bytes) -> None:
+        if hashlib.sha256(data).hexdigest() != sha256:
+            return self.answer_error(400, message="sha256 does not match")
+        self.object_path(sha256).parent.mkdir(exist_ok=True)
+        self.object_path(sha256).write_bytes(data)
         return self.answer()
 
-    def resolve(self, kind: str, repo: str, revision: str, name: str) -> None:
-        if (at := self.at(kind.rstrip("/"), repo, revision)) is None:
+    def commit(self, repo: str, folder: Path, lines: list[dict]) -> None:
+        """Add the files of a commit: the first line is its header, each other one a file with its content (base64) or
+        the hash of an LFS object."""
+        for line in lines[1:]:
+            value = line["value"]
+            target = folder / value["path"]
+            match line["key"]:
+                case "file":
+                    content = base64.b64decode(value["content"])
+                case "lfsFile":
+                    stored = self.object_path(value["oid"])
+                    if not stored.is_file():
+                        return self.answer_error(400, message=f"LFS object {value['oid']} was not uploaded")
+                    content = stored.read_bytes()
+                case key:
+                    return self.answer_error(400, message=f"the stand-in cannot commit {key!r}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        commit = self.commit_hash(folder)
+        url = f"{self.hub.url}/{repo}/commit/{commit}"
+        return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
+
+    # ------------------------------------------------------------------------- reading
+
+    def download(self, kind: str, repo: str, revision: str, name: str) -> None:
+        """A file or a range of its bytes. The hash is in ETag, the commit in X-Repo-Commit."""
+        found = self.find_repo(kind.rstrip("/"), repo, revision)
+        if found is None:
             return None
-        folder, sha = at
-        if (path := self.files(folder).get(name)) is None:
-            return self.refuse(404, "EntryNotFound", "Entry not found")
+        folder, commit = found
+        path = self.list_files(folder).get(name)
+        if path is None:
+            return self.answer_error(404, "EntryNotFound", "Entry not found")
+
         data = path.read_bytes()
-        headers = {"X_Repo_Commit": sha, "Accept_Ranges": "bytes", "ETag": f'"{content_hash(path)}"'}
+        headers = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes", "ETag": f'"{content_hash(path)}"'}
+
+        # A range, such as bytes=1000-, continues an interrupted download.
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, end = int(match[1]), min(int(match[2] or len(data)), len(data) - 1)
+            start = int(match[1])
+            end = min(int(match[2] or len(data)), len(data) - 1)
             headers["Content_Range"] = f"bytes {start}-{end}/{len(data)}"
             return self.answer(data[start : end + 1], 206, **headers)
         return self.answer(data, 200, **headers)
