@@ -10,7 +10,7 @@ in processes of their own in processes.py. A test of training usually reads:
 import copy
 import json
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,11 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
     torch.set_num_threads(1)  # the tests run side by side
     train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
     return Path(out)
+
+
+def fields_with_choices(config_class) -> list[str]:
+    """The fields of a config whose type is a Literal."""
+    return [name for name, hint in get_type_hints(config_class).items() if get_origin(hint) is Literal]
 
 
 def choices(config_class, field) -> tuple:
@@ -223,12 +228,3 @@ def write_jsonl(path, rows) -> Path:
     """A file with a line of JSON for each row."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-# Old names, while the last test files are renamed.
-fit, config, metrics, curve, weights = train_quickstart, parse_config, load_metrics, load_curve, load_weights
-assert_close, keep_steps, write_walk, write_model = (
-    assert_curves_close, delete_checkpoints_after, write_random_walk_shards, write_tiny_model
-)  # fmt: skip
-story, parquet, TINY, TRICKY = make_documents, write_parquet, TINY_FLAGS, TRICKY_TEXTS
-make_rows, write_rows = make_hellaswag_rows, write_jsonl
