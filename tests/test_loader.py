@@ -1,4 +1,4 @@
-"""The order of data is a pure function of (seed, step); every window comes once an epoch; nothing else moves it."""
+"""The order of data is a pure function of (seed, step); every sequence comes once an epoch; nothing else changes it."""
 
 import resource
 from itertools import islice
@@ -12,133 +12,216 @@ from system.distributed import Runtime
 from tokens import loader, shards
 from tokens.loader import DataOrder, Loader, permutation, to_device
 
-GOLDEN = [0, 7, 5, 6, 3, 1, 2, 4]  # of permutation(8, 1337, 0)
 CPU = Runtime(torch.device("cpu"), torch.float32)
+TINY_SHARD_SEQUENCES = np.array([93, 128, 46])  # of 32 tokens, in the three train shards of tiny_data
+LARGEST_TINY_SHARD = 4097  # tokens
 
 
-def make(folder, **kwargs):
+def open_loader(folder, **kwargs):
+    """A Loader over the train shards of a folder: sequences of 32 tokens, shuffled, unless kwargs say otherwise."""
     return Loader(folder, "train", **{"T": 32, "vocab_size": 256, "seed": 5, "shuffle": True, **kwargs})
 
 
-def test_no_shuffle_is_build_nanogpts_order_token_for_token(tiny_data):
+def read_epoch(data, epoch=0):
+    """The (shard, sequence) pairs of an epoch in order, (n, 2)."""
+    n = data.order.sequences_per_epoch
+    return data.order.span(epoch * n, n)
+
+
+# ------------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_shuffle_is_build_nanogpts_order_token_for_token(tiny_data, rank):
     """A shard read with a moving position, B * T * ranks further each micro-step, as that project's loader does."""
-    data, B, T, W = make(tiny_data, shuffle=False), 2, 32, 2
-    tokens = np.load(tiny_data / "tiny_train_000001.npy")
-    for rank in range(W):
-        position = B * T * rank
-        for step in range(5):
-            batch = data.read(data.step_sequences(step, 8, B, rank, W).reshape(-1, 2)).reshape(2, B, T + 1)
-            x, y = to_device(torch.from_numpy(batch.reshape(-1, T + 1)), torch.device("cpu"))
-            for m in range(2):
-                buf = torch.from_numpy(tokens[position : position + B * T + 1].astype(np.int64))
-                assert torch.equal(x.view(2, B, T)[m], buf[:-1].view(B, T))
-                assert torch.equal(y.view(2, B, T)[m], buf[1:].view(B, T))
-                position += B * T * W
+    B, T, world_size, micro_steps = 2, 32, 2, 2
+    data = open_loader(tiny_data, shuffle=False)
+    shard = np.load(tiny_data / "tiny_train_000001.npy").astype(np.int64)
+    position = B * T * rank
+
+    for step in range(5):
+        sequences = data.step_sequences(step, micro_steps * B * world_size, B, rank, world_size)
+        tokens = data.read(sequences.reshape(-1, 2))  # (micro_steps * B, T + 1)
+        x, y = to_device(torch.from_numpy(tokens), torch.device("cpu"))
+
+        for m in range(micro_steps):
+            expected = torch.from_numpy(shard[position : position + B * T + 1])
+            assert torch.equal(x.view(micro_steps, B, T)[m], expected[:-1].view(B, T))
+            assert torch.equal(y.view(micro_steps, B, T)[m], expected[1:].view(B, T))
+            position += B * T * world_size
 
 
 def test_order_depends_on_seed_and_epoch_only(tiny_data):
-    a, n = make(tiny_data).order, make(tiny_data).order.sequences_per_epoch
-    assert (a.span(0, n) == make(tiny_data).order.span(0, n)).all()
-    assert (a.span(0, n) != make(tiny_data, seed=6).order.span(0, n)).any()
-    assert (a.span(0, n) != a.span(n, n)).any(), "a second epoch reshuffles"
-    assert (make(tiny_data, shuffle=False).order.span(0, n) == make(tiny_data, shuffle=False).order.span(n, n)).all()
+    first = read_epoch(open_loader(tiny_data))
+
+    assert (first == read_epoch(open_loader(tiny_data))).all()
+    assert (first != read_epoch(open_loader(tiny_data, seed=6))).any()
+    assert (first != read_epoch(open_loader(tiny_data), epoch=1)).any(), "a second epoch reshuffles"
+
+    in_order = open_loader(tiny_data, shuffle=False)
+    assert (read_epoch(in_order) == read_epoch(in_order, epoch=1)).all()
 
 
-def test_small_shards_are_mixed_and_full_ones_visited_one_after_the_other(tiny_data, monkeypatch):
-    def visited(pool):
-        monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", pool)
-        order = make(tiny_data).order
-        return order.span(0, order.sequences_per_epoch)[:, 0]
+def test_full_shards_are_visited_one_after_the_other(tiny_data, monkeypatch):
+    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", LARGEST_TINY_SHARD)
 
-    assert (np.diff(visited(4097)) != 0).sum() == 2
-    two_groups = visited(2 * 4097)
-    assert (two_groups[:-1] != two_groups[1:]).sum() > 10 and len(set(two_groups[-40:])) == 1
-    share = np.bincount(visited(10**8)[:90]) / np.array([93, 128, 46])  # of each shard, in the first third of an epoch
+    visited = read_epoch(open_loader(tiny_data))[:, 0]
+
+    changes_of_shard = (np.diff(visited) != 0).sum()
+    assert changes_of_shard == 2
+
+
+def test_the_shards_of_a_group_are_mixed_and_groups_are_not(tiny_data, monkeypatch):
+    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", 2 * LARGEST_TINY_SHARD)  # groups of two shards and of one
+
+    visited = read_epoch(open_loader(tiny_data))[:, 0]
+
+    changes_of_shard = (np.diff(visited) != 0).sum()
+    assert changes_of_shard > 10
+    assert len(set(visited[-40:])) == 1, "the last group is one shard"
+
+
+def test_small_shards_are_mixed_evenly(tiny_data):
+    first_third = read_epoch(open_loader(tiny_data))[:90, 0]
+
+    share = np.bincount(first_third) / TINY_SHARD_SEQUENCES  # of each shard's sequences
     assert share.min() > 0.2 and share.max() < 0.5
 
 
 def test_fingerprint_tells_how_many_shards_are_mixed(tiny_data, monkeypatch):
-    plain = shards.fingerprint(tiny_data)
-    assert make(tiny_data).fingerprint() == f"{plain}-3" and make(tiny_data, shuffle=False).fingerprint() == plain
-    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", 4097)  # as if the shards were full
-    assert make(tiny_data).fingerprint() == plain
+    folder = shards.fingerprint(tiny_data)
+    assert open_loader(tiny_data).fingerprint() == f"{folder}-3"
+    assert open_loader(tiny_data, shuffle=False).fingerprint() == folder
+
+    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", LARGEST_TINY_SHARD)  # as if the shards were full
+    assert open_loader(tiny_data).fingerprint() == folder
 
 
 def test_seek_to_any_step_is_immediate():
-    order = DataOrder([97_656] * 1000, seed=1, shuffle=True)  # FineWeb-sized: 100 billion tokens
-    assert order.span(512 * 19_073 * 9, 512).shape == (512, 2)
+    fineweb_sized = DataOrder([97_656] * 1000, seed=1, shuffle=True)  # 100 billion tokens
+
+    assert fineweb_sized.span(512 * 19_073 * 9, 512).shape == (512, 2)
+
     assert permutation.cache_info().maxsize <= 8  # 8 MB
+
+
+# ------------------------------------------------------------------------- golden orders, which runs that resume need
 
 
 def test_permutation_never_changes():
     assert sorted(permutation(1000, 3, 1)) == list(range(1000))
-    assert permutation(8, 1337, 0).tolist() == GOLDEN, "runs that are resumed would see other data"
+    golden = [0, 7, 5, 6, 3, 1, 2, 4]
+    assert permutation(8, 1337, 0).tolist() == golden, "runs that are resumed would see other data"
 
 
 def test_order_of_mixed_shards_never_changes(tiny_data):
-    assert make(tiny_data).order.span(0, 4).tolist() == [[1, 49], [2, 31], [0, 57], [0, 63]]
+    golden = [[1, 49], [2, 31], [0, 57], [0, 63]]
+    assert open_loader(tiny_data).order.span(0, 4).tolist() == golden
 
 
-def test_batches_ahead_equal_batches_asked_for(tiny_data):
-    data = make(tiny_data)
+def test_order_of_groups_with_an_empty_shard_never_changes():
+    order = DataOrder([3, 0, 5, 2, 4], seed=7, shuffle=True, shards_per_group=2)
+    epoch_0 = [[0, 0], [2, 4], [0, 1], [2, 2], [2, 0], [0, 2], [2, 3], [2, 1],  # shards 0 and 2
+               [4, 1], [4, 3], [4, 0], [4, 2],  # shards 4 and 1, which is empty
+               [3, 0], [3, 1]]  # fmt: skip
+    epoch_1 = [[2, 2], [2, 4], [2, 0], [2, 3], [2, 1],
+               [4, 0], [4, 2], [3, 1], [4, 1], [3, 0], [4, 3],
+               [0, 0], [0, 1], [0, 2]]  # fmt: skip
+    assert order.span(0, 28).tolist() == epoch_0 + epoch_1
+
+
+# ------------------------------------------------------------------------- batches
+
+
+def test_prefetched_batches_equal_batches_that_are_read(tiny_data):
+    data = open_loader(tiny_data)
+
     for step, batch in enumerate(islice(data.batches(3, 8, 4, CPU), 40)):
-        windows = data.step_sequences(3 + step, 8, 4)
         assert batch.shape == (2, 4, 33) and batch.dtype == torch.uint16
-        assert (batch.numpy() == data.read(windows.reshape(-1, 2)).reshape(2, 4, 33)).all()
+        sequences = data.step_sequences(3 + step, 8, 4)
+        assert (batch.numpy() == data.read(sequences.reshape(-1, 2)).reshape(2, 4, 33)).all()
+
+
+def test_fixed_batches_repeat_step_0_wherever_the_run_resumes(tiny_data):
+    data = open_loader(tiny_data)
+
     one, two = islice(data.batches(3, 8, 4, CPU, fixed=True), 2)
-    assert torch.equal(one, two) and torch.equal(one, next(data.batches(0, 8, 4, CPU)))  # wherever it resumes
+
+    assert torch.equal(one, two)
+    assert torch.equal(one, next(data.batches(0, 8, 4, CPU)))
 
 
 def test_widening_keeps_ids_above_int16():
     x, y = to_device(torch.tensor([[50256, 65535, 0]], dtype=torch.uint16), torch.device("cpu"))
     assert x.tolist() == [[50256, 65535]] and y.tolist() == [[65535, 0]]
+    assert x.dtype == y.dtype == torch.int64
+
+
+def test_memory_stays_flat_over_many_shards(tmp_path, monkeypatch):
+    # Arrange: 30 shards of 4 MB, in groups of two.
+    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", 4_000_000)
+    for i in range(30):
+        shards.write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(2_000_000, i, np.uint16))
+    batches = open_loader(tmp_path, T=1000).batches(0, 500, 100, CPU)
+
+    def read_steps(n):
+        """Read n batches; returns the process's peak of resident memory so far in MB."""
+        for _ in islice(batches, n):
+            pass
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    # The first groups are read, then 25 more shards: 100 MB.
+    peak_after_start = read_steps(20)
+    peak_after_all = read_steps(100)
+
+    assert peak_after_all - peak_after_start < 20
+
+
+# ------------------------------------------------------------------------- bad data
 
 
 def test_id_above_vocabulary_is_named(tiny_data):
-    tokens = shards.read_shard(tiny_data / "tiny_train_000003.npy")
+    path = tiny_data / "tiny_train_000003.npy"
+    tokens = shards.read_shard(path)
     tokens[700] = 256
-    shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
-    data = make(tiny_data)
+    shards.write_shard(path, tokens)
+    data = open_loader(tiny_data)
+    steps_per_epoch = data.order.sequences_per_epoch // 8 + 1
+
     with pytest.raises(UserError, match=r"tiny_train_000003.*700 is id 256.*size, 256"):
-        for _ in islice(data.batches(0, 8, 4, CPU), data.order.sequences_per_epoch // 8 + 1):
+        for _ in islice(data.batches(0, 8, 4, CPU), steps_per_epoch):
             pass
 
 
-def test_a_shard_that_changes_is_not_trained_on(tiny_data):
-    """Its tokens or, if the manifest tells its hash, any byte."""
+def test_a_shard_whose_bytes_change_is_not_trained_on(tiny_data):
+    # Arrange: a manifest with the hash of one shard, and a loader that holds one shard in memory.
     path = tiny_data / "tiny_train_000002.npy"
     tokens = shards.read_shard(path)
-    known = shards.Shard(path.name, len(tokens), 1, shards.write_shard(path, tokens), {"file": 0, "token": 1})
+    sha256 = shards.write_shard(path, tokens)
+    entry = shards.Shard(path.name, len(tokens), 1, sha256, {"file": 0, "token": 1})
     source = {"name": "x", "subset": "", "column": "text", "revision": "1", "files": []}
-    shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, shards=[known]))
-    data = make(tiny_data, shuffle=False)  # holds one shard
-    data.read(np.array([[1, 0], [0, 0]]))  # the second takes the place of the first in memory
-    shards.write_shard(path, tokens ^ (np.arange(len(tokens)) == 5))
+    shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, shards=[entry]))
+    data = open_loader(tiny_data, shuffle=False)
+
+    # It is good when first read; then another shard takes its place in memory.
+    data.read(np.array([[1, 0], [0, 0]]))
+
+    one_token_changed = tokens ^ (np.arange(len(tokens)) == 5)
+    shards.write_shard(path, one_token_changed)
     with pytest.raises(UserError, match=r"000002\.npy has sha256"):
         data.read(np.array([[1, 0]]))
-    shards.write_shard(tiny_data / "tiny_train_000003.npy", tokens)
+
+
+def test_a_shard_whose_size_changes_is_not_trained_on(tiny_data):
+    data = open_loader(tiny_data, shuffle=False)
+
+    other_tokens = shards.read_shard(tiny_data / "tiny_train_000002.npy")
+    shards.write_shard(tiny_data / "tiny_train_000003.npy", other_tokens)
+
     with pytest.raises(UserError, match=r"had 1,500 tokens when the run began and now has 4,097"):
         data.read(np.array([[2, 0]]))
 
 
-def test_too_little_data(tiny_data):
+def test_too_little_data_is_refused(tiny_data):
     with pytest.raises(UserError, match="less than one sequence"):
-        make(tiny_data, T=8192)
-
-
-def test_memory_stays_flat_over_many_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", 4_000_000)
-    for i in range(30):
-        shards.write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(2_000_000, i, np.uint16))
-    data = make(tmp_path, T=1000)
-
-    def peak_mb():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-    batches = data.batches(0, 500, 100, CPU)
-    for _ in islice(batches, 20):
-        pass
-    before = peak_mb()
-    for _ in islice(batches, 100):  # 25 more shards of 4 MB
-        pass
-    assert peak_mb() - before < 20
+        open_loader(tiny_data, T=8192)

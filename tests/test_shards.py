@@ -17,45 +17,69 @@ from tokens.tokenizer import EOT
 SOURCE = {"name": "toy", "subset": "", "column": "text", "revision": "r", "files": [{"path": "a/b.txt", "bytes": 9}]}
 
 
-def toy(folder, n=3, suffix="npy", size=1000):
-    """A folder of n shards with a manifest, each of three documents."""
+def write_toy_folder(folder, n=3, suffix="npy", size=1000):
+    """A folder of n shards of random tokens with a manifest, each shard of three documents."""
     folder.mkdir()
-    rng, made = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    entries = []
     for i in range(n):
         tokens = rng.integers(0, EOT, size).astype(np.uint16)
         tokens[[0, 10, 500]] = EOT
         name = f"toy_{'train' if i else 'val'}_{i:06d}.{suffix}"
         sha256 = shards.write_shard(folder / name, tokens)
-        made.append(Shard(name, size, 3, sha256, {"file": 0, "token": size * (i + 1)}))
-    shards.write_manifest(folder, Manifest(SOURCE, suffix, size, complete=True, shards=made))
+        entries.append(Shard(name, size, 3, sha256, {"file": 0, "token": size * (i + 1)}))
+    shards.write_manifest(folder, Manifest(SOURCE, suffix, size, complete=True, shards=entries))
     return folder
 
 
+# ------------------------------------------------------------------------- one file
+
+
 @pytest.mark.parametrize("suffix", ["npy", "bin"])
-def test_round_trip(tmp_path, suffix):
+def test_what_is_written_is_read(tmp_path, suffix):
     tokens = np.arange(70_000) % 50257
     path = tmp_path / f"x_train_000001.{suffix}"
-    sha = shards.write_shard(path, tokens)
+
+    sha256 = shards.write_shard(path, tokens)
+
     read = shards.read_shard(path)
-    assert read.dtype == np.uint16
-    assert np.array_equal(read, tokens) and shards.count_tokens(path) == 70_000
-    assert sha == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no temporary file stays
+    assert read.dtype == np.uint16 and np.array_equal(read, tokens)
+    assert shards.count_tokens(path) == 70_000
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name], "no temporary file stays"
 
 
-def test_formats_are_what_others_write(tmp_path):
-    """numpy.load reads ours; numpy.save's and llm.c's files are read."""
+def test_npy_is_numpys_format(tmp_path):
     tokens = np.arange(500, dtype=np.uint16)
     shards.write_shard(tmp_path / "a_train_000001.npy", tokens)
-    assert np.array_equal(np.load(tmp_path / "a_train_000001.npy"), tokens)
     np.save(tmp_path / "edufineweb_train_000002.npy", tokens)
+
+    assert np.array_equal(np.load(tmp_path / "a_train_000001.npy"), tokens)
+    assert np.array_equal(shards.read_shard(tmp_path / "edufineweb_train_000002.npy"), tokens)
+
+
+def test_bin_is_llm_cs_format(tmp_path):
+    tokens = np.arange(500, dtype=np.uint16)
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, 500
-    (tmp_path / "fineweb_train_000003.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    shards.write_shard(tmp_path / "b.bin", tokens)
-    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "fineweb_train_000003.bin").read_bytes()
-    for path in shards.find_shards(tmp_path, "train"):
-        assert np.array_equal(shards.read_shard(path), tokens)
+    as_llm_c_writes_it = header.tobytes() + tokens.tobytes()
+    (tmp_path / "fineweb_train_000003.bin").write_bytes(as_llm_c_writes_it)
+    shards.write_shard(tmp_path / "a_train_000001.bin", tokens)
+
+    assert (tmp_path / "a_train_000001.bin").read_bytes() == as_llm_c_writes_it
+    assert np.array_equal(shards.read_shard(tmp_path / "fineweb_train_000003.bin"), tokens)
+
+
+def test_another_suffix_is_neither_written_nor_read(tmp_path):
+    path = tmp_path / "x_train_000001.pt"
+
+    with pytest.raises(ValueError, match=r"\.npy or \.bin"):
+        shards.write_shard(path, np.arange(10))
+    assert not path.exists()
+
+    path.write_bytes(b"x" * 2000)
+    with pytest.raises(UserError, match=r"neither \.npy nor \.bin"):
+        shards.read_shard(path)
 
 
 def test_find_shards_sorts_by_index_and_leaves_the_rest(tmp_path):
@@ -63,8 +87,10 @@ def test_find_shards_sorts_by_index_and_leaves_the_rest(tmp_path):
     for name in [*names, "notes.txt", ".x_train_000011.npy.part", "train.bin", "x_test_000001.npy"]:
         (tmp_path / name).touch()
     (tmp_path / "x_train_000012.npy").mkdir()
-    found = [p.name for p in shards.find_shards(tmp_path, "train")]
-    assert found == ["x_train_000009.npy", "x_train_000010.npy", "x_train_1000000.npy"]
+
+    train_names = [p.name for p in shards.find_shards(tmp_path, "train")]
+
+    assert train_names == ["x_train_000009.npy", "x_train_000010.npy", "x_train_1000000.npy"]
     assert [p.name for p in shards.find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
 
 
@@ -72,73 +98,90 @@ def test_find_shards_says_what_is_missing(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match=rf"{folder}.*python fineweb.py .*--out"):
             shards.find_shards(folder, "train")
+
     shards.write_shard(tmp_path / "x_train_000001.npy", np.ones(5))
     with pytest.raises(UserError, match="no val shard"):
         shards.find_shards(tmp_path, "val")
+
+
+def test_find_shards_refuses_one_shard_in_both_formats(tmp_path):
+    shards.write_shard(tmp_path / "x_train_000001.npy", np.ones(5))
     shards.write_shard(tmp_path / "x_train_000001.bin", np.ones(5))
+
     with pytest.raises(UserError, match=r"as \.npy and as \.bin"):
         shards.find_shards(tmp_path, "train")
+
+
+def test_find_shards_wants_a_folder(tmp_path):
     (tmp_path / "x_train.bin").touch()  # llm.c's --input_bin names a file
+
     with pytest.raises(UserError, match=r"x_train\.bin is a file, but a folder of shards"):
         shards.find_shards(tmp_path / "x_train.bin", "train")
 
 
-def save(path, array, **kwargs):
-    np.save(path, array, **kwargs)
-    return path
-
-
-class Bomb:
+class FailsWhenUnpickled:
     def __reduce__(self):
         return (pytest.fail, ("a shard was unpickled",))
 
 
-def bad_shards(folder):
-    """(path, words of the message) of files that are no shards."""
-    good = save(folder / "good.npy", np.arange(100, dtype=np.uint16)).read_bytes()
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, 100
+def write_bad_shards(folder):
+    """Yields (path, words of the message) of files that are no shards."""
+
+    def save(name, array):
+        np.save(folder / name, array)
+        return folder / name
 
     def put(name, data):
         (folder / name).write_bytes(data)
         return folder / name
 
-    def words(*values):
+    def bin_file(*first_words):
+        """A .bin of 100 tokens whose header begins with other words."""
         changed = header.copy()
-        changed[: len(values)] = values
+        changed[: len(first_words)] = first_words
         return changed.tobytes() + bytes(200)
+
+    good = save("good.npy", np.arange(100, dtype=np.uint16)).read_bytes()
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 100
 
     yield put("cut.npy", good[:-1]), "promises 100 tokens"
     yield put("head.npy", good[:40]), "header"
     yield put("huge.npy", good.replace(b"(100,)", b"(10**9,)")), "header"
     yield put("vast.npy", good.replace(b"(100,), }   ", b"(10000000,),}")), "promises 10,000,000"
-    yield put("pickle.npy", pickle.dumps(Bomb())), "header"
-    yield save(folder / "object.npy", np.array([Bomb()], dtype=object)), "object"
-    yield save(folder / "float.npy", np.ones(10, np.float32)), "float32"
-    yield save(folder / "swapped.npy", np.ones(10, ">u2")), ">u2"
-    yield save(folder / "square.npy", np.ones((5, 2), np.uint16)), "one dimension"
-    yield save(folder / "none.npy", np.ones(0, np.uint16)), "0 tokens"
-    yield put("magic.bin", words(20240801, 7)), "first words are [20240801, 7]"
-    yield put("cut.bin", words()[:-2]), "promises 100 tokens"
-    yield put("count.bin", words(20240520, 1, 2**31 - 1)), "promises 2,147,483,647"
+    yield put("pickle.npy", pickle.dumps(FailsWhenUnpickled())), "header"
+    yield save("object.npy", np.array([FailsWhenUnpickled()], dtype=object)), "object"
+    yield save("float.npy", np.ones(10, np.float32)), "float32"
+    yield save("swapped.npy", np.ones(10, ">u2")), ">u2"
+    yield save("square.npy", np.ones((5, 2), np.uint16)), "one dimension"
+    yield save("none.npy", np.ones(0, np.uint16)), "0 tokens"
+    yield put("magic.bin", bin_file(20240801, 7)), "first words are [20240801, 7]"
+    yield put("cut.bin", bin_file()[:-2]), "promises 100 tokens"
+    yield put("count.bin", bin_file(20240520, 1, 2**31 - 1)), "promises 2,147,483,647"
     yield put("short.bin", header.tobytes()[:1000]), "first words"
 
 
 def test_every_bad_shard_is_named(tmp_path):
-    for path, words in bad_shards(tmp_path):
-        for use in (shards.count_tokens, shards.read_shard):
-            with pytest.raises(UserError) as e:
-                use(path)
-            assert str(path) in str(e.value) and words in str(e.value), (path.name, str(e.value))
+    for path, words in write_bad_shards(tmp_path):
+        for read in (shards.count_tokens, shards.read_shard):
+            with pytest.raises(UserError) as error:
+                read(path)
+            message = str(error.value)
+            assert str(path) in message and words in message, (path.name, message)
+
+
+def test_an_absent_shard_is_named(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         shards.read_shard(tmp_path / "absent.npy")
 
 
 def test_check_ids_names_the_place(monkeypatch):
-    monkeypatch.setattr(shards, "CHECKED_TOKENS", 100)
+    monkeypatch.setattr(shards, "CHECKED_TOKENS", 100)  # the bad id is in the fifth part
     tokens = np.zeros(1000, np.uint16)
     shards.check_ids(tokens, "x.npy", 50257)
+
     tokens[[437, 900]] = 50257, 60000
+
     with pytest.raises(UserError, match=r"x\.npy: token 437 is id 50257"):
         shards.check_ids(tokens, "x.npy", 50257)
     shards.check_ids(tokens, "x.npy", 65536)
@@ -149,35 +192,52 @@ def test_write_is_all_or_nothing(tmp_path, monkeypatch):
     shards.write_shard(path, np.arange(10))
     before = path.read_bytes()
 
-    def crash(*args):
+    def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", crash)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError):
         shards.write_shard(path, np.arange(2000))
+
     assert path.read_bytes() == before
+
+
+def test_an_id_above_uint16_is_not_written(tmp_path):
     with pytest.raises(AssertionError):
-        shards.write_shard(path, np.array([1, 65536]))
+        shards.write_shard(tmp_path / "x_train_000001.npy", np.array([1, 65536]))
+
+
+# ------------------------------------------------------------------------- the manifest
 
 
 def test_manifest_round_trip_is_exact(tmp_path):
-    folder = toy(tmp_path / "t")
-    manifest = shards.read_manifest(folder)
+    folder = write_toy_folder(tmp_path / "t")
     before = (folder / "manifest.json").read_bytes()
+
+    manifest = shards.read_manifest(folder)
     shards.write_manifest(folder, manifest)
+
     assert (folder / "manifest.json").read_bytes() == before
-    assert manifest.source == SOURCE and [s.tokens for s in manifest.shards] == [1000] * 3
+    assert manifest.source == SOURCE and [shard.tokens for shard in manifest.shards] == [1000] * 3
+
+
+def test_a_folder_without_manifest_has_none(tmp_path):
     assert shards.read_manifest(tmp_path) is None
 
 
-def hostile(good):
-    """Texts of manifests that must be refused."""
+def hostile_manifests(good):
+    """Yields texts of manifests that must be refused: `good` with one harm each, or no manifest at all."""
+    # Not an object, or none that fits a manifest.
     yield from ("", "{", "[]", "null", '"x"', "[" * 100_000, "9" * 5000, "{}")
+
+    # A field that is missing, unknown or has a value that this program does not know.
     for key in ("source", "format", "shard_tokens", "shards"):
         yield json.dumps({k: v for k, v in good.items() if k != key})
     yield json.dumps({**good, "extra": 1})
     for key, value in (("version", 2), ("tokenizer", "gpt4"), ("format", "pt"), ("format", None), ("source", [])):
         yield json.dumps({**good, key: value})
+
+    # A shard twice; names that lead elsewhere; hashes that are none.
     yield json.dumps({**good, "shards": good["shards"] + good["shards"][:1]})
     for key, values in {
         "file": ["../x_train_000001.npy", "/x_train_000001.npy", "a\\x_train_000001.npy", "manifest.json", "", None, 3,
@@ -186,6 +246,8 @@ def hostile(good):
     }.items():  # fmt: skip
         for value in values:
             yield json.dumps({**good, "shards": [{**good["shards"][0], key: value}]})
+
+    # Source files that lead elsewhere.
     for path in ("../a", "/etc/passwd", "a/../../b", "..", "", "a\\b", "a\0b", None, 7):
         yield json.dumps({**good, "source": {**SOURCE, "files": [{"path": path, "bytes": 1}]}})
     for files in (None, "x", [1], [{}]):
@@ -193,80 +255,169 @@ def hostile(good):
 
 
 def test_hostile_manifests_are_refused(tmp_path):
-    folder = toy(tmp_path / "t")
+    folder = write_toy_folder(tmp_path / "t")
     good = asdict(shards.read_manifest(folder))
-    for text in hostile(good):
+    for text in hostile_manifests(good):
         (folder / "manifest.json").write_text(text)
         with pytest.raises(UserError, match="manifest"):
             shards.read_manifest(folder)
             pytest.fail(f"accepted: {text[:300]}")
-    (folder / "manifest.json").write_bytes(b"\xff\xfe\x00")
+    (folder / "manifest.json").write_bytes(b"\xff\xfe\x00")  # not UTF-8
     with pytest.raises(UserError):
         shards.read_manifest(folder)
 
 
+# ------------------------------------------------------------------------- checking a folder
+
+
 @pytest.mark.parametrize("suffix", ["npy", "bin"])
 def test_verify_names_every_harm(tmp_path, suffix):
-    folder = toy(tmp_path / "t", n=6, suffix=suffix)
+    folder = write_toy_folder(tmp_path / "t", n=6, suffix=suffix)
     assert shards.verify(folder) == []
     path = {i: folder / f"toy_{'train' if i else 'val'}_{i:06d}.{suffix}" for i in range(6)}
+
+    # One bit flipped, one shard truncated, two swapped, one missing, one too many.
     data = bytearray(path[1].read_bytes())
-    data[-7] ^= 1  # one bit
+    data[-7] ^= 1
     path[1].write_bytes(data)
-    path[2].write_bytes(path[2].read_bytes()[:-2])  # truncated
-    three, four = path[3].read_bytes(), path[4].read_bytes()
-    path[3].write_bytes(four), path[4].write_bytes(three)  # swapped
-    path[5].unlink()  # missing
-    shards.write_shard(folder / f"other_train_000001.{suffix}", np.arange(10))  # extra
-    wrong = shards.verify(folder)
-    words = r"(?:toy_train_)?(000\d+|other).*?(sha256|promises|missing|not in)"
-    harms = [("000001", "sha256"), ("000002", "promises"), ("000003", "sha256"), ("000004", "sha256")]
-    harms += [("000005", "missing"), ("other", "not in")]
-    assert sorted(re.match(words, w).groups() for w in wrong) == harms, wrong
+    path[2].write_bytes(path[2].read_bytes()[:-2])
+    three = path[3].read_bytes()
+    path[3].write_bytes(path[4].read_bytes())
+    path[4].write_bytes(three)
+    path[5].unlink()
+    shards.write_shard(folder / f"other_train_000001.{suffix}", np.arange(10))
+
+    problems = shards.verify(folder)
+
+    # Each problem names its shard and its kind.
+    name_and_kind = r"(?:toy_train_)?(000\d+|other).*?(sha256|promises|missing|not in)"
+    expected = [
+        ("000001", "sha256"),
+        ("000002", "promises"),
+        ("000003", "sha256"),
+        ("000004", "sha256"),
+        ("000005", "missing"),
+        ("other", "not in"),
+    ]
+    assert sorted(re.match(name_and_kind, problem).groups() for problem in problems) == expected, problems
 
 
 def test_verify_checks_ids_document_starts_and_completeness(tmp_path):
-    folder = toy(tmp_path / "t")
+    folder = write_toy_folder(tmp_path / "t")
     val = folder / "toy_val_000000.npy"
     tokens = shards.read_shard(val)
     manifest = shards.read_manifest(folder)
 
-    def rewrite(**changes):
-        sha = shards.write_shard(val, tokens)
-        first = replace(manifest.shards[0], sha256=sha)
+    def rewrite_and_verify(**changes):
+        """Write the val shard with its right hash and the manifest with changes; returns the problems."""
+        sha256 = shards.write_shard(val, tokens)
+        first = replace(manifest.shards[0], sha256=sha256)
         shards.write_manifest(folder, replace(manifest, shards=[first, *manifest.shards[1:]], **changes))
         return shards.verify(folder)
 
-    assert rewrite() == []
-    assert "not finished" in rewrite(complete=False)[0]
+    assert rewrite_and_verify() == []
+    assert "not finished" in rewrite_and_verify(complete=False)[0]
+
     tokens[10] = 5  # one document start less
-    assert "(1000, 2), but manifest.json says (1000, 3)" in rewrite()[0]
+    assert "(1000, 2), but manifest.json says (1000, 3)" in rewrite_and_verify()[0]
+
     tokens[0] = 5
-    assert any("begins with id 5" in w for w in rewrite())
+    assert any("begins with id 5" in problem for problem in rewrite_and_verify())
+
     tokens[3] = 50257
-    assert any("token 3 is id 50257" in w for w in rewrite())
+    assert any("token 3 is id 50257" in problem for problem in rewrite_and_verify())
 
 
-def test_verify_without_manifest_warns_and_checks_what_it_can(tmp_path, capsys):
-    folder = toy(tmp_path / "t")
+def test_verify_without_manifest_checks_what_it_can_and_writes_nothing(tmp_path):
+    folder = write_toy_folder(tmp_path / "t")
     (folder / "manifest.json").unlink()
     assert shards.verify(folder) == []
-    assert "no manifest.json" in capsys.readouterr().out
+
     (folder / "toy_train_000001.npy").write_bytes(b"junk")
     assert len(shards.verify(folder)) == 1
+    assert not (folder / "manifest.json").exists()
+
+
+def test_verify_of_a_folder_without_shards_is_an_error(tmp_path):
     with pytest.raises(UserError, match="no shard"):
         shards.verify(tmp_path)
 
 
-def test_fingerprint_changes_with_the_data_only(tmp_path):
-    folder = toy(tmp_path / "t")
-    first = shards.fingerprint(folder)
-    (folder / "notes.txt").write_text("x")
-    assert shards.fingerprint(folder) == shards.fingerprint(toy(tmp_path / "again")) == first
-    others = toy(tmp_path / "bin", suffix="bin"), toy(tmp_path / "n", n=4)
-    seen = {first, *map(shards.fingerprint, others)}
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_create_manifest_describes_the_shards_as_they_are(tmp_path, suffix):
+    folder = write_toy_folder(tmp_path / "t", suffix=suffix)
+    original = shards.read_manifest(folder)
     (folder / "manifest.json").unlink()
-    seen.add(shards.fingerprint(folder))
+
+    created = shards.create_manifest(folder)
+
+    # The same shards; of their source nothing is known.
+    assert created == shards.read_manifest(folder)
+    assert created.shards == [replace(shard, end={}) for shard in original.shards]
+    assert created.source["name"] == "an unknown source" and created.complete
+    assert created.format == suffix and created.shard_tokens == 1000
+    assert shards.verify(folder) == []
+
+
+def test_create_manifest_never_overwrites_one(tmp_path):
+    folder = write_toy_folder(tmp_path / "t")
+    for content in ((folder / "manifest.json").read_bytes(), b"damaged"):
+        (folder / "manifest.json").write_bytes(content)
+
+        with pytest.raises(UserError, match=r"has a manifest\.json already|not a manifest of this program"):
+            shards.create_manifest(folder)
+
+        assert (folder / "manifest.json").read_bytes() == content
+
+
+def test_create_manifest_does_not_overwrite_one_that_appears_in_the_meantime(tmp_path, monkeypatch):
+    folder = write_toy_folder(tmp_path / "t")
+    content = (folder / "manifest.json").read_bytes()
+    (folder / "manifest.json").unlink()
+    real_check = shards.check_shard
+
+    def check_while_another_process_writes(*args, **kwargs):
+        (folder / "manifest.json").write_bytes(content)
+        return real_check(*args, **kwargs)
+
+    monkeypatch.setattr(shards, "check_shard", check_while_another_process_writes)
+    with pytest.raises(UserError, match=r"has a manifest\.json already"):
+        shards.create_manifest(folder)
+
+    assert (folder / "manifest.json").read_bytes() == content
+
+
+def test_create_manifest_refuses_what_is_no_set_of_shards(tmp_path):
+    with pytest.raises(UserError, match="no shard"):
+        shards.create_manifest(tmp_path)
+
+    # The first shard must begin with a document, and ids must be GPT-2's.
+    for tokens, message in (((50256, 50257), "token 1 is id 50257"), ((1, 50256), "begins with id 1")):
+        shards.write_shard(tmp_path / "x_train_000001.npy", np.array(tokens))
+        with pytest.raises(UserError, match=message):
+            shards.create_manifest(tmp_path)
+
+    shards.write_shard(tmp_path / "x_val_000000.bin", np.array([EOT, 1]))
+    with pytest.raises(UserError, match="one kind"):
+        shards.create_manifest(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_fingerprint_changes_with_the_data_only(tmp_path):
+    folder = write_toy_folder(tmp_path / "t")
+    original = shards.fingerprint(folder)
+
+    # Not with other files, or with another name of the folder.
+    (folder / "notes.txt").write_text("x")
+    assert shards.fingerprint(folder) == original
+    assert shards.fingerprint(write_toy_folder(tmp_path / "again")) == original
+
+    # But with the format, the number of shards, the manifest's hashes and the number of tokens.
+    fingerprints = {original}
+    fingerprints.add(shards.fingerprint(write_toy_folder(tmp_path / "bin", suffix="bin")))
+    fingerprints.add(shards.fingerprint(write_toy_folder(tmp_path / "n", n=4)))
+    (folder / "manifest.json").unlink()
+    fingerprints.add(shards.fingerprint(folder))
     shards.write_shard(folder / "toy_train_000002.npy", np.ones(999))
-    seen.add(shards.fingerprint(folder))
-    assert len(seen) == 5
+    fingerprints.add(shards.fingerprint(folder))
+    assert len(fingerprints) == 5

