@@ -1,4 +1,5 @@
-"""The machine as it is: a GPU that cannot be used, a compiler that is not there, a card's peak, no bfloat16."""
+"""What a machine lacks is reported: a GPU that torch cannot use, a compiler, bfloat16; and a card's peak is known or
+unknown, never another card's."""
 
 import re
 
@@ -7,73 +8,103 @@ import torch
 from helpers import train_quickstart
 from torch.torch_version import TorchVersion
 
-from system import cards, machine
+from system import cards, machine, precision
 from system.cli import UserError
 
 
-def test_a_gpu_that_torch_cannot_use_is_not_paid_for_in_vain(tmp_path, monkeypatch):
-    """A pod whose driver is older than the torch there: it must not train on its CPU at the price of its GPUs."""
+@pytest.fixture
+def machine_with_an_old_driver(tmp_path, monkeypatch):
+    """A machine whose GPU torch cannot use, because its driver is older than torch's CUDA. Returns the GPU's device
+    file, without which the machine has no GPU."""
 
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore words")
 
-    (tmp_path / "nvidia0").touch()
-    there = str(tmp_path / "nvidia[0-9]*")
-    unusable = machine.unusable_gpu_reason
+    device_file = tmp_path / "nvidia0"
+    device_file.touch()
+    pattern = str(tmp_path / "nvidia[0-9]*")
+    unusable_gpu_reason = machine.unusable_gpu_reason
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(machine, "unusable_gpu_reason", lambda: unusable(there))
-    assert machine.choose_device("auto").type == "cpu"  # the tests hide GPUs, as a user may
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    for name in ("auto", "cuda"):
-        with pytest.raises(UserError, match=r"too old \(found version 12040\)\.\).*export CUDA_VISIBLE_DEVICES="):
-            machine.choose_device(name)
+    monkeypatch.setattr(machine, "unusable_gpu_reason", lambda: unusable_gpu_reason(pattern))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # by which the tests hide GPUs
+    return device_file
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_that_torch_cannot_use_is_an_error(machine_with_an_old_driver, name):
+    """A rented machine must not train on its CPU at the price of its GPUs."""
+    with pytest.raises(UserError, match=r"too old \(found version 12040\)\.\).*export CUDA_VISIBLE_DEVICES="):
+        machine.choose_device(name)
+
+
+def test_the_cpu_is_used_if_it_is_asked_for_or_the_gpus_are_hidden_or_not_there(
+    machine_with_an_old_driver, monkeypatch
+):
     assert machine.choose_device("cpu").type == "cpu"
-    (tmp_path / "nvidia0").unlink()
+    with monkeypatch.context() as hidden:
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert machine.choose_device("auto").type == "cpu"
+    machine_with_an_old_driver.unlink()
     assert machine.choose_device("auto").type == "cpu"
 
 
-def test_a_machine_that_cannot_compile_is_told_what_is_missing(monkeypatch, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("has_compiler, has_headers, missing", [
+    (False, False, "compiler"), (True, False, "Python.h"), (True, True, ""),
+])  # fmt: skip
+def test_a_machine_that_cannot_compile_is_told_what_is_missing(
+    monkeypatch, tmp_path, device, has_compiler, has_headers, missing
+):
     """Debian has the compiler and Python's headers in different packages, and torch's C++ includes Python.h, too."""
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    for there, header, says in ((False, False, "compiler"), (True, False, "Python.h"), (True, True, "")):
-        monkeypatch.setattr(machine.shutil, "which", lambda name, there=there: name if there else None)
-        if header:
-            (tmp_path / "Python.h").touch()
-        for kind in ("cpu", "cuda"):
-            missing = machine.missing_compiler(torch.device(kind))
-            assert says in missing and bool(missing) == bool(says)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if has_compiler else None)
+    if has_headers:
+        (tmp_path / "Python.h").touch()
+    found = machine.missing_compiler(torch.device(device))
+    assert missing in found and bool(found) == bool(missing)
 
 
-def test_a_mac_gpu_needs_a_torch_that_computes_its_gradients_rightly(monkeypatch):
+@pytest.mark.parametrize("version, device", [("2.13.1", "cpu"), ("2.14.0", "mps"), ("2.15.0+cpu", "mps")])
+def test_a_mac_gpu_is_used_from_the_torch_on_that_computes_its_gradients_correctly(monkeypatch, version, device):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    for version, device in {"2.13.1": "cpu", "2.14.0": "mps", "2.15.0+cpu": "mps"}.items():
-        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-        assert machine.choose_device("auto").type == device
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    assert machine.choose_device("auto").type == device
+
+
+def test_a_mac_gpu_with_an_older_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     with pytest.raises(UserError, match="'mps' is not available here"):
         machine.choose_device("mps")
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_bfloat16_weights_warn_where_they_are_emulated(there, tiny_args, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: there)
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_bfloat16_weights_on_a_cpu_that_emulates_them_are_warned_of(
+    has_bfloat16, tiny_args, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_bfloat16)
     train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1", "--weights", "bfloat16")
-    assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not there)
+    assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not has_bfloat16)
 
 
+# Names as the driver spells them, less NVIDIA, and their peak in TFLOP/s; -: not known.
 PEAKS = """
 A100-SXM4-80GB 312; H100 80GB HBM3 989; H100 PCIe 756; H800 989; H800 PCIe 756; H200 989; H200 NVL 835; B200 2250
 L4 121; Tesla T4 65; Tesla V100-SXM2-16GB 125; Tesla V100-PCIE-32GB 112; GeForce RTX 3090 71; GeForce RTX 4090 165.2
 GeForce RTX 5090 209.5; GeForce RTX 2080 Ti 56.9; GeForce RTX 3090 Ti -; GeForce RTX 4090 Laptop GPU -
-GeForce RTX 4090 D -; A100-SXM4-40GB MIG 1g.5gb -; H20 -; AMD Instinct MI300X -"""  # TFLOP/s; -: not known
+GeForce RTX 4090 D -; A100-SXM4-40GB MIG 1g.5gb -; H20 -; AMD Instinct MI300X -"""
 
 
-def test_peak_of_a_card_is_the_data_sheets_or_unknown(monkeypatch):
-    for card in re.split("[;\n]", PEAKS.strip()):
-        name, peak = card.strip().rsplit(" ", 1)
-        name = name if name.startswith(("Tesla", "AMD")) else f"NVIDIA {name}"
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert cards.peak_flops(torch.device("cuda", 0)) == (None if peak == "-" else float(peak) * 1e12), name
+@pytest.mark.parametrize("card", [card.strip() for card in re.split("[;\n]", PEAKS.strip())])
+def test_the_peak_of_a_card_is_its_data_sheets_or_unknown(monkeypatch, card):
+    name, peak = card.rsplit(" ", 1)
+    driver_name = name if name.startswith(("Tesla", "AMD")) else f"NVIDIA {name}"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name)
+    expected = None if peak == "-" else float(peak) * 1e12
+    assert cards.peak_flops(torch.device("cuda", 0)) == expected
+
+
+def test_the_peak_of_a_cpu_is_unknown():
     assert cards.peak_flops(torch.device("cpu")) is None
