@@ -1,9 +1,12 @@
 """How long the loader takes for a step of 524,288 tokens, for its first batch, and where a new shard begins.
 
-python -m bench.loader                        # shards of random tokens in a temporary folder (2 GB)
-python -m bench.loader --data-dir data/books  # your own
+    python -m bench.loader                        # shards of random tokens in a temporary folder (2 GB)
+    python -m bench.loader --data-dir data/books  # your own
+
+Each order is measured in processes of its own, in turns; the table has medians.
 """
 
+import functools
 import json
 import tempfile
 from dataclasses import dataclass
@@ -20,6 +23,9 @@ from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 
+SEQUENCES, B, T = 512, 64, 1024  # a step of 524,288 tokens, as gpt2-124m's
+FAR_STEP = 10**6 + 7
+
 
 @dataclass(frozen=True)
 class Args:
@@ -32,34 +38,48 @@ class Args:
     """Set for the process that measures one order."""
 
 
-def child(args: Args) -> None:
+def measure(args: Args) -> None:
+    """Measure the order that args.child names, and print the result as JSON."""
     rt = Runtime(torch.device("cpu"), torch.float32)
+    shuffle = args.child == "shuffled"
 
     def open_loader() -> Loader:
-        return Loader(args.data_dir, "train", T=1024, vocab_size=50257, seed=1, shuffle=args.child == "shuffled")
+        return Loader(args.data_dir, "train", T=T, vocab_size=50257, seed=1, shuffle=shuffle)
 
-    first = turns.seconds(lambda: next(open_loader().batches(0, 512, 64, rt)), rt)
-    data, times = open_loader(), []
+    def read_step(data: Loader, step: int) -> None:
+        data.read(data.step_sequences(step, SEQUENCES, B).reshape(-1, 2))
+
+    # From nothing to the first batch: headers, a shard, the prefetch thread.
+    first_seconds = turns.seconds(lambda: next(open_loader().batches(0, SEQUENCES, B, rt)), rt)
+
+    # Step by step without prefetch: the slowest one reads a new shard.
+    data = open_loader()
+    step_ms = []
     for step in range(args.steps):
-        times.append(1e3 * turns.seconds(lambda: data.read(data.step_sequences(step, 512, 64).reshape(-1, 2)), rt))  # noqa: B023
-    seek = turns.seconds(lambda: next(data.batches(10**6 + 7, 512, 64, rt)), rt)
-    print(json.dumps({"ms": median(times), "worst": max(times), "first": first, "seek": seek}))
+        step_ms.append(1e3 * turns.seconds(functools.partial(read_step, data, step), rt))
+
+    # What resuming costs.
+    seek_seconds = turns.seconds(lambda: next(data.batches(FAR_STEP, SEQUENCES, B, rt)), rt)
+
+    result = {"ms": median(step_ms), "worst": max(step_ms), "first": first_seconds, "seek": seek_seconds}
+    print(json.dumps(result))
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return child(args)
+        return measure(args)
     with tempfile.TemporaryDirectory() as folder:
         if not args.data_dir:
             tokens = np.random.default_rng(0).integers(0, 50257, args.shard_tokens).astype(np.uint16)
             for i in range(args.shards):
                 shards.write_shard(Path(folder) / f"random_train_{i:06d}.npy", tokens)
-        where = ("--data-dir", str(args.data_dir or folder))
-        found = turns.in_turns("bench.loader", ("shuffled", "in order"), args.rounds, *where)
+        data_flag = ("--data-dir", str(args.data_dir or folder))
+        results = turns.in_turns("bench.loader", ("shuffled", "in order"), args.rounds, *data_flag)
+
     print("| order | first batch s | step ms, median | worst (a new shard) | seek to step 1,000,007 s |")
     print("|---|---|---|---|---|")
-    for order, runs in found.items():
+    for order, runs in results.items():
         first, ms, worst, seek = (median(run[key] for run in runs) for key in ("first", "ms", "worst", "seek"))
         print(f"| {order} | {first:.3f} | {ms:.2f} | {worst:.1f} | {seek:.3f} |")
 

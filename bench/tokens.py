@@ -4,11 +4,11 @@
     python -m bench.tokens 'books-*.parquet' --rounds 5 --enlarge 3
     python -m bench.tokens 'books-*.parquet' --only "row group" --gigabytes 4      # a large file of one row group
 
-Wall times in turns, medians; fineweb.py's are of the whole process. The loop is what build-nanogpt does: a pool of
+Wall times in turns, medians; fineweb.py's are of the entire process. The loop is what build-nanogpt does: a pool of
 processes (here one per core), tiktoken on one document at a time, shards filled in the parent; but it reads texts with
 pyarrow, not with the `datasets` library. encode_files is gigatoken's, alone. The steady rate leaves out the start-up:
-the additional tokens of a source enlarged --enlarge times, divided by the additional time. Ours and the loop's tokens
-must be equal.
+the additional tokens of a source enlarged --enlarge times, divided by the additional time. The tokens of fineweb.py and
+of the loop must be equal.
 """
 
 import glob
@@ -32,7 +32,7 @@ from bench import turns
 from system import cli
 from tokens import shards, tokenizer
 
-WAYS = ("fineweb.py", "fineweb.py, enlarged", "loop", "encode_files", "encode_files, enlarged")
+METHODS = ("fineweb.py", "fineweb.py, enlarged", "loop", "encode_files", "encode_files, enlarged")
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,13 @@ class Args:
     gigabytes: float = 4
     """Text in the one row group."""
     shard_size: int = 10_000_000
-    only: tuple[str, ...] = WAYS
+    only: tuple[str, ...] = METHODS
     """Some of these, or "row group"."""
     child: str = ""
-    """Set for the process that measures one way."""
+    """Set for the process that measures one method."""
+
+
+# ------------------------------------------------------------------------- the methods
 
 
 def tokenize(text: str) -> np.ndarray:
@@ -56,27 +59,42 @@ def tokenize(text: str) -> np.ndarray:
     return np.array([tokenizer.EOT, *tokenizer.encoding().encode_ordinary(text)], dtype=np.uint16)
 
 
-def loop(out: Path, shard_size: int, files: list[str]) -> None:
+def run_loop(out: Path, shard_size: int, files: list[str]) -> None:
     """The loop to compare with: a pool, one document at a time, np.save."""
     from pyarrow import parquet
 
     batches = (batch for file in files for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]))
     texts = (text for batch in batches for text in batch.column(0).to_pylist())
-    shard, filled, index = np.empty(shard_size, np.uint16), 0, 0
+
+    shard = np.empty(shard_size, np.uint16)
+    filled = 0
+    index = 0
     with multiprocessing.Pool(os.cpu_count()) as pool:
         for tokens in pool.imap(tokenize, texts, chunksize=16):
+            # Write shards as long as this document fills them.
             while filled + len(tokens) >= shard_size:
-                take = shard_size - filled
-                shard[filled:] = tokens[:take]
+                count = shard_size - filled
+                shard[filled:] = tokens[:count]
                 np.save(out / f"loop_train_{index:06d}.npy", shard)
-                tokens, filled, index = tokens[take:], 0, index + 1
+                tokens = tokens[count:]
+                filled = 0
+                index += 1
             shard[filled : filled + len(tokens)] = tokens
             filled += len(tokens)
     if filled:
         np.save(out / f"loop_train_{index:06d}.npy", shard[:filled])
 
 
-def one_row_group(files: list[str], gigabytes: float, out: str) -> None:
+def run_fineweb(*flags: str) -> int:
+    """Run fineweb.py; returns its peak resident size in kB."""
+    process = subprocess.Popen([sys.executable, "fineweb.py", *flags], stdout=sys.stderr)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    cli.require(process.returncode == 0, f"fineweb.py ended with {process.returncode}")
+    return usage.ru_maxrss
+
+
+def write_one_row_group(files: list[str], gigabytes: float, out: str) -> None:
     """Write the files' texts, repeated up to a size, as one row group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -87,71 +105,91 @@ def one_row_group(files: list[str], gigabytes: float, out: str) -> None:
     pq.write_table(pa.concat_tables([text] * repeats), out, row_group_size=10**9)
 
 
-def fineweb(*flags: str) -> int:
-    """Run fineweb.py; returns its peak resident size in kB."""
-    process = subprocess.Popen([sys.executable, "fineweb.py", *flags], stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    cli.require(process.returncode == 0, f"fineweb.py ended with {process.returncode}")
-    return usage.ru_maxrss
+# ------------------------------------------------------------------------- measuring
 
 
-def child(args: Args) -> None:
+def peak_rss_kb() -> int:
+    """Peak resident size in kB of this process or of a child, whichever is larger."""
+    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def measure(args: Args) -> None:
+    """Measure the method that args.child names, and print the result as JSON."""
     import gigatoken
 
-    way, _, more = args.child.partition(", ")
+    method, _, enlarged = args.child.partition(", ")
     files = [os.path.abspath(f) for pattern in args.files for f in sorted(glob.glob(pattern)) or [pattern]]
     with tempfile.TemporaryDirectory() as folder:
-        out, sources = Path(folder, "out"), []
+        out = Path(folder, "out")
         out.mkdir()
-        for i, file in enumerate(files * (args.enlarge if more else 1)):
+
+        # The source: the files, several times if it is to be larger, under names in order; or one large row group.
+        sources = []
+        for i, file in enumerate(files * (args.enlarge if enlarged else 1)):
             sources.append(f"{folder}/{i:04d}.parquet")
             os.symlink(file, sources[-1])
-        if way == "row group":
+        if method == "row group":
             sources = [f"{folder}/large.parquet"]
-            given = (files, args.gigabytes, sources[0])
-            # in another process, as the memory of this one counts as that of what it starts
-            maker = multiprocessing.get_context("spawn").Process(target=one_row_group, args=given)
-            maker.start()
-            maker.join()
-        encoder, began = tokenizer.bulk_encoder(), time.perf_counter()
-        if way == "loop":
-            loop(out, args.shard_size, sources)
-        elif way == "encode_files":
-            encoder.encode_files(gigatoken.ParquetFileSource(sources, "text"))
-        else:
-            peak = fineweb("--source", *sources, "--out", str(out), "--shard-size", str(args.shard_size))
-        seconds = time.perf_counter() - began
-        if way in ("loop", "encode_files"):
-            peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        digest, tokens = hashlib.sha256(), 0
+            # In another process, as the memory of this one counts as that of what it starts.
+            writer_args = (files, args.gigabytes, sources[0])
+            writer = multiprocessing.get_context("spawn").Process(target=write_one_row_group, args=writer_args)
+            writer.start()
+            writer.join()
+
+        # The loop and encode_files find the vocabulary loaded; fineweb.py loads it itself, within its time.
+        encoder = tokenizer.bulk_encoder()
+        start = time.perf_counter()
+        match method:
+            case "loop":
+                run_loop(out, args.shard_size, sources)
+                peak = peak_rss_kb()
+            case "encode_files":
+                encoder.encode_files(gigatoken.ParquetFileSource(sources, "text"))
+                peak = peak_rss_kb()
+            case "fineweb.py" | "row group":
+                peak = run_fineweb("--source", *sources, "--out", str(out), "--shard-size", str(args.shard_size))
+            case _:
+                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)} or row group")
+        seconds = time.perf_counter() - start
+
+        # What was made, to be compared between the methods.
+        digest = hashlib.sha256()
+        tokens = 0
         for path in shards.shard_files(out):
             ids = shards.read_shard(path)
             tokens += len(ids)
             digest.update(ids)
-        print(json.dumps({"ms": 1e3 * seconds, "gb": peak / 1e6, "tokens": tokens, "sha256": digest.hexdigest()}))
+        result = {"ms": 1e3 * seconds, "gb": peak / 1e6, "tokens": tokens, "sha256": digest.hexdigest()}
+        print(json.dumps(result))
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return child(args)
-    found = turns.in_turns("bench.tokens", args.only, args.rounds)
-    if "loop" in found and "fineweb.py" in found:
-        same = {runs[0]["sha256"] for name, runs in found.items() if name in ("loop", "fineweb.py")}
-        cli.require(len(same) == 1, "the two produce different tokens")
-    seconds = {name: median(run["ms"] for run in runs) / 1e3 for name, runs in found.items()}
-    tokens = {name: runs[0]["tokens"] for name, runs in found.items()}
-    for name in tokens:  # encode_files writes none
-        tokens[name] = tokens[name] or tokens.get(name.replace("encode_files", "fineweb.py"), 0)
+        return measure(args)
+    results = turns.in_turns("bench.tokens", args.only, args.rounds)
+
+    # Speed counts only if the tokens are the same.
+    if "loop" in results and "fineweb.py" in results:
+        hashes = {results[name][0]["sha256"] for name in ("loop", "fineweb.py")}
+        cli.require(len(hashes) == 1, "fineweb.py and the loop produce different tokens")
+
+    # encode_files writes no shards: its tokens are those of fineweb.py.
+    seconds = {name: median(run["ms"] for run in runs) / 1e3 for name, runs in results.items()}
+    tokens = {name: runs[0]["tokens"] for name, runs in results.items()}
+    for name in tokens:
+        if not tokens[name]:
+            tokens[name] = tokens.get(name.replace("encode_files", "fineweb.py"), 0)
+
     print(f"{os.cpu_count()} cores\n| | tokens | seconds | M tokens/s | peak resident GB |\n|---|---|---|---|---|")
-    for name, runs in found.items():
-        rate, peak = tokens[name] / seconds[name] / 1e6, max(run["gb"] for run in runs)
+    for name, runs in results.items():
+        rate = tokens[name] / seconds[name] / 1e6
+        peak = max(run["gb"] for run in runs)
         print(f"| {name} | {tokens[name]:,} | {seconds[name]:.2f} | {rate:.1f} | {peak:.2f} |")
     for name in ("fineweb.py", "encode_files"):
-        large = f"{name}, enlarged"
-        if name in found and large in found:
-            rate = (tokens[large] - tokens[name]) / (seconds[large] - seconds[name]) / 1e6
+        enlarged = f"{name}, enlarged"
+        if name in results and enlarged in results:
+            rate = (tokens[enlarged] - tokens[name]) / (seconds[enlarged] - seconds[name]) / 1e6
             print(f"| {name}, steady | | | {rate:.1f} | |")
 
 
