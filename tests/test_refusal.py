@@ -1,4 +1,5 @@
-"""Refusals: a loss or gradient that is not finite, which names step, rank and data and loses nothing; bad input."""
+"""What training refuses: updates that are not finite, which are reported with step, rank and data and lose nothing; and
+bad input, with one message."""
 
 import dataclasses
 import math
@@ -24,123 +25,176 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import train_gpt2
 from model import GPT
+from system import machine
 from system.cli import UserError
 from tokens.loader import Loader
 from training import checkpoint
-from training.step import Forward, TrainStep
+from training.step import Forward, StepResult, TrainStep
 from training.stop import StopRequest
-
-HALF = ["--dtype", "float16"]
 
 
 @pytest.fixture
-def poisoned(tmp_path):
-    """A model with a weight that is not a number."""
-    cfg = parse_config("quickstart", *TINY_FLAGS)
-    model = GPT(cfg.model)
+def poisoned(tmp_path) -> list[str]:
+    """Flags of a run that begins with a weight that is not a number, so that every loss is NaN."""
+    model = GPT(parse_config("quickstart", *TINY_FLAGS).model)
     with torch.no_grad():
-        model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = math.nan
     checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(model, 0))
     return ["--init-from", str(tmp_path / "model_00000.pt")]
 
 
-def test_non_finite_updates_are_refused(tiny_args, tmp_path, poisoned, run_ranks):
-    with pytest.raises(UserError, match=r"step 0: loss nan.*rank 0.*tiny_train_0.*window.*refused"):
-        train_quickstart(tiny_args, tmp_path / "a", *poisoned)
+# ------------------------------------------------------------------------- a loss or gradient that is not finite
+
+
+def test_updates_that_are_not_finite_are_refused(tiny_args, tmp_path, poisoned):
+    with pytest.raises(UserError, match=r"step 0: loss nan.*rank 0.*tiny_train_0.*sequence.*refused"):
+        train_quickstart(tiny_args, tmp_path / "none", *poisoned)
+
+    # With two to skip, the third is refused, and nothing is saved as if it had been made.
     with pytest.raises(UserError, match="step 2"):
-        train_quickstart(tiny_args, tmp_path / "b", *poisoned, "--skip-bad-steps", "2")
-    assert not list((tmp_path / "b").glob("model_00001.pt"))
-    flags = ["quickstart", *tiny_args, *poisoned, "--skip-bad-steps", "1", "--out-dir", tmp_path / "c"]
-    report = tmp_path / "error"  # torchrun's, which is the last that a user sees
-    env = {"TORCHELASTIC_ERROR_FILE": str(report)}
-    said = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=shorten_sleeps, env=env)
-    assert "step 0: loss nan" in said and "(1 of --skip-bad-steps 1)" in said
-    assert "error: step 1: loss nan" in said and "the update was refused" in said
-    told = str(ChildFailedError("train_gpt2.py", {0: ProcessFailure(0, 7, 1, str(report))}))
-    assert "traceback : error: step 1: loss nan" in told and "To enable traceback" not in told
+        train_quickstart(tiny_args, tmp_path / "two", *poisoned, "--skip-bad-steps", "2")
+    assert not list((tmp_path / "two").glob("model_00001.pt"))
+
+
+def test_two_ranks_refuse_together_and_torchrun_shows_why(tiny_args, tmp_path, poisoned, run_ranks):
+    flags = ["quickstart", *tiny_args, *poisoned, "--skip-bad-steps", "1", "--out-dir", tmp_path / "run"]
+    error_file = tmp_path / "error"
+
+    env = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=shorten_sleeps, env=env)
+
+    assert "step 0: loss nan" in output
+    assert "(1 of --skip-bad-steps 1)" in output
+    assert "error: step 1: loss nan" in output
+    assert "the update was refused" in output
+
+    # torchrun's report is the last that a user sees; it is made of the error file.
+    report = str(ChildFailedError("train_gpt2.py", {0: ProcessFailure(0, 7, 1, str(error_file))}))
+    assert "traceback : error: step 1: loss nan" in report
+    assert "To enable traceback" not in report
 
 
 def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
-    """All before it is saved, though no save is due; and the run goes on from there to the same bits."""
-    whole, run, calls = train_quickstart(tiny_args, tmp_path / "whole"), tmp_path / "run", []
+    """All before it is saved, though no save is due; and the run resumes from there to the same bits."""
+    undisturbed, run = train_quickstart(tiny_args, tmp_path / "undisturbed"), tmp_path / "run"
+    forward, micro_steps = Forward.forward, []
 
-    def poisoned_once(self, *args, real=Forward.forward):
-        logits, loss = real(self, *args)
-        if torch.is_grad_enabled():
-            calls.append(1)
-            if len(calls) == 15:  # two micro-batches a step
+    # The loss of step 7 is NaN once: a step has two micro-steps, so it begins with the 15th.
+    def poisoned_once(self, *args):
+        logits, loss = forward(self, *args)
+        if torch.is_grad_enabled():  # validation does not count
+            micro_steps.append(1)
+            if len(micro_steps) == 15:
                 loss = loss * math.nan
         return logits, loss
 
     monkeypatch.setattr(Forward, "forward", poisoned_once)
     data = Loader(tiny_args[-1], "train", 32, 256, seed=1337, shuffle=True)
-    shard, window = data.step_sequences(7, 8, 4)[0, 0]
-    named = rf"starts at {data.paths[shard].name} window {window};"
-    with pytest.raises(UserError, match=f"step 7: loss nan.*{named}.*saved.*--resume auto and --skip-bad-steps"):
+    shard, sequence = data.step_sequences(7, 8, 4)[0, 0]
+    place = rf"starts at {data.paths[shard].name} sequence {sequence};"
+    with pytest.raises(UserError, match=f"step 7: loss nan.*{place}.*saved.*--resume auto and --skip-bad-steps"):
         train_quickstart(tiny_args, run, "--save-every", "100")
     assert checkpoint.complete_steps(run) == [7]
+
     train_quickstart(tiny_args, run, "--save-every", "100", "--resume", "auto", "--skip-bad-steps", "5")
-    assert same_bits(load_weights(run), load_weights(whole)) and load_curve(run) == load_curve(whole)
+    assert same_bits(load_weights(run), load_weights(undisturbed))
+    assert load_curve(run) == load_curve(undisturbed)
 
 
-def test_the_rank_at_fault_is_named(tiny_args, tiny_data, capsys):
-    """By its loss or, if all are finite, by its norm: one bad loss makes the norm bad on all."""
+@pytest.mark.parametrize(
+    "losses, norms",
+    [([5, 5, 5], [1, 1, math.inf]), ([5, 5, math.nan], [math.nan, math.nan, math.nan])],
+    ids=["by its norm", "by its loss"],
+)
+def test_the_rank_at_fault_is_named(tiny_args, tiny_data, capsys, losses, norms):
+    """By its loss or, if all losses are finite, by its norm: one bad loss makes the norm bad on all three ranks."""
     cfg = parse_config("quickstart", *tiny_args, "--total-batch-size", "384", "--skip-bad-steps", "9")
-    step, data = TrainStep(cfg, CPU, GPT(cfg.model)), Loader(tiny_data, "train", 32, 256)
-    for losses, norms in (([5, 5, 5], [1, 1, math.inf]), ([5, 5, math.nan], [math.nan] * 3)):
-        found = list(torch.tensor([losses, norms]).T)
-        step.rt = SimpleNamespace(device=CPU.device, world_size=3, gather=lambda mine, found=found: found)
-        step.refuse(7, StepResult(5.0, 1.0, finite=False, halt=False, local_loss=5.0), data)
-        assert "on rank 2, whose data starts" in capsys.readouterr().out
+    train_step, data = TrainStep(cfg, CPU, GPT(cfg.model)), Loader(tiny_data, "train", 32, 256)
+    per_rank = list(torch.tensor([losses, norms]).T)
+    train_step.rt = SimpleNamespace(device=CPU.device, world_size=3, all_gather=lambda local: per_rank)
+
+    result = StepResult(loss=5.0, norm=1.0, is_finite=False, stop_requested=False, local_loss=5.0)
+    train_step.refuse_update(7, result, data)
+
+    assert "on rank 2, whose data starts" in capsys.readouterr().out
 
 
-def scaled(monkeypatch, init_scale):
-    """A loss scale that starts high and soon tries to grow."""
+# ------------------------------------------------------------------------- float16 and its loss scale
+
+FLOAT16 = ["--dtype", "float16"]
+
+
+def set_initial_loss_scale(monkeypatch, init_scale) -> None:
+    """Let the loss scale start here, and try to double after every four good steps instead of 2,000."""
     scaler = partial(torch.amp.GradScaler, init_scale=init_scale, growth_interval=4)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_float16_skips_overflows_and_resumes_with_its_scale(tiny_args, tmp_path, monkeypatch, capsys, optimizer):
-    scaled(monkeypatch, 2.0**30)
-    flags = [*tiny_args, "--optimizer", optimizer, "--max-steps", "40", "--save-every", "1"]
-    whole = train_quickstart(flags, tmp_path / "whole", *HALF)
+    set_initial_loss_scale(monkeypatch, 2.0**30)
+    flags = [*tiny_args, *FLOAT16, "--optimizer", optimizer, "--max-steps", "40", "--save-every", "1"]
+    undisturbed = train_quickstart(flags, tmp_path / "undisturbed")
+
+    # Each overflow is printed with its scale, which it halves, and is logged with a norm that is null.
     scales = [float(x) for x in re.findall(r"overflow at loss scale (\S+);", capsys.readouterr().out)]
-    found = load_curve(whole)
-    skipped = [step for step, (loss, _, norm) in found.items() if loss is not None and norm is None]
+    curve = load_curve(undisturbed)
+    skipped = [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None]
     assert len(scales) == len(skipped) < 30
-    assert skipped[:3] == [0, 1, 2] and skipped[-1] > 10  # the scale grows and is cut again
     assert scales[:3] == pytest.approx([2.0**30, 2.0**29, 2.0**28], rel=1e-5)
-    assert same_bits(load_weights(whole, 1), load_weights(whole, 2))  # a skipped step moved nothing
-    assert found[39][0] < found[0][0] - 0.05
-    for upto in (skipped[-1], skipped[-1] - 2):
-        parts = tmp_path / f"from {upto}"
-        shutil.copytree(whole, parts)
-        delete_checkpoints_after(parts, upto)
-        train_quickstart(flags, parts, "--resume", "auto", *HALF)
-        assert load_curve(parts) == found and same_bits(load_weights(parts, 40), load_weights(whole, 40))
-        assert checkpoint.read_train_state(parts)["scaler"] == checkpoint.read_train_state(whole)["scaler"]
+
+    # The first steps overflow, and later ones again when the scale has grown.
+    assert skipped[:3] == [0, 1, 2]
+    assert skipped[-1] > 10
+
+    # A skipped step moves nothing; the others learn.
+    assert same_bits(load_weights(undisturbed, 1), load_weights(undisturbed, 2))
+    assert curve[39][0] < curve[0][0] - 0.05
+
+    # Resumed at a skipped step and before it, the scale continues where it was.
+    for last_step in (skipped[-1], skipped[-1] - 2):
+        resumed = tmp_path / f"from {last_step}"
+        shutil.copytree(undisturbed, resumed)
+        delete_checkpoints_after(resumed, last_step)
+        train_quickstart(flags, resumed, "--resume", "auto")
+        assert load_curve(resumed) == curve
+        assert same_bits(load_weights(resumed, 40), load_weights(undisturbed, 40))
+        scaler, expected = (checkpoint.read_train_state(run)["scaler"] for run in (resumed, undisturbed))
+        assert scaler == expected
 
 
-def test_float16_tells_overflow_from_nan(tiny_args, tmp_path, monkeypatch, capsys, poisoned):
-    scaled(monkeypatch, 8.0)
+def test_float16_refuses_a_loss_that_is_nan(tiny_args, tmp_path, monkeypatch, poisoned):
+    """A loss is never scaled, so this is no overflow."""
+    set_initial_loss_scale(monkeypatch, 8.0)
+
     with pytest.raises(UserError, match="step 0: loss nan"):
-        train_quickstart(tiny_args, tmp_path / "loss", *poisoned, *HALF)
+        train_quickstart(tiny_args, tmp_path / "loss", *poisoned, *FLOAT16)
 
-    def nan_gradients(*args, real=train_gpt2.make_model):
-        model = real(*args)
-        model.lm_head.weight.register_hook(lambda g: g * math.nan)
-        return model
 
-    monkeypatch.setattr(train_gpt2, "make_model", nan_gradients)
-    with pytest.raises(UserError, match=r"step 4: loss 5\.\d+, gradient norm nan"):  # one more, as one is tolerated
-        train_quickstart(tiny_args, tmp_path / "gradient", "--skip-bad-steps", "1", *HALF)
-    said = capsys.readouterr().out
-    assert said.count("overflow at loss scale") == 3 and "step 3: loss 5." in said
+def test_float16_refuses_gradients_that_stay_nan_at_the_smallest_scale(tiny_args, tmp_path, monkeypatch, capsys):
+    set_initial_loss_scale(monkeypatch, 8.0)
+    build_train_step = train_gpt2.build_train_step
+
+    def with_nan_gradients(*args, **kwargs):
+        train_step = build_train_step(*args, **kwargs)
+        train_step.model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
+        return train_step
+
+    monkeypatch.setattr(train_gpt2, "build_train_step", with_nan_gradients)
+
+    # The scale halves three times, from 8 to 1; then one step is skipped, and one more is refused.
+    with pytest.raises(UserError, match=r"step 4: loss 5\.\d+, gradient norm nan"):
+        train_quickstart(tiny_args, tmp_path / "gradient", "--skip-bad-steps", "1", *FLOAT16)
+    output = capsys.readouterr().out
+    assert output.count("overflow at loss scale") == 3
+    assert "step 3: loss 5." in output
+
+
+# ------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
-    "flags, says",
+    "flags, mentions",
     [
         (["--micro-batch-size", "3"], ["--micro-batch-size 3", "use --micro-batch-size"]),
         (["--data-dir", "nowhere"], ["nowhere", "python fineweb.py"]),
@@ -151,10 +205,11 @@ def test_float16_tells_overflow_from_nan(tiny_args, tmp_path, monkeypatch, capsy
         (["--model.vocab-size", "100"], ["vocabulary size, 100"]),
     ],
 )
-def test_bad_input_is_one_message(tiny_args, tmp_path, flags, says):
-    with pytest.raises(UserError) as e:
-        cfg = parse_config("quickstart", *tiny_args, "--out-dir", tmp_path / "x", *flags)
-        rt = dataclasses.replace(CPU, device=train_gpt2.machine.choose_device(cfg.device))
+def test_bad_input_is_one_message(tiny_args, tmp_path, flags, mentions):
+    with pytest.raises(UserError) as error:
+        cfg = parse_config("quickstart", *tiny_args, "--out-dir", tmp_path / "run", *flags)
+        rt = dataclasses.replace(CPU, device=machine.choose_device(cfg.device))
         train_gpt2.train(cfg, rt, StopRequest())
-    for s in says:
-        assert s in str(e.value)
+
+    for words in mentions:
+        assert words in str(error.value)
