@@ -129,24 +129,3 @@ def start_script(new_log_path):
 def run_ranks(new_log_path):
     """run_ranks(2, "train_gpt2.py", ...) -> the output of all gloo ranks of one run; see processes.run_ranks."""
     return lambda *args, **how: processes.run_ranks(*args, log=new_log_path(), **how)
-
-
-# Old names, while the last test files are renamed.
-@pytest.fixture
-def call(run_in_fork):
-    return run_in_fork
-
-
-@pytest.fixture
-def log(new_log_path):
-    return new_log_path
-
-
-@pytest.fixture
-def start(start_script):
-    return start_script
-
-
-@pytest.fixture
-def fails(expect_failure):
-    return lambda *args, says=(), **kwargs: expect_failure(*args, mentions=says, **kwargs)

@@ -132,10 +132,6 @@ class Script:
             time.sleep(0.002)
         return True
 
-    # Old names, while the last test files are renamed.
-    said, code = output, exit_code
-    ended_well, until = wait_for_success, wait_until
-
 
 def do_nothing() -> None:
     """The `prepare` of a process in which no fault is planted."""
@@ -238,8 +234,3 @@ def find_free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-# Old names, while the last test files are renamed.
-server, child, hasty, nothing, ranks = forkserver_context, run_in_child, shorten_sleeps, do_nothing, start_ranks
-agent, ranks_of, free_port = start_torchrun, rank_pids, find_free_port

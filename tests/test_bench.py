@@ -1,14 +1,16 @@
-"""The benchmarks still run, and print their table. At their smallest: the figures in it mean nothing."""
+"""The benchmarks still run, and print their tables. At their smallest: the figures in them mean nothing."""
 
 import shlex
 
 import pytest
 from helpers import make_documents, make_hellaswag_rows, make_shards, write_jsonl, write_parquet
 
+# A network and a step that take a fraction of a second.
 SMALL = (
     "--optimizer=adamw --micro-batch-size=4 --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304 "
     "--model.n-layer=1 --model.n-head=2 --model.n-embd=32 --model.block-size=32"
 )
+# Each module of bench/ with its arguments, and what its output then has: the row or the word of a result.
 BENCHES = {
     "attention": ("--device cpu --batch 1 --sequence-length 64 --width 64 --rounds 1 --repeats 1", "| math |"),
     "checkpoint": ("overfit --rounds 1 --dir {tmp}", "the stall"),
@@ -29,9 +31,9 @@ BENCHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_benchmark_runs(name, run_in_fork, tmp_path):
-    flags, says = BENCHES[name]
+    arguments, expected = BENCHES[name]
     make_shards(tmp_path / "data", size=200_000)
     write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(4))
     write_parquet(tmp_path / "a.parquet", make_documents(1))
-    said = run_in_fork(f"bench.{name}", *shlex.split(flags.format(tmp=tmp_path)), timeout=600).stdout
-    assert says in said, said
+    output = run_in_fork(f"bench.{name}", *shlex.split(arguments.format(tmp=tmp_path)), timeout=600).stdout
+    assert expected in output, output

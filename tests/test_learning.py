@@ -6,12 +6,12 @@ import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from helpers import (
     CPU,
+    choices,
     load_curve,
     load_metrics,
     load_weights,
@@ -36,8 +36,8 @@ from training.step import TrainStep
 from training.stop import StopRequest
 
 # What a user may choose: a new name is trained below as soon as TrainConfig's Literal has it.
-OPTIMIZERS = get_args(get_type_hints(TrainConfig)["optimizer"])
-SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
+OPTIMIZERS = choices(TrainConfig, "optimizer")
+SCHEDULES = choices(TrainConfig, "schedule")
 
 
 def test_it_learns_and_records(tiny_args, tmp_path, capsys):

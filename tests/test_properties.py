@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from helpers import choices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ settings.register_profile("steady", derandomize=True, deadline=None, suppress_he
 settings.load_profile("steady")
 
 # The schedules that a user may choose: a new one is tested as soon as TrainConfig names it.
-SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
+SCHEDULES = choices(TrainConfig, "schedule")
 
 # ------------------------------------------------------------------------- order of data
 
