@@ -1,155 +1,161 @@
-"""The precision of a run: chosen by measurement, the same on all ranks and after a resume, and never without a word."""
+"""The precision of a run: chosen by measurement, the same on all ranks and after a resume, and always printed."""
 
-import dataclasses
 import os
 
 import pytest
 import torch
-from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
+from helpers import CPU, choices, load_curve, parse_config, train_quickstart
 
 from system import precision as device_precision
 from system.cli import UserError
 from system.distributed import Runtime
 from system.units import dtype_name
-from training import checkpoint, evaluator, hellaswag_eval, precision, sampling
+from training import checkpoint, precision, sampling
+from training.config import TrainConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CARD = Runtime(torch.device("cuda", 0), FP32)
 BOTH = [BF16, FP32]
 
 
-def has(monkeypatch, *per_rank):
-    """What precision.supported_dtypes says: of this rank and, by a collective that is made up, of the others."""
-    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: per_rank[0])
-    rows = [torch.tensor([float(dtype in found) for dtype in device_precision.PREFERRED_DTYPES]) for found in per_rank]
-    stack = torch.stack
+def set_cpu(monkeypatch, supported, speedup=None):
+    """Let this CPU support these precisions, and multiply bfloat16 `speedup` times as fast as float32."""
+
+    def bfloat16_speedup(*shape):
+        assert speedup is not None, "nothing should be measured"
+        return speedup
+
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: supported)
+    monkeypatch.setattr(device_precision, "bfloat16_speedup", bfloat16_speedup)
+
+
+class RuntimeOfGPUs(Runtime):
+    """A rank whose all_gather returns, besides its own flags, those of a rank with other precisions. On a machine
+    without GPUs it also has no tensors there: set_gpus puts them on the CPU."""
+
+    others: list[torch.Tensor]
+
+    def all_gather(self, tensor):
+        return [tensor, *self.others]
+
+
+def set_gpus(monkeypatch, own, other) -> Runtime:
+    """The Runtime of a GPU with the precisions `own`, beside a rank with the precisions `other`."""
+    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: own)
     monkeypatch.setattr(torch, "tensor", lambda values, device=None, real=torch.tensor: real(values))
-    monkeypatch.setattr(precision.torch, "stack", lambda _: stack(rows))
+    rt = RuntimeOfGPUs(torch.device("cuda", 0), FP32)
+    flags = torch.tensor([float(dtype in other) for dtype in device_precision.PREFERRED_DTYPES])
+    object.__setattr__(rt, "others", [flags])  # a Runtime is frozen
+    return rt
 
 
-@pytest.mark.parametrize("gain, chosen", [(0.5, FP32), (1.1, FP32), (1.3, BF16), (4.0, BF16)])
-def test_a_cpu_takes_bfloat16_only_where_it_clearly_wins(monkeypatch, tiny_args, capsys, gain, chosen):
+@pytest.mark.parametrize("speedup, chosen", [(0.5, FP32), (1.1, FP32), (1.3, BF16), (4.0, BF16)])
+def test_a_cpu_takes_bfloat16_only_where_it_clearly_wins(monkeypatch, tiny_args, capsys, speedup, chosen):
     """0.5 is a Xeon with AVX512-BF16 and without AMX, 4 a Zen 5: their flags are the same."""
-    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: gain)
-    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: BOTH)
+    set_cpu(monkeypatch, BOTH, speedup)
     cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto")
     assert precision.agree_on_dtype(cfg, CPU).dtype == chosen
-    said = capsys.readouterr().out
-    assert f"precision: {dtype_name(chosen)}" in said and f"{gain:.1f} times as fast as float32 here" in said
-    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: [FP32])
-    assert precision.agree_on_dtype(cfg, CPU).dtype == FP32  # emulated bfloat16 is not even tried
+    out = capsys.readouterr().out
+    assert f"precision: {dtype_name(chosen)}" in out
+    assert f"{speedup:.1f} times as fast as float32 here" in out
 
 
-def test_the_measurement_is_of_this_machine_and_short():
-    gain = device_precision.bfloat16_speedup(512, 64, 256)
-    assert 0.01 < gain < 100 and gain == device_precision.bfloat16_speedup(512, 64, 256)
+def test_emulated_bfloat16_is_not_even_measured(monkeypatch, tiny_args):
+    set_cpu(monkeypatch, [FP32])
+    cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto")
+    assert precision.agree_on_dtype(cfg, CPU).dtype == FP32
+
+
+def test_the_speedup_is_measured_once():
+    speedup = device_precision.bfloat16_speedup(512, 64, 256)
+    assert 0.01 < speedup < 100
+    assert speedup == device_precision.bfloat16_speedup(512, 64, 256)  # to the digit: two measurements would differ
 
 
 def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, tmp_path, capsys):
-    """Whatever the stopwatch says now; a flag changes it, and the run says so."""
-    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: BOTH)
-    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: 4.0)
+    """Whatever is measured now. A flag changes it, and the run says so."""
+    set_cpu(monkeypatch, BOTH, speedup=4.0)
     run = train_quickstart([*tiny_args, "--dtype", "auto"], tmp_path / "run", "--max-steps", "4")
     assert checkpoint.read_train_state(run)["dtype"] == "bfloat16"
-    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: 0.5)
+
+    set_cpu(monkeypatch, BOTH, speedup=0.5)
     capsys.readouterr()
     train_quickstart([*tiny_args, "--dtype", "auto"], run, "--max-steps", "6", "--resume", "auto")
     assert "precision: bfloat16, as the run began" in capsys.readouterr().out
+
     train_quickstart(tiny_args, run, "--max-steps", "8", "--resume", "auto", "--dtype", "float32")
     assert "the run began in bfloat16 and continues in float32" in capsys.readouterr().out
     assert checkpoint.read_train_state(run)["dtype"] == "float32"
 
 
 def test_a_run_of_a_version_that_did_not_save_its_precision_keeps_what_that_version_chose(monkeypatch, tiny_args):
-    monkeypatch.setattr(device_precision, "supported_dtypes", lambda device: BOTH)
-    monkeypatch.setattr(device_precision, "bfloat16_speedup", lambda *shape: 0.5)
+    set_cpu(monkeypatch, BOTH, speedup=0.5)
     cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto")
     assert precision.agree_on_dtype(cfg, CPU, {"step": 3}).dtype == BF16
 
 
-def test_cards_of_different_kinds_agree_on_what_all_have(monkeypatch, tiny_args, capsys):
+AMPERE, TURING = [BF16, FP16, FP32], [FP16, FP32]
+
+
+@pytest.mark.parametrize("own, other, chosen", [
+    (AMPERE, TURING, FP16), (TURING, AMPERE, FP16), (AMPERE, AMPERE, BF16), (TURING, TURING, FP16),
+])  # fmt: skip
+def test_gpus_of_different_kinds_agree_on_what_all_have(monkeypatch, tiny_args, own, other, chosen):
     """A 2080 Ti beside a 3090: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
-    ampere, turing = [BF16, FP16, FP32], [FP16, FP32]
-    auto = parse_config("quickstart", *tiny_args, "--dtype", "auto")
-    for mine, other in ((ampere, turing), (turing, ampere)):
-        with monkeypatch.context() as m:
-            has(m, mine, other)
-            assert precision.agree_on_dtype(auto, CARD).dtype == FP16
-            with pytest.raises(UserError, match="not every GPU of this run has it; use --dtype float16"):
-                precision.agree_on_dtype(dataclasses.replace(auto, dtype="bfloat16"), CARD)
-    with monkeypatch.context() as m:
-        has(m, ampere, ampere)
-        assert precision.agree_on_dtype(auto, CARD).dtype == BF16
-    assert "which every GPU of this run has" in capsys.readouterr().out
+    rt = set_gpus(monkeypatch, own, other)
+    cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto")
+    assert precision.agree_on_dtype(cfg, rt).dtype == chosen
+
+
+def test_the_reason_for_a_precision_is_printed(monkeypatch, tiny_args, capsys):
+    cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto")
+    precision.agree_on_dtype(cfg, set_gpus(monkeypatch, AMPERE, TURING))
+    assert "precision: float16, which every GPU of this run has" in capsys.readouterr().out
+    precision.agree_on_dtype(cfg, set_gpus(monkeypatch, AMPERE, AMPERE))
+    assert "precision: bfloat16, which this GPU multiplies fastest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own, other", [(AMPERE, TURING), (TURING, AMPERE)])
+def test_a_precision_that_a_gpu_lacks_is_refused(monkeypatch, tiny_args, own, other):
+    rt = set_gpus(monkeypatch, own, other)
+    cfg = parse_config("quickstart", *tiny_args, "--dtype", "bfloat16")
+    with pytest.raises(UserError, match="not every GPU of this run has it; use --dtype float16"):
+        precision.agree_on_dtype(cfg, rt)
 
 
 def only_rank_1_lacks_bfloat16():
+    """Runs in each rank's process before the script."""
     device_precision.supported_dtypes = lambda device: [FP32] if os.environ["RANK"] == "1" else BOTH
     device_precision.bfloat16_speedup = lambda *shape: 4.0
 
 
 def test_ranks_that_report_different_capabilities_train_in_one_precision(tiny_args, tmp_path, run_ranks):
     """Real ranks: together they end with the curve of a run in the precision that both have."""
-    one = train_quickstart(tiny_args, tmp_path / "one")
-    flags = ["quickstart", *tiny_args, "--dtype", "auto", "--out-dir", tmp_path / "two"]
-    said = run_ranks(2, "train_gpt2.py", *flags, prepare=only_rank_1_lacks_bfloat16)
-    assert "precision: float32" in said
-    assert load_curve(tmp_path / "two")[11][0] == pytest.approx(load_curve(one)[11][0], rel=2e-4)
+    one_rank = train_quickstart(tiny_args, tmp_path / "one_rank")
+    flags = ["quickstart", *tiny_args, "--dtype", "auto", "--out-dir", tmp_path / "two_ranks"]
+    out = run_ranks(2, "train_gpt2.py", *flags, prepare=only_rank_1_lacks_bfloat16)
+    assert "precision: float32" in out
+    assert load_curve(tmp_path / "two_ranks")[11][0] == pytest.approx(load_curve(one_rank)[11][0], rel=2e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
-def test_bfloat16_weights_train_on_a_card_that_has_only_float16(tiny_args, tmp_path, capsys, optimizer):
-    """As record8-124m and speedrun-124m on a Turing card: after one line, with what it has; also resumed."""
+@pytest.mark.parametrize("optimizer", choices(TrainConfig, "optimizer"))
+def test_bfloat16_weights_train_on_a_gpu_that_has_only_float16(tiny_args, tmp_path, capsys, optimizer):
+    """As record8-124m and speedrun-124m on a Turing GPU: one line says what is done instead. It resumes, too."""
     flags = [*tiny_args, "--weights", "bfloat16", "--dtype", "float16", "--optimizer", optimizer]
     run = train_quickstart(flags, tmp_path / "run", "--max-steps", "3")
-    assert capsys.readouterr().out.count("here the weights stay in float32, with a float16 loss scale") == 1
+    assert capsys.readouterr().out.count("here weights stay in float32, with a float16 loss scale") == 1
+
     train_quickstart(flags, run, "--max-steps", "5", "--resume", "auto")
-    assert list(load_curve(run)) == list(range(6)) and load_curve(run)[5][1] < 6
-
-
-def out_of_memory(*args, **kwargs):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_an_evaluation_that_fails_loses_no_step_and_does_not_fail_twice(tiny_args, tmp_path, monkeypatch):
-    """Though no save was due; the run goes on without that evaluation, and to the same bits."""
-    whole, run = train_quickstart(tiny_args, tmp_path / "whole"), tmp_path / "run"
-    flags, calls = [*tiny_args, "--save-every", "100", "--val-every", "5"], []
-
-    def later(*args, real=evaluator.validate):
-        calls.append(1)
-        return out_of_memory() if len(calls) == 2 else real(*args)
-
-    monkeypatch.setattr(evaluator, "validate", later)
-    with pytest.raises(torch.OutOfMemoryError):
-        train_quickstart(flags, run)
-    assert checkpoint.complete_steps(run) == [5]
-    train_quickstart(flags, run, "--resume", "auto")
-    assert "step 5: OutOfMemoryError" in (run / "failed_evaluation").read_text()
-    assert same_bits(load_weights(run), load_weights(whole))
-    assert [step for step, (_, val, _) in load_curve(run).items() if val is not None] == [0, 10, 12]
+    assert list(load_curve(run)) == list(range(6))
+    assert load_curve(run)[5][1] < 6
 
 
 def test_samples_that_fail_do_not_end_the_run(tiny_args, tmp_path, monkeypatch, capsys):
     """Only one rank samples: if it ended, the others would wait for it."""
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setattr(sampling, "stream", out_of_memory)
     run = train_quickstart([*tiny_args, "--model.vocab-size", "50304", "--sample-every", "5"], tmp_path / "run")
     assert capsys.readouterr().out.count("no samples: OutOfMemoryError: CUDA out of memory") == 3
     assert checkpoint.latest_step(run) == 12
-
-
-def test_a_saved_step_survives_its_evaluation(tiny_args, tmp_path, monkeypatch):
-    """HellaSwag runs out of memory at a step whose checkpoint is due: it is there."""
-    row = hellaswag_eval.Example([1], [[2], [3], [4], [5]], 0)
-    monkeypatch.setattr(hellaswag_eval, "available_examples", lambda *args: [row])
-    real, calls = hellaswag_eval.evaluate, []
-
-    def later(*args, **kwargs):
-        calls.append(1)
-        return real(*args, **kwargs) if len(calls) == 1 else out_of_memory()
-
-    monkeypatch.setattr(hellaswag_eval, "evaluate", later)
-    monkeypatch.setattr(hellaswag_eval, "score", lambda *args, **kwargs: torch.zeros(1, 4))
-    with pytest.raises(torch.OutOfMemoryError):
-        train_quickstart(tiny_args, tmp_path / "run", "--hellaswag-every", "6")
-    assert checkpoint.latest_step(tmp_path / "run") == 6
