@@ -1,4 +1,8 @@
-"""Files from strangers: nothing in them runs, and nothing they say drives the terminal."""
+"""Hostile files: no code in them runs, and no text in them controls the terminal.
+
+Every kind of file that a user can pass comes here with a pickled Bomb in it, which would make a folder if it ran. The
+same scripts that users run must refuse it, or never look at it.
+"""
 
 import json
 import os
@@ -6,7 +10,6 @@ import pickle
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,10 +28,10 @@ from system import cli
 from system.cli import UserError
 from tokens import shards, tokenizer
 from training import checkpoint, convert
-from training.evaluator import Evals
+from training.evaluator import Evaluator
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.step import Step
+from training.step import TrainStep
 
 
 class Bomb:
@@ -43,7 +46,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path):
-    """A Bomb that is shown to work, and must not have gone off when the test ends."""
+    """A Bomb that is shown to work. The test fails at its end if the bomb has gone off."""
     mark = tmp_path / "it ran"
     pickle.loads(pickle.dumps(Bomb(mark)))
     mark.rmdir()
@@ -52,12 +55,12 @@ def bomb(tmp_path):
 
 
 @pytest.fixture
-def call(monkeypatch):
-    """call(infer, "x.pt", "Hi"): the script's main in this process."""
+def run_main(monkeypatch):
+    """run_main(infer, "x.pt", "Hi"): the script's main in this process."""
 
     def run(script, *args):
         monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, args)])
-        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)  # pytest's has none
         script.main()
 
     return run
@@ -66,56 +69,69 @@ def call(monkeypatch):
 # ------------------------------------------------------------------------- pickled code, in every file a user can pass
 
 
-@pytest.mark.parametrize("name", fuzz.READERS)
-def test_a_pickle_in_place_of_any_file(bomb, tmp_path, name):
-    reader, folder = fuzz.READERS[name], tmp_path / "good"
+@pytest.mark.parametrize("name", fuzz.CASES)
+def test_a_pickle_in_place_of_any_file_is_not_run(bomb, tmp_path, name):
+    case, folder = fuzz.CASES[name], tmp_path / "good"
     folder.mkdir()
-    reader.make(folder)
-    for protocol in (2, 5):
-        (folder / reader.file).write_bytes(pickle.dumps(bomb, protocol))
+    case.make(folder)
+    for protocol in (2, 5):  # torch's files have 2, Python's own default is newer
+        (folder / case.file).write_bytes(pickle.dumps(bomb, protocol))
+
         try:
-            reader.read(folder)
+            case.read(folder)  # a text file of pickled bytes may well be read, as text
         except UserError as e:
-            assert len(str(e)) < 2000
+            assert len(str(e)) < fuzz.MAX_MESSAGE
 
 
 @pytest.mark.parametrize("where", ["config", "model", "weight", "step", "format"])
-def test_a_pickle_inside_a_checkpoint(bomb, call, tiny_args, tmp_path, where):
-    saved = checkpoint.model_file(GPT(fuzz.SMALL), 1)
-    saved |= {"weight": {"model": {**saved["model"], "transformer.wte.weight": bomb}}}.get(where, {where: bomb})
-    path = tmp_path / "run" / "model_00001.pt"
-    path.parent.mkdir()
-    torch.save(saved, path)
-    torch.save({"format": 1, "step": 1, "config": bomb}, path.with_name("optim_00001.pt"))
-    rows = tmp_path / "rows.jsonl"
+def test_a_pickle_inside_a_checkpoint_is_refused_by_every_script(bomb, run_main, tiny_args, tmp_path, where):
+    # a good checkpoint, with the bomb in one place
+    content = checkpoint.model_file(GPT(fuzz.SMALL), 1)
+    if where == "weight":
+        content["model"] = {**content["model"], "transformer.wte.weight": bomb}
+    else:
+        content[where] = bomb
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    path = run_dir / "model_00001.pt"
+    torch.save(content, path)
+    torch.save({"format": 1, "step": 1, "config": bomb}, run_dir / "optim_00001.pt")
     fuzz.make_rows(tmp_path)
-    for args in (
+
+    commands = [
         (infer, path, "Hi"),
-        (infer, path.parent, "Hi"),
-        (hellaswag, "--model", path, "--data", rows),
+        (infer, run_dir, "Hi"),
+        (hellaswag, "--model", path, "--data", tmp_path / "rows.jsonl"),
         (hub, "export", path, tmp_path / "hf"),
         (hub, "push-model", path, "tester/model"),
         (hub, "import", path, tmp_path / "out"),
         (train_gpt2, "quickstart", *tiny_args, "--out-dir", tmp_path / "new", "--init-from", path),
-        (train_gpt2, "quickstart", *tiny_args, "--out-dir", path.parent, "--resume", "auto"),
+        (train_gpt2, "quickstart", *tiny_args, "--out-dir", run_dir, "--resume", "auto"),
         (train_gpt2, "--resume", path),
-    ):
+    ]
+    for command in commands:
         with pytest.raises(UserError, match=r"pickled objects, which are never run|nothing in it was run"):
-            call(*args)
+            run_main(*command)
+
     assert not (tmp_path / "hf").exists() and not (tmp_path / "out").exists()
 
 
-def test_a_pickle_inside_shards(bomb, call, tiny_args, tiny_data):
+def test_a_pickle_inside_shards_is_refused(bomb, run_main, tiny_args, tiny_data):
+    # numpy pickles the elements of an array of objects
     np.save(tiny_data / "tiny_train_000001.npy", np.array([bomb] * 9, dtype=object), allow_pickle=True)
+
     with pytest.raises(UserError, match=r"tiny_train_000001\.npy is not a usable shard.*object"):
-        call(train_gpt2, "quickstart", *tiny_args, "--out-dir", tiny_data / "run")
+        run_main(train_gpt2, "quickstart", *tiny_args, "--out-dir", tiny_data / "run")
     with pytest.raises(UserError, match="object"):
-        call(fineweb, "--verify", tiny_data)
+        run_main(fineweb, "--verify", tiny_data)
 
 
-@pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
-def test_a_hugging_face_folder_with_code(bomb, call, tiny_args, tmp_path, weights):
-    """Its modules are never imported, whatever auto_map and trust_remote_code say; its pickles are refused."""
+# ------------------------------------------------------------------------- Hugging Face folders
+
+
+@pytest.fixture
+def hf_folder_with_code(bomb, tmp_path):
+    """A folder with sound weights, modules that its config.json names for import, and a pickled tokenizer."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     fuzz.make_hf(folder)
@@ -125,92 +141,135 @@ def test_a_hugging_face_folder_with_code(bomb, call, tiny_args, tmp_path, weight
     for name in ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "__init__.py", "conftest.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")
     (folder / "tokenizer.pkl").write_bytes(pickle.dumps(bomb))
-    if weights == "model.safetensors":  # sound weights: they are read, and nothing else
-        assert convert.load_hf(folder).config == fuzz.SMALL
-        return
+    return folder
+
+
+def test_modules_beside_the_weights_are_never_imported(hf_folder_with_code):
+    """Whatever auto_map and trust_remote_code say: the weights are read, and nothing else."""
+    assert convert.load_hf(hf_folder_with_code).config == fuzz.SMALL
+
+
+def test_a_pickle_among_hugging_face_weights_is_refused(bomb, run_main, tiny_args, tmp_path, hf_folder_with_code):
+    folder = hf_folder_with_code
     (folder / "model.safetensors").unlink()
-    torch.save({"transformer.wte.weight": torch.ones(64, 16), "x": bomb}, folder / weights)
-    for args in (
+    torch.save({"transformer.wte.weight": torch.ones(64, 16), "x": bomb}, folder / "pytorch_model.bin")
+    fuzz.make_rows(tmp_path)
+
+    commands = [
         (infer, folder, "Hi"),
         (hellaswag, "--model", folder, "--data", tmp_path / "rows.jsonl"),
         (train_gpt2, "quickstart", *tiny_args, "--out-dir", tmp_path / "new", "--init-from", folder),
-    ):
-        fuzz.make_rows(tmp_path)
+    ]
+    for command in commands:
         with pytest.raises(UserError, match=r"cannot read the weights in .*theirs"):
-            call(*args)
+            run_main(*command)
 
 
 def test_a_config_names_no_code_to_transformers(tmp_path, monkeypatch):
-    """What a config.json may name (attention from a repository of the Hub, other weights) never reaches it."""
+    """What a config.json may name, such as attention from a repository of the Hub, never reaches transformers."""
     import transformers
 
-    model, seen = transformers.GPT2LMHeadModel, []
-    read = model.from_pretrained
-    monkeypatch.setattr(model, "from_pretrained", lambda *a, **k: seen.append(k) or read(*a, **k))
+    # record what transformers is given
+    hf_class, calls = transformers.GPT2LMHeadModel, []
+    real_from_pretrained = hf_class.from_pretrained
+
+    def record(*args, **kwargs):
+        calls.append(kwargs)
+        return real_from_pretrained(*args, **kwargs)
+
+    monkeypatch.setattr(hf_class, "from_pretrained", record)
     fuzz.make_hf(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel", "transformers_weights": "x"}
     config |= {"quantization_config": {"quant_method": "evil"}, "custom_generate": "evil/generate"}
     (tmp_path / "config.json").write_text(json.dumps(config))
+
     assert convert.load_hf(tmp_path).config == fuzz.SMALL
-    assert "evil" not in json.dumps(seen[0]["config"].to_dict()) and seen[0]["config"]._attn_implementation == "eager"
+
+    given = calls[0]["config"]
+    assert "evil" not in json.dumps(given.to_dict()) and given._attn_implementation == "eager"
 
 
-def test_a_run_folder_pulled_from_the_hub(bomb, run_script, tmp_path):
-    """Code is not even fetched; a checkpoint with code in it is fetched and refused; odd names are taken as names."""
+# ------------------------------------------------------------------------- repositories of the Hub
+
+
+def test_a_pull_fetches_no_code_and_what_it_fetches_is_refused(bomb, run_script, tmp_path):
+    remote = tmp_path / "hub/models/evil/model"
+    remote.mkdir(parents=True)
+    torch.save({"format": 1, "model": bomb, "config": {}}, remote / "model_00001.pt")
+    for name in ("modeling_x.py", "x.pkl", ".bashrc", "sub/model_00002.pt", "a b.json"):
+        (remote / name).parent.mkdir(exist_ok=True)
+        (remote / name).write_bytes(pickle.dumps(bomb))
+
     with hub_server.start(tmp_path / "hub") as server:
-        remote = tmp_path / "hub/models/evil/model"
-        remote.mkdir(parents=True)
-        torch.save({"format": 1, "model": bomb, "config": {}}, remote / "model_00001.pt")
-        for name in ("modeling_x.py", "x.pkl", ".bashrc", "sub/model_00002.pt", "a b.json"):
-            (remote / name).parent.mkdir(exist_ok=True)
-            (remote / name).write_bytes(pickle.dumps(bomb))
         run_script("hub.py", "pull-model", "evil/model", tmp_path / "out", env=server.env())
-        assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lock", "model_00001.pt"]
-        with pytest.raises(UserError, match="never run"):
-            open_model(tmp_path / "out")
-        remote = tmp_path / "hub/datasets/evil/tokens"  # names that are patterns to whoever does not look
-        remote.mkdir(parents=True)
-        names = ["[ab]_train_000001.npy", "a_val_000000.npy"]
-        for name in names:
-            shards.write_shard(remote / name, np.arange(50))
-        (remote / "x_train_000009.npy\x9b2J.npy").write_bytes(b"")
-        fault = hub_server.Fault("status", "/api/datasets", code=400, message="\x1b[2Jno\x9b31m \x07")
+
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lock", "model_00001.pt"]
+    with pytest.raises(UserError, match="never run"):
+        open_model(tmp_path / "out")
+
+
+def test_names_of_remote_files_are_no_patterns_and_control_no_terminal(run_script, tmp_path):
+    remote = tmp_path / "hub/datasets/evil/tokens"
+    remote.mkdir(parents=True)
+    names = ["[ab]_train_000001.npy", "a_val_000000.npy"]  # the first, as a pattern, would match others
+    for name in names:
+        shards.write_shard(remote / name, np.arange(50))
+    (remote / "x_train_000009.npy\x9b2J.npy").write_bytes(b"")
+
+    with hub_server.start(tmp_path / "hub") as server:
         run_script("hub.py", "pull-data", "evil/tokens", tmp_path / "data", env=server.env())
         assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".lock", *names]
+
+        # an error message of the Hub with control codes in it
+        fault = hub_server.Fault("status", "/api/datasets", code=400, message="\x1b[2Jno\x9b31m \x07")
         server.faults.append(fault)
         done = run_script("hub.py", "pull-data", "evil/tokens", tmp_path / "more", env=server.env(), check=False)
-        assert done.returncode == 1 and cli.printable(done.stdout + done.stderr) == done.stdout + done.stderr
+        assert done.returncode == 1
+        assert_printable(done.stdout + done.stderr)
 
 
 # ------------------------------------------------------------------------- the terminal
 
-CODES = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\x7f"
+CODES = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\x7f"  # clear the screen, set the title, ring, change the color, delete
 
 
-def test_nothing_drives_the_terminal(call, run_script, tmp_path, capsys):
-    """Names of files, presets, errors; prompts and samples in test_infer.py and here."""
+def assert_printable(text: str) -> None:
+    """There is nothing in the text that a terminal obeys."""
+    assert cli.printable(text) == text
+
+
+def test_names_of_files_and_presets_control_no_terminal(run_main, run_script, tmp_path, capsys):
+    """Prompts and samples: below and in test_infer.py."""
+    # folders whose names are control codes: a run, an export, token shards
     fuzz.make_run(tmp_path)
-    odd = tmp_path / f"run{CODES}"
-    odd.mkdir()
+    run_dir = tmp_path / f"run{CODES}"
+    run_dir.mkdir()
     for path in tmp_path.glob("*.*"):
-        path.rename(odd / path.name)
-    with warnings.catch_warnings(action="error"):  # matplotlib's would name a code it cannot draw, as it is
-        plots.main((odd,))
-    call(hub, "export", odd / "model_00007.pt", tmp_path / f"hf{CODES}")
+        path.rename(run_dir / path.name)
     text = tmp_path / f"a{CODES}.txt"
     text.write_text("some words " * 50)
-    call(fineweb, "--source", text, "--out", tmp_path / f"data{CODES}", "--shard-size", 20)
-    said = "".join(capsys.readouterr()).replace("\r", "")  # the progress bar's
-    assert "is ready" in said and cli.printable(said) == said
-    assert cli.printable(Path(tmp_path / f"data{CODES}/manifest.json").read_text()).count("\ufffd") == 0
+
+    with warnings.catch_warnings(action="error"):  # matplotlib's would print a code that it cannot draw
+        plots.main((run_dir,))
+    run_main(hub, "export", run_dir / "model_00007.pt", tmp_path / f"hf{CODES}")
+    run_main(fineweb, "--source", text, "--out", tmp_path / f"data{CODES}", "--shard-size", 20)
+
+    output = "".join(capsys.readouterr()).replace("\r", "")  # the progress bar's
+    assert "is ready" in output
+    assert_printable(output)
+    manifest = (tmp_path / f"data{CODES}/manifest.json").read_text()
+    assert "\ufffd" not in cli.printable(manifest)
+
+    # errors about such names
     for args in (["infer.py", f"{CODES}.pt", "Hi"], ["train_gpt2.py", f"preset{CODES}"]):
         done = run_script(*args, check=False)
-        assert done.returncode == 1 and cli.printable(done.stderr) == done.stderr
+        assert done.returncode == 1
+        assert_printable(done.stderr)
 
 
-def test_samples_of_a_run_drive_no_terminal():
-    """A model that only ever says ESC [ 2 J."""
+def test_samples_of_a_run_control_no_terminal():
+    # a model that only ever writes the characters of ESC [ 2 J: its head gives these tokens alone a high logit
     ids = [tokenizer.encoding().encode_ordinary(c)[0] for c in "\x1b[2J\x9b"]
     config = GPTConfig(block_size=16, vocab_size=50304, n_layer=1, n_head=2, n_embd=16, tied_head=False)
     model = GPT(config).eval()
@@ -220,5 +279,8 @@ def test_samples_of_a_run_drive_no_terminal():
         model.transformer.ln_f.weight.zero_()
         model.lm_head.weight[ids] = 9.0
     cfg = replace(PRESETS["quickstart"], compile=False, hellaswag_every=0, sequence_length=16)
-    said = Evals(Step(cfg, CPU, model), None, None).samples(lambda: False)
-    assert "\ufffd" in said and cli.printable(said) == said
+
+    samples = Evaluator(TrainStep(cfg, CPU, model), None, None).sample_text(lambda: False)
+
+    assert "\ufffd" in samples  # what stands for a control code
+    assert_printable(samples)
