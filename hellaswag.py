@@ -28,7 +28,8 @@ from training.hellaswag_eval import DEFAULT_PATH, Example, evaluate, render
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["evaluate", "render"]  # other programs call them as hellaswag.evaluate and hellaswag.render
+# Other programs call these as hellaswag.evaluate and hellaswag.render.
+__all__ = ["evaluate", "render"]
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 VAL_ROWS = 10_042
@@ -56,6 +57,8 @@ def download(path: Path, url: str) -> None:
     from http.client import HTTPException
 
     fix = f"check the network and run the same command again, or save it as {path}"
+
+    # A broken connection, a bad URL and an error of the server all become one message.
     try:
         with urllib.request.urlopen(url, timeout=20) as response:
             content = response.read()
@@ -66,6 +69,7 @@ def download(path: Path, url: str) -> None:
     row_count = content.count(b"\n")
     require(row_count == VAL_ROWS, f"{url} returned {row_count} rows, not HellaSwag's {VAL_ROWS}; {fix}")
 
+    # The file appears under its name only when it is complete.
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as f:
         f.write(content)
@@ -76,6 +80,7 @@ def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor)
     behind them, summed and per token, in nats."""
     with atomic_write(path) as f:
         for index, (example, summed) in enumerate(zip(examples, losses.tolist(), strict=True)):
+            # Divided in Python, in double precision.
             per_token = [loss / len(ending) for loss, ending in zip(summed, example.endings, strict=True)]
             line = {
                 "index": index,
@@ -108,8 +113,10 @@ def main() -> None:
     examples = hellaswag_eval.load_examples(args.data, args.limit)
     with distributed.session(args.device, args.dtype) as rt:
         model = open_model(args.model).to(rt.device)
-        start = time.perf_counter()
+
+        # The time is that of scoring alone, without imports, loading and tokenizing.
         show_progress = rt.is_main and sys.stderr.isatty()
+        start = time.perf_counter()
         losses = hellaswag_eval.score(model, examples, rt.device, rt, progress=show_progress)
         seconds = time.perf_counter() - start
 

@@ -82,6 +82,7 @@ def check_args(args: Args) -> None:
 
 def read_prompt(args: Args) -> str:
     """The prompt from the command line, the file or standard input. Raises UserError if it cannot be read."""
+    # Exactly one source: the file, standard input or the command line.
     require(not (args.file and args.prompt), f"give either a prompt or --file {args.file}, not both")
     try:
         if args.file:
@@ -95,6 +96,7 @@ def read_prompt(args: Args) -> str:
 
 def encode_prompt(text: str, allow_special: bool) -> list[int]:
     """Token ids of a prompt. An empty prompt becomes the token that starts a document."""
+    # With disallowed_special empty, the text <|endoftext|> is encoded as plain text unless `special` has it.
     special = {"<|endoftext|>"} if allow_special else set()
     ids = tokenizer.encoding().encode(text, allowed_special=special, disallowed_special=())
     return ids or [tokenizer.EOT]
@@ -106,6 +108,8 @@ def stop_at_end_of_text(batches: Iterator[torch.Tensor], stop: bool) -> Iterator
     ended: set[int] = set()
     for batch in batches:
         ids = batch.tolist()
+
+        # Which samples end here? A sample that has ended stays so, whatever is still generated for it.
         for sample, token in enumerate(ids):
             if stop and token == tokenizer.EOT:
                 ended.add(sample)
@@ -117,6 +121,7 @@ def stop_at_end_of_text(batches: Iterator[torch.Tensor], stop: bool) -> Iterator
 def write_stream(prompt: str, ids: Iterator[int]) -> None:
     """Print a prompt, then its continuation as it is generated. A character of several bytes may be split across
     tokens: it appears when its last byte is there."""
+    # An incremental decoder keeps the bytes of an incomplete character until the rest arrives.
     encoding = tokenizer.encoding()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     print(printable(prompt), end="", flush=True)
@@ -138,6 +143,7 @@ def write_samples(prompt: str, steps: Iterator[Sequence[int | None]], num_sample
             if token is not None:
                 sample.append(token)
 
+    # JSON escapes control codes by itself; text for a terminal must be made printable.
     for number, sample in enumerate(samples, 1):
         text = tokenizer.encoding().decode(sample)
         if as_json:
@@ -155,9 +161,13 @@ def can_pack_weights(dtype: torch.dtype) -> bool:
 
     if not torch.backends.mkldnn.is_available():
         return False
+
+    # bfloat16 needs AVX-512 on x86.
     if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # needs AVX-512 on x86
-    return dtype == torch.float32 and platform.machine() == "x86_64"  # float32 was not tried on Arm
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    # float32 was not tried on Arm.
+    return dtype == torch.float32 and platform.machine() == "x86_64"
 
 
 def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -216,6 +226,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     model = model.to(device, dtype)
     if device.type == "cpu":
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
+            # From now on the layer multiplies by the packed copy.
             layer.forward = partial(pack_linear_weight(layer.weight.detach()), bias=layer.bias)
             # Free the unpacked weight. The head keeps it: it may be the embedding's, and tells new_cache the precision.
             if layer is not model.lm_head:
@@ -259,9 +270,11 @@ def main() -> None:
     print(f"infer.py: {device_name(device)}, {dtype_name(dtype)}", file=sys.stderr, flush=True)
     model = prepare(model, device, dtype)
 
-    # Generate lazily: `steps` yields the ids of all samples for one time step after the other.
+    # The same seed gives the same samples: nothing else draws from this generator.
     generator = torch.Generator(device).manual_seed(args.seed)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, generator)
+
+    # Generate lazily: `steps` yields the ids of all samples for one time step after the other.
     idx = torch.tensor([prompt_ids], device=device)  # (1, T)
     batches = stream(model, idx, args.max_new_tokens, sampler, args.num_samples)
     steps = stop_at_end_of_text(batches, args.stop_at_eot)
@@ -269,6 +282,8 @@ def main() -> None:
     # Write. A terminal that is not UTF-8, or a prompt of broken Unicode, shows ? instead of failing.
     sys.stdout.reconfigure(errors="replace")
     prompt = prompt.encode(errors="replace").decode()
+
+    # One sample appears as it is generated; several would be interleaved, so they are printed at the end.
     if args.num_samples == 1 and not args.json:
         write_stream(prompt, (ids[0] for ids in steps))
     else:

@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 NUM_ENDINGS = 4
-LENGTH_MULTIPLE = 8  # row lengths are rounded up to this: few shapes, little padding
+
+# Row lengths are rounded up to a multiple of this: few different shapes, which saves a GPU planning, and little
+# padding.
+LENGTH_MULTIPLE = 8
 
 # The parts of a row; the endings are 1 to NUM_ENDINGS.
 CONTEXT = 0
@@ -86,10 +89,12 @@ def check_row(row: object, where: str) -> None:
     """Raise UserError, which names the place `where` and the field, unless `row` has what `render` needs."""
     require(isinstance(row, dict), f"{where}: the row is not a JSON object")
 
+    # An empty context has no last token, which is what predicts the first token of each ending.
     context = row.get("ctx")
     has_context = isinstance(context, str) and context.strip()
     require(has_context, f"{where}: field 'ctx' is missing or not text")
 
+    # An empty ending has no loss per token.
     endings = row.get("endings")
     are_texts = isinstance(endings, list) and all(isinstance(e, str) and e.strip() for e in endings)
     require(are_texts and len(endings) == NUM_ENDINGS, f"{where}: field 'endings' is missing or not four texts")
@@ -111,12 +116,14 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Examp
     if limit:
         numbered_lines = numbered_lines[:limit]
 
+    # Check and tokenize each row.
     examples = []
     for number, line in numbered_lines:
         where = f"{path} line {number}"
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8
+        # Broken JSON and bytes that are not UTF-8 are ValueErrors; very deep nesting is a RecursionError.
+        except (ValueError, RecursionError) as e:
             fix = f"fix it, or remove the file and run: {download_command}"
             raise UserError(f"{where} is not JSON ({e}); {fix}") from None
         check_row(row, where)
@@ -127,6 +134,7 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Examp
 
 def require_readable(examples: list[Example], config: GPTConfig) -> None:
     """Raise UserError unless a model of this shape can read the examples."""
+    # The examples are in GPT-2's tokens, of which the end of text is the last.
     require(config.vocab_size > tokenizer.EOT, f"the model has {config.vocab_size} tokens, fewer than GPT-2's")
 
     # A long context can be cut, but an ending must be read as a whole.
@@ -138,9 +146,12 @@ def available_examples(data: str, config: GPTConfig) -> list[Example]:
     """The examples for a training run, from the file `data` or, if that is "", from the default place. If nothing is
     there, or a model of this shape cannot read them, print the reason and return []: the run trains without HellaSwag.
     Raises UserError if `data` is given but cannot be loaded."""
+    # Nobody asked for a file, and nobody has downloaded the rows.
     if not data and not DEFAULT_PATH.exists():
         print0(f"HellaSwag is off: no {DEFAULT_PATH}; download it with: python hellaswag.py")
         return []
+
+    # A model of bytes or of a very short context trains as well; it only cannot read these rows.
     examples = load_examples(data or DEFAULT_PATH)
     try:
         require_readable(examples, config)
@@ -182,13 +193,16 @@ def plan_batches(examples: list[Example], block_size: int, max_positions: int) -
         longest = max(len(ending) for ending in example.endings)
         context = example.context[-(block_size + 1 - longest) :]
 
+        # The context is stored once, each ending without its last token.
         positions = len(context) + sum(len(ending) - 1 for ending in example.endings)
         length = math.ceil(positions / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         trees.append(PrefixTree(length, index, context))
 
-    # Longest first: each batch is as long as its first tree, and if the first batch fits in memory, all do.
+    # Longest first: neighbours have about the same length, and if the first batch fits in memory, all do.
     trees.sort(key=lambda tree: (tree.length, tree.index), reverse=True)
     batches = []
+
+    # All rows of a batch are as long as its first, so the first tells how many fit.
     start = 0
     while start < len(trees):
         size = max(1, max_positions // trees[start].length)
@@ -246,9 +260,13 @@ def tree_mask(parts: torch.Tensor) -> torch.Tensor:
     """The attention mask (N, 1, T, T) of prefix trees, true where query i sees key j, from their parts (N, T)."""
     query_part = parts[:, None, :, None]  # (N, 1, T, 1)
     key_part = parts[:, None, None, :]  # (N, 1, 1, T)
-    is_context = key_part == CONTEXT
-    is_own_part = key_part == query_part  # padding sees itself, so that no softmax is over nothing
-    return (is_context | is_own_part).tril()  # and only what comes earlier
+
+    # Every token sees the context and its own ending. Padding sees itself, so that no softmax is over nothing.
+    is_context = key_part == CONTEXT  # (N, 1, 1, T)
+    is_own_part = key_part == query_part  # (N, 1, T, T)
+
+    # Causal: of those, only what stands at or before the query.
+    return (is_context | is_own_part).tril()
 
 
 # ------------------------------------------------------------------------- scores
@@ -273,6 +291,7 @@ def score(
 
     from system.distributed import Runtime
 
+    # Fail before the first batch, not at the example that does not fit.
     require_readable(examples, model.config)
     if rt is None:
         rt = Runtime(device, torch.float32)
@@ -285,6 +304,7 @@ def score(
         max_positions = 512
         logits_at_once = 128
 
+    # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
     batches = plan_batches(examples, model.config.block_size, max_positions)
     losses = torch.zeros(len(examples), NUM_ENDINGS)
     with torch.no_grad(), rt.autocast():
@@ -296,6 +316,8 @@ def score(
                 trees = batches[number]
                 indices = [tree.index for tree in trees]
                 losses[indices] = batch_losses(model, make_batch(trees, examples), device, logits_at_once)
+
+    # A last chance to stop before the ranks wait for each other.
     check()
 
     # An example's losses are zero on all ranks but one, so the sum is exact.
@@ -341,9 +363,13 @@ def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float 
 
     n = len(examples)
     labels = torch.tensor([example.label for example in examples])
+
+    # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)
     acc = (losses.argmin(1) == labels).sum().item() / n
     acc_norm = (normalize(losses, examples).argmin(1) == labels).sum().item() / n
-    stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))  # of a mean of n answers, each right or wrong
+
+    # The standard error of the mean of n answers, each of which is right or wrong.
+    stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))
     return {"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": n}
 
 

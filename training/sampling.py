@@ -37,6 +37,8 @@ class Sampler:
         """Ids (B,) drawn from logits (B, V)."""
         # Ids that only pad the vocabulary to a round size are never drawn. (B, V) -> (B, VOCAB_SIZE)
         logits = logits[:, :VOCAB_SIZE].float()
+
+        # Temperature 0: greedy.
         if self.temperature == 0:
             return logits.argmax(dim=-1)
 
@@ -44,6 +46,8 @@ class Sampler:
         vocabulary = logits.size(-1)
         k = min(self.top_k, vocabulary) if self.top_k else vocabulary
         logits, ids = logits.topk(k)
+
+        # Low temperatures sharpen the distribution, high ones flatten it. (B, k)
         probs = F.softmax(logits / self.temperature, dim=-1)
 
         # Keep an id while the ids before it total less than top_p, so that at least one id is always kept.
@@ -70,7 +74,8 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
     max_len = math.ceil((T + max_new_tokens) / 16) * 16
     cache = model.new_cache(B, min(max_len, block_size))
 
-    unread = idx  # (B, n): the ids that the cache does not hold yet
+    # The ids that the cache does not hold yet: first the prompt, then each new id. (B, n)
+    unread = idx
     for step in range(max_new_tokens):
         # The context is full: empty the cache and read the newer half of the text again.
         if cache.length == block_size:
@@ -89,7 +94,8 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
             cache.k = cache.k.repeat_interleave(num_samples, dim=1)  # (n_layer, B, nh, max_len, hs)
             cache.v = cache.v.repeat_interleave(num_samples, dim=1)
 
-        new_ids = sampler.draw(logits)  # (B * num_samples,)
+        # Append the new ids to the text, and read them next. (B * num_samples,) -> (B * num_samples, 1)
+        new_ids = sampler.draw(logits)
         unread = new_ids[:, None]
         idx = torch.cat((idx, unread), dim=1)
         yield new_ids
