@@ -4,19 +4,22 @@ train.sh itself is the real one. The trainer, the Hub, torchrun and the tools of
 where the words of `plan` are explained: what each start of the trainer does.
 """
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
 
+import processes
 import pytest
 from faults import hub_server
-from helpers import ROOT
+from helpers import ROOT, train_quickstart
 from pod import Pod, alive
 
 from training import checkpoint
 from training.config import TrainConfig
+from training.stop import StopRequest
 
 has_util_linux = shutil.which("setsid") and shutil.which("flock")
 pytestmark = pytest.mark.skipif(not has_util_linux, reason="needs util-linux")
@@ -275,6 +278,58 @@ def test_killed_torchrun_leaves_no_rank_behind(pod):
 
     assert not any(map(alive, ranks)) and "processes it left" in log and "training finished" in log
     assert pod.starts() == ["--resume auto"] * 2
+
+
+# ------------------------------------------------------------------------- the status file of the real trainer
+
+
+@pytest.fixture
+def read_status(tmp_path, monkeypatch):
+    """A function that returns (status, reason) of the trainer's last run; the trainer is asked to write them."""
+    path = tmp_path / "status.json"
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(path))
+
+    def read():
+        status = json.loads(path.read_text())
+        assert status.keys() == {"status", "reason"}
+        return status["status"], status["reason"]
+
+    return read
+
+
+def test_the_trainer_reports_the_end_of_a_run(read_status, tiny_args, tmp_path):
+    train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "2")
+    assert read_status() == ("finished", "")
+
+    # there is nothing left to do
+    (tmp_path / "status.json").unlink()
+    train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "2", "--resume", "auto")
+    assert read_status() == ("finished", "")
+
+
+def test_the_trainer_reports_why_it_was_stopped(read_status, tiny_args, tmp_path):
+    """cloud/slurm.sbatch looks for these reasons."""
+    train_quickstart(tiny_args, tmp_path / "limit", stop=StopRequest("0s"))
+    assert read_status() == ("stopped", "the time limit")
+
+    stop = StopRequest()
+    stop.signal = "SIGTERM"
+    train_quickstart(tiny_args, tmp_path / "signal", stop=stop)
+    assert read_status() == ("stopped", "signal SIGTERM")
+
+
+def test_the_trainer_tells_errors_of_the_user_from_those_that_may_pass(read_status, tiny_args, tmp_path, run_in_fork):
+    train = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
+
+    run_in_fork(*train, "--max-lr", "-1", check=False)
+    status, reason = read_status()
+    assert status == "user_error" and "-1" in reason
+
+    # its output goes to a disk that is full
+    (tmp_path / "status.json").unlink()
+    done = processes.start(*train, log=tmp_path / "output", out="/dev/full").wait()
+    status, reason = read_status()
+    assert done.exit_code == 1 and status == "system_error" and "No space left" in reason
 
 
 # ------------------------------------------------------------------------- publish, and remove the machine
