@@ -73,7 +73,7 @@ def main() -> None:
     choices = {"torch's choice": list(KERNELS.values())}
     choices |= {name: [kernel] for name, kernel in KERNELS.items()}
     with distributed.session(args.device, args.dtype) as rt:
-        print(f"{turns.where(rt)}, B={args.batch}, T={args.sequence_length}, {args.width} channels")
+        print(f"{turns.describe_machine(rt)}, B={args.batch}, T={args.sequence_length}, {args.width} channels")
         print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
         for hs in HEAD_SIZES:
             forward, forward_and_backward = make_attention(args, hs, rt)
@@ -83,7 +83,9 @@ def main() -> None:
                 try:
                     with sdpa_kernel(allowed):
                         error = (forward() - exact).abs().max().item()
-                        times = [turns.seconds(forward_and_backward, rt) for _ in range(WARMUP_ROUNDS + args.rounds)]
+                        times = [
+                            turns.measure_seconds(forward_and_backward, rt) for _ in range(WARMUP_ROUNDS + args.rounds)
+                        ]
                 except RuntimeError:  # torch has no such kernel for this device
                     print(f"| {hs} | {name} | unavailable | |")
                     continue

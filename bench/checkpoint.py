@@ -53,7 +53,7 @@ def main() -> None:
     times: dict[str, list[float]] = {}
 
     def measure(name: str, work: Callable[[], object]) -> None:
-        times.setdefault(name, []).append(turns.seconds(work, rt))
+        times.setdefault(name, []).append(turns.measure_seconds(work, rt))
 
     with distributed.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
         train_step = build_train_step(args, rt)
@@ -103,7 +103,7 @@ def main() -> None:
 
     # A table of the medians.
     medians = {name: median(values) for name, values in times.items()}
-    print(f"{args.preset} on {turns.where(rt)}: {gb:.2f} GB per checkpoint")
+    print(f"{args.preset} on {turns.describe_machine(rt)}: {gb:.2f} GB per checkpoint")
     print("| what | seconds | of a synchronous save | all rounds |\n|---|---|---|---|")
     for name, seconds in medians.items():
         share = seconds / medians["synchronous save"]

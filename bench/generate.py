@@ -113,8 +113,8 @@ def measure_one_way(args: Args) -> None:
     with distributed.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
         generate = make_generator(args, rt, Path(folder))
         generate(args.new_tokens if rt.device.type == "cuda" else 4)  # warms up; the static cache is compiled
-        seconds = turns.seconds(lambda: generate(args.new_tokens), rt)
-        print(json.dumps({"ms": 1e3 * seconds, "where": turns.where(rt)}))
+        seconds = turns.measure_seconds(lambda: generate(args.new_tokens), rt)
+        print(json.dumps({"ms": 1e3 * seconds, "where": turns.describe_machine(rt)}))
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
     # Without this, the recompute loop would pay for cuDNN's planning of each new length.
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     ways = args.only or tuple(way for way in WAYS if way != "static cache" or torch.cuda.is_available())
-    runs_by_way = turns.in_turns("bench.generate", ways, args.rounds)
+    runs_by_way = turns.measure_in_turns("bench.generate", ways, args.rounds)
 
     # The first way is the measure of the others.
     first_runs = next(iter(runs_by_way.values()))

@@ -115,7 +115,7 @@ def child(args: Args) -> None:
             losses.append(loss.detach())
 
         # The first calls compile and warm up the caches.
-        times_ms = [1e3 * turns.seconds(forward_and_backward, rt) for _ in range(WARMUP_CALLS + args.repeats)]
+        times_ms = [1e3 * turns.measure_seconds(forward_and_backward, rt) for _ in range(WARMUP_CALLS + args.repeats)]
         times_ms = times_ms[WARMUP_CALLS:]
         result = {
             "times": times_ms,
@@ -123,7 +123,7 @@ def child(args: Args) -> None:
             "loss": losses[-1].item(),
             "grad": 0.0 if x.grad is None else x.grad.norm().item(),
             "gb": (machine.peak_memory(rt.device) - memory_before) / 1e9,
-            "where": turns.where(rt),
+            "where": turns.describe_machine(rt),
         }
         print(json.dumps(result))
 
@@ -134,7 +134,7 @@ def main() -> None:
         return child(args)
     has_linear_cross_entropy = hasattr(F, "linear_cross_entropy")
     ways = tuple(way for way in WAYS if has_linear_cross_entropy or not way.startswith("torch's"))
-    results = turns.in_turns("bench.head", ways, args.rounds)
+    results = turns.measure_in_turns("bench.head", ways, args.rounds)
 
     # The table: one row a way.
     first_run = next(iter(results.values()))[0]

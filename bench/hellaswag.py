@@ -88,9 +88,11 @@ def measure_one_way(args: Args) -> None:
 
         score(examples[:4])  # warms up
         results = []
-        seconds = turns.seconds(lambda: results.append(score(examples)), rt)
+        seconds = turns.measure_seconds(lambda: results.append(score(examples)), rt)
         predictions = hellaswag_eval.normalize(results[0], examples).argmin(1)
-        print(json.dumps({"ms": 1e3 * seconds, "predictions": predictions.tolist(), "where": turns.where(rt)}))
+        print(
+            json.dumps({"ms": 1e3 * seconds, "predictions": predictions.tolist(), "where": turns.describe_machine(rt)})
+        )
 
 
 def main() -> None:
@@ -102,7 +104,7 @@ def main() -> None:
     # Without this, the one-at-a-time way would pay for cuDNN's planning of each new length.
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     tokenizer.encoding()  # if it is missing, one error here instead of one from every process
-    runs_by_way = turns.in_turns("bench.hellaswag", WAYS, args.rounds)
+    runs_by_way = turns.measure_in_turns("bench.hellaswag", WAYS, args.rounds)
 
     first_run = next(iter(runs_by_way.values()))[0]
     exact = runs_by_way["hellaswag.py in float32"][0]["predictions"]

@@ -50,16 +50,16 @@ def measure(args: Args) -> None:
         data.read(data.step_sequences(step, SEQUENCES, B).reshape(-1, 2))
 
     # From nothing to the first batch: headers, a shard, the prefetch thread.
-    first_seconds = turns.seconds(lambda: next(open_loader().batches(0, SEQUENCES, B, rt)), rt)
+    first_seconds = turns.measure_seconds(lambda: next(open_loader().batches(0, SEQUENCES, B, rt)), rt)
 
     # Step by step without prefetch: the slowest one reads a new shard.
     data = open_loader()
     step_ms = []
     for step in range(args.steps):
-        step_ms.append(1e3 * turns.seconds(functools.partial(read_step, data, step), rt))
+        step_ms.append(1e3 * turns.measure_seconds(functools.partial(read_step, data, step), rt))
 
     # What resuming costs.
-    seek_seconds = turns.seconds(lambda: next(data.batches(FAR_STEP, SEQUENCES, B, rt)), rt)
+    seek_seconds = turns.measure_seconds(lambda: next(data.batches(FAR_STEP, SEQUENCES, B, rt)), rt)
 
     result = {"ms": median(step_ms), "worst": max(step_ms), "first": first_seconds, "seek": seek_seconds}
     print(json.dumps(result))
@@ -75,7 +75,7 @@ def main() -> None:
             for i in range(args.shards):
                 shards.write_shard(Path(folder) / f"random_train_{i:06d}.npy", tokens)
         data_flag = ("--data-dir", str(args.data_dir or folder))
-        results = turns.in_turns("bench.loader", ("shuffled", "in order"), args.rounds, *data_flag)
+        results = turns.measure_in_turns("bench.loader", ("shuffled", "in order"), args.rounds, *data_flag)
 
     print("| order | first batch s | step ms, median | worst (a new shard) | seek to step 1,000,007 s |")
     print("|---|---|---|---|---|")

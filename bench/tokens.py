@@ -167,7 +167,7 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return measure(args)
-    results = turns.in_turns("bench.tokens", args.only, args.rounds)
+    results = turns.measure_in_turns("bench.tokens", args.only, args.rounds)
 
     # Speed counts only if the tokens are the same.
     if "loop" in results and "fineweb.py" in results:

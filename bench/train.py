@@ -184,7 +184,7 @@ def child(args: Args) -> None:
 
         # The first step compiles; two more warm up the caches; the others are timed.
         run_step()
-        first_s = turns.since_command()
+        first_s = turns.seconds_since_command()
         for _ in range(WARMUP_STEPS + args.steps):
             loss = run_step()
         timed_parts = parts_ms[1 + WARMUP_STEPS :]
@@ -200,7 +200,7 @@ def child(args: Args) -> None:
             "first_s": first_s,
             "B": contender.micro_batch_size,
             "peak_gb": machine.peak_memory(rt.device) / 1e9,
-            "where": turns.where(rt),
+            "where": turns.describe_machine(rt),
             "tokens": cfg.total_batch_size,
             "peak_flops": cards.peak_flops(rt.device),
             "flops_per_token": flops_per_token,
@@ -244,7 +244,7 @@ def main() -> None:
     if args.child:
         return child(args)
     contenders = args.only or ("ours", "ours-eager", *(PEERS if args.peers else ()))
-    results = turns.in_turns("bench.train", contenders, args.rounds)
+    results = turns.measure_in_turns("bench.train", contenders, args.rounds)
 
     if args.profile:
         for name, runs in results.items():

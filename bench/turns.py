@@ -1,10 +1,11 @@
 """Measuring several contenders fairly: each in a process of its own, taking turns, so that a slow minute of the machine
 affects all of them.
 
-    runs = turns.in_turns("bench.head", ("plain", "ours"), rounds=2)      # {"plain": [{...}, {...}], "ours": [...]}
+    runs = turns.measure_in_turns("bench.head", ("plain", "ours"), rounds=2)
+    # {"plain": [{"ms": 12.3, ...}, {...}], "ours": [{...}, {...}]}
 
-A benchmark calls `in_turns` with its own module name. The module is started again with --child NAME, measures that one
-contender and prints a JSON object as its last line. The other functions are for the child.
+A benchmark calls `measure_in_turns` with its own module name. The module is started again with --child NAME, measures
+that one contender and prints a JSON object as its last line. The other functions are for the child.
 """
 
 import json
@@ -24,7 +25,7 @@ from system.distributed import Runtime
 from system.units import dtype_name
 
 
-def in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict[str, Any]]]:
+def measure_in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict[str, Any]]]:
     """Measure every contender once a round. Returns by name what each child printed, one dict a round.
 
     Children get this process's own arguments and, after them, `more`. What they print must have "ms", which is shown as
@@ -53,12 +54,12 @@ def in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> di
     return results
 
 
-def since_command() -> float:
+def seconds_since_command() -> float:
     """Seconds since the parent started this process."""
     return time.time() - float(os.environ["BENCH_BEGAN"])
 
 
-def seconds(work: Callable[[], object], rt: Runtime) -> float:
+def measure_seconds(work: Callable[[], object], rt: Runtime) -> float:
     """Seconds that `work` takes until the device has finished it."""
     rt.synchronize()
     start_time = time.perf_counter()
@@ -67,6 +68,6 @@ def seconds(work: Callable[[], object], rt: Runtime) -> float:
     return time.perf_counter() - start_time
 
 
-def where(rt: Runtime) -> str:
+def describe_machine(rt: Runtime) -> str:
     """The machine, the precision and torch's version, for the line above a table."""
     return f"{machine.device_name(rt.device)}, {dtype_name(rt.dtype)}, torch {torch.__version__}"
