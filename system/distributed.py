@@ -76,6 +76,9 @@ class Runtime:
 
     def all_reduce_max(self, value: int) -> int:
         """The largest `value` of all ranks. Every rank must call it."""
+        # One rank must not wait for its GPU here: evaluations ask before every batch.
+        if self.world_size == 1:
+            return value
         return int(self.all_reduce(torch.tensor(value, device=self.device), "max").item())
 
     def any_rank(self, flag: object) -> bool:
