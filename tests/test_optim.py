@@ -147,9 +147,9 @@ def test_adamw_with_state_from_the_table_makes_the_same_bits_as_torch_alone():
 def test_a_choice_that_is_named_but_not_handled_raises_when_the_step_is_built():
     """TrainConfig refuses names that are not in its Literals, so these are set behind its back."""
     for field, value, place in (
-        ("optimizer", "lion", "add a case to parameter_groups in training/optim.py"),
-        ("weights", "float8", "add a case to TrainStep in training/step.py"),
-        ("zero_stage", 2, "add a case to build_optimizers in training/optim.py"),
+        ("optimizer", "unknown", "add a case to parameter_groups in training/optim.py"),
+        ("weights", "unknown", "add a case to TrainStep in training/step.py"),
+        ("zero_stage", 9, "add a case to build_optimizers in training/optim.py"),
     ):
         cfg = with_unchecked(BASE, **{field: value})
         with pytest.raises(ValueError, match=f"{value}.*{place}"):
@@ -159,12 +159,12 @@ def test_a_choice_that_is_named_but_not_handled_raises_when_the_step_is_built():
 
 
 def test_an_optimizer_without_its_class_or_its_settings_raises_when_it_is_built(monkeypatch):
-    groups = {"lion": [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.0, "peak_lr": 1.0}]}
+    groups = {"unknown": [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.0, "peak_lr": 1.0}]}
     monkeypatch.setattr(optim, "parameter_groups", lambda named, cfg: groups)
-    with pytest.raises(ValueError, match=r"'lion': add a case to optimizer_settings in training/optim.py"):
+    with pytest.raises(ValueError, match=r"'unknown': add a case to optimizer_settings in training/optim.py"):
         optim.build_optimizers({}, BASE, CPU)
     monkeypatch.setattr(optim, "optimizer_settings", lambda name, cfg: {})
-    with pytest.raises(ValueError, match=r"'lion': add it to OPTIMIZERS in training/optim.py"):
+    with pytest.raises(ValueError, match=r"'unknown': add it to OPTIMIZERS in training/optim.py"):
         optim.build_optimizers({}, BASE, CPU)
 
 
@@ -253,9 +253,9 @@ def test_no_two_schedules_have_the_same_curve():
 
 def test_a_schedule_that_is_named_but_not_handled_raises_in_the_first_step():
     """Not where its decay begins: after the warm-up, hundreds of steps would be lost."""
-    cfg = with_unchecked(BASE, schedule="linear")
+    cfg = with_unchecked(BASE, schedule="unknown")
     _, optimizers = build(BASE)
-    with pytest.raises(ValueError, match=r"'linear': add a case to choose_decay in training/schedule.py"):
+    with pytest.raises(ValueError, match=r"'unknown': add a case to choose_decay in training/schedule.py"):
         schedule.set_learning_rates(optimizers, 0, 19073, cfg)
 
 
