@@ -210,7 +210,7 @@ class Pod:
             stdin=subprocess.DEVNULL,
             text=True,
             capture_output=True,
-            timeout=30,
+            timeout=120,
         )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
