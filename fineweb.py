@@ -58,6 +58,7 @@ class Args:
 
 def plan_manifest(args: Args, source: dict) -> Manifest:
     """The manifest of a folder that is yet to be filled."""
+    # The listing of a Hub dataset gives sizes, too, so nothing has to be downloaded for this.
     source_bytes = sum(file["bytes"] for file in source["files"])
 
     # The default size of a shard, rounded to one digit: "4e+07".
@@ -121,6 +122,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     """Make the shards that the manifest does not list yet, of local files or else of the Hub's. Raises UserError."""
     from tqdm import tqdm
 
+    # Better now than after hours of work.
     check_disk_space(out, manifest, downloads=not paths)
     source = manifest.source
     limit = manifest.limit_tokens
@@ -134,6 +136,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     else:
         files = prefetch(sources.download_files(source, first_index, download_folder), 1)
 
+    # The Hub's files need more disk than the shards, and are read once.
     def delete_downloaded(path: Path) -> None:
         if not paths and not keep_source:
             path.unlink()
@@ -157,11 +160,14 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     with tqdm(total=total, initial=initial, desc=name, mininterval=update_seconds, bar_format=bar_format) as bar:
         chunks = prefetch(read_files(files, first_index, source["column"], delete_downloaded), 4)
         manifest = write_shards(chunks, out, name, manifest, report)
+
+    # A source of blank lines alone has no tokens.
     require(manifest.shards, f"the source {source['name']} holds no documents; give another --source")
 
     # `complete` comes last: it tells that nothing is missing.
     manifest = replace(manifest, complete=True)
     shards.write_manifest(out, manifest)
+
     if not keep_source:
         shutil.rmtree(download_folder, ignore_errors=True)
     return manifest
@@ -171,6 +177,7 @@ def remake_missing(out: Path, name: str, manifest: Manifest, paths: list[Path]) 
     """Make missing shards of the manifest again (removed because damaged), with the same bytes, or raise UserError."""
     remake_folder = out / ".remake"
     for i, shard in enumerate(manifest.shards):
+        # A shard that is there only needs its size checked; its hash is checked whenever it is read.
         path = out / shard.file
         if path.exists():
             shards.count_tokens(path)  # raises UserError if it was cut
@@ -192,12 +199,14 @@ def remake_missing(out: Path, name: str, manifest: Manifest, paths: list[Path]) 
 
 def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Manifest:
     """Make all shards of --source that are not in the folder yet. Raises UserError."""
+    # What the source is now; a folder that was begun earlier keeps its revision of a Hub dataset.
     previous = shards.read_manifest(out)
     if paths:
         source = sources.describe_local(name, paths)
     else:
         source = sources.describe_hub(args.source[0], args.subset, previous.source if previous else None)
 
+    # Continue or start, repair, then make what is left.
     manifest = load_or_start(out, name, plan_manifest(args, source), previous)
     remake_missing(out, name, manifest, list(paths))
     if manifest.complete:
@@ -236,6 +245,7 @@ def verify_folder(folder: Path) -> None:
 
     Without a manifest there are no hashes to compare with: headers, sizes and ids are checked.
     """
+    # With a manifest: every shard must be what it says.
     if shards.read_manifest(folder) is not None:
         problems = shards.verify(folder)
         fix = f"{folder} has {len(problems)} problem(s); remove those files and make or pull them again"
@@ -243,6 +253,7 @@ def verify_folder(folder: Path) -> None:
         print0(f"{folder}: every shard is intact")
         return
 
+    # Without one: it is made, so that later checks see every change.
     try:
         manifest = shards.create_manifest(folder)
     except OSError as e:
@@ -268,6 +279,7 @@ def main() -> None:
     counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
     require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
 
+    # One process at a time fills a folder.
     name, paths = sources.choose_source(args.source)
     out = args.out or Path("data") / name
     try:

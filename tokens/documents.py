@@ -87,6 +87,7 @@ def _cut_pieces(text: str, searched: int) -> tuple[list[str], str]:
 
 def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
     """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped."""
+    # Lines are read a chunk at a time, so a file of any size needs little memory.
     line_number = 0
     lines = file.readlines(CHUNK_BYTES)
     while lines:
@@ -116,6 +117,7 @@ def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
     require(column in names, f"its column {column!r} is missing; choose one with --text-column: {', '.join(names)}")
     column_index = names.index(column)
 
+    # Rows are collected until they make a chunk.
     texts = []
     characters = 0
     for row in rows:
@@ -147,6 +149,7 @@ def read_parquet(file: BinaryIO, column: str) -> Iterator[Chunk]:
     chunk_rows = int(CHUNK_BYTES / max(1, longest_row_bytes))
     batch_rows = max(1, min(PARQUET_BATCH_ROWS, chunk_rows))
 
+    # Rows are a share of the file each: the position in a file that pyarrow reads itself is not known.
     bytes_per_row = os.fstat(file.fileno()).st_size / max(1, table.metadata.num_rows)
     for batch in table.iter_batches(batch_rows, columns=[column]):
         texts = [text or "" for text in batch.column(0).to_pylist()]
@@ -155,6 +158,7 @@ def read_parquet(file: BinaryIO, column: str) -> Iterator[Chunk]:
 
 def _check_column(name: str, schema) -> None:
     """Raise UserError unless column `name` of an arrow schema holds text."""
+    # A number or a list would otherwise fail later, in the tokenizer, with an error that names no column.
     found = str(schema.field(name).type) if name in schema.names else "missing"
     is_text = found in ("string", "large_string", "string_view")
     fix = f"choose one with --text-column: {', '.join(schema.names)}"
@@ -194,11 +198,14 @@ def split_suffixes(name: str) -> tuple[str, str]:
 
 def choose_reader(path: Path) -> Reader:
     """The reader for a file, judging by its name alone. Raises UserError for a suffix that no reader takes."""
+    # Known data formats, then plain text.
     suffix = split_suffixes(path.name)[0].lower()
     if suffix in READERS:
         return READERS[suffix]
     if suffix in ("", *TEXT_SUFFIXES):
         return read_text
+
+    # Anything else could be read as text only by mistake: say what is known, and what to do.
     is_tokens = suffix in TOKEN_SUFFIXES
     require(not is_tokens, f"cannot read {path}: it holds tokens, not text; a folder of shards goes to --data-dir")
     text_rule = f"read as plain text are {', '.join(TEXT_SUFFIXES)} and names without a suffix"
@@ -209,11 +216,13 @@ def choose_reader(path: Path) -> Reader:
 
 def open_compressed(path: Path, compression: str) -> tuple[BinaryIO, BinaryIO]:
     """Two views of a file: as it is on disk, whose position tells how much has been read, and decompressed."""
+    # Python's standard library has no zstd before 3.14; pyarrow, which reads parquet, has it.
     if compression == ".zst":
         import pyarrow
 
         on_disk = pyarrow.OSFile(str(path))
         return on_disk, io.BufferedReader(pyarrow.CompressedInputStream(on_disk, "zstd"))
+
     on_disk = open(path, "rb")
     match compression:
         case "":
@@ -238,6 +247,7 @@ def read_files(
     on_file_read: is called with each path after the last chunk of that file.
     """
     for file_index, path in enumerate(paths, first_index):
+        # Refused by its name: nothing is read.
         reader = choose_reader(path)
         try:
             compression = split_suffixes(path.name)[1].lower()
@@ -253,4 +263,5 @@ def read_files(
                     position = on_disk.tell()
         except Exception as e:  # every library has errors of its own for a file that is not what it should be
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e
+        # The last chunk has been taken, so a downloaded file may be deleted.
         on_file_read(path)

@@ -93,11 +93,14 @@ class DataOrder:
     """
 
     def __init__(self, sequences_per_shard: list[int], seed: int, shuffle: bool, shards_per_group: int = 1):
+        # What is to be ordered.
         self.sequences_per_shard = np.asarray(sequences_per_shard)
+        self.sequences_per_epoch = int(self.sequences_per_shard.sum())
+
+        # How it is ordered.
         self.seed = seed
         self.shuffle = shuffle
         self.shards_per_group = shards_per_group if shuffle else 1
-        self.sequences_per_epoch = int(self.sequences_per_shard.sum())
 
     def span(self, start: int, count: int) -> np.ndarray:
         """(count, 2) int64 of (shard, sequence) for the stream positions start .. start + count - 1."""
@@ -133,6 +136,7 @@ class DataOrder:
     def _shuffle_group(self, epoch: int, group: np.ndarray) -> np.ndarray:
         """The pool of a group in this epoch's order: a permutation of the indices of all its sequences, where the
         sequences of the group's first shard come first, then those of its second one, and so on."""
+        # The first shard names the group: shards come once an epoch, so no two groups share a key.
         pool_size = int(self.sequences_per_shard[group].sum())
         return self._permute(pool_size, epoch, 1, int(group[0]))
 
@@ -188,6 +192,7 @@ class Loader:
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
+        # Headers were read when the run began; the order of data depends on their counts.
         path = self.paths[index]
         tokens = shards.read_shard(path, self.sha256.get(path.name))
         expected = self.tokens[index]

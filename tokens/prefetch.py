@@ -15,6 +15,8 @@ def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
     """Yield the same items, produced by a thread that runs at most `depth` items ahead of the caller. An error in the
     thread is raised here. join: closing the iterator waits for the thread (one that still reads when the process exits
     may abort it)."""
+    # What the two threads share: how far the producer may run, what it has produced, and whether the caller still wants
+    # more.
     free_slots = threading.Semaphore(depth - 1)
     produced: queue.SimpleQueue = queue.SimpleQueue()  # of (item, error)
     closed = threading.Event()
@@ -29,6 +31,7 @@ def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
                 if closed.is_set():
                     return
             produced.put((end, None))
+        # Even KeyboardInterrupt belongs to the caller, who would otherwise wait forever for an item.
         except BaseException as e:
             produced.put((end, e))
 
@@ -45,6 +48,7 @@ def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
                 return
             free_slots.release()
             yield item
+    # Also reached when the caller stops early and closes the iterator.
     finally:
         closed.set()
         free_slots.release()

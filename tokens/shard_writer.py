@@ -50,11 +50,16 @@ class ShardBuffer:
     """
 
     def __init__(self, shard_tokens: int, limit: int):
-        capacity = min(shard_tokens, limit)
+        # What fills shards, and when to stop.
         self.shard_tokens = shard_tokens
         self.remaining = limit  # tokens until the limit
+
+        # The two arrays that take turns.
+        capacity = min(shard_tokens, limit)
         self.filling = np.empty(capacity, np.uint16)
         self.spare = np.empty(capacity, np.uint16)
+
+        # What `filling` holds so far.
         self.filled = 0  # tokens in `filling`
         self.documents = 0  # of them, how many start a document
         self.end = {}  # of the latest token
@@ -81,6 +86,7 @@ class ShardBuffer:
 
     def take_shard(self) -> FilledShard:
         """What has been collected, full or not; the other array fills from now on."""
+        # A view, not a copy: the array is not touched while the shard is written.
         shard = FilledShard(self.filling[: self.filled], self.documents, self.end)
         self.filling, self.spare = self.spare, self.filling
         self.filled = 0
@@ -104,6 +110,7 @@ def encode_chunks(encoder, chunks: Iterable[Chunk], skip: int) -> Iterator[Encod
     file_index = 0
     file_position = 0  # tokens of the current file in earlier chunks
     for chunk in chunks:
+        # Positions count from the start of each file.
         if chunk.file_index != file_index:
             file_index = chunk.file_index
             file_position = 0
@@ -127,9 +134,12 @@ def next_shard_path(out: Path, name: str, manifest: Manifest) -> Path:
 def append_shard(out: Path, name: str, manifest: Manifest, filled: FilledShard) -> Manifest:
     """Write a shard, then the manifest that lists it, which is returned. After a crash in between, no manifest lists
     the shard, and it is written again."""
+    # The shard comes first: what a manifest lists is always complete.
     path = next_shard_path(out, name, manifest)
     sha256 = shards.write_shard(path, filled.tokens)
     shard = Shard(path.name, len(filled.tokens), filled.documents, sha256, filled.end)
+
+    # From here on, a resumed run continues after this shard.
     manifest = replace(manifest, shards=[*manifest.shards, shard])
     shards.write_manifest(out, manifest)
     return manifest
@@ -157,6 +167,8 @@ def write_shards(
     # write begins also guarantees that the array which fills next is no longer being written.
     with ThreadPoolExecutor(1) as writer:
         latest_manifest = writer.submit(lambda: manifest)
+
+        # No chunk is tokenized once the limit is reached.
         chunks_within_limit = itertools.takewhile(lambda chunk: buffer.remaining, chunks)
         for chunk in encode_chunks(encoder, chunks_within_limit, skip):
             for filled in buffer.add(chunk):

@@ -54,8 +54,11 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     data_dir = Path(data_dir)
     require(not data_dir.is_file(), f"{data_dir} is a file, but a folder of shards is needed; use {data_dir.parent}")
     require(data_dir.is_dir(), f"data folder {data_dir} does not exist; make it with: {_make_command(data_dir)}")
+
+    # Other files, such as notes or the manifest, are left alone.
     paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
 
+    # By number, as x_train_1000000 comes after x_train_999999.
     def sort_key(path: Path) -> tuple[str, int, str]:
         match = SHARD_NAME.fullmatch(path.name)
         return match["name"], int(match["index"] or 0), path.name
@@ -88,6 +91,7 @@ def _make_command(data_dir: str | Path) -> str:
 def _read_header(path: Path) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) of a complete, well-formed shard. Raises UserError."""
     try:
+        # What the header states.
         size = path.stat().st_size
         with open(path, "rb") as f:
             match path.suffix:
@@ -97,6 +101,8 @@ def _read_header(path: Path) -> tuple[int, int]:
                     offset, count = _read_bin_header(f)
                 case _:
                     raise ValueError(f"suffix {path.suffix!r} is neither .npy nor .bin")
+
+        # A file that was cut, or whose header is damaged, has another size: no memory is allocated for it.
         expected_size = offset + 2 * count
         is_complete = count > 0 and size == expected_size
         promise = f"{count:,} tokens ({expected_size:,} bytes)"
@@ -121,6 +127,8 @@ def _read_npy_header(f: BinaryIO) -> tuple[int, int]:
         shape, _, dtype = np.lib.format.read_array_header_1_0(header)
     else:
         shape, _, dtype = np.lib.format.read_array_header_2_0(header)
+
+    # Other dtypes and shapes are arrays, but not of tokens.
     is_token_array = dtype == np.dtype("<u2") and len(shape) == 1
     require(is_token_array, f"it holds {dtype} of shape {shape}, not uint16 with one dimension"[:300])
     return header.tell(), int(shape[0])
@@ -128,6 +136,7 @@ def _read_npy_header(f: BinaryIO) -> tuple[int, int]:
 
 def _read_bin_header(f: BinaryIO) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) that llm.c's header states."""
+    # magic, version, number of tokens, zeros; a file that ends within the header has fewer words
     words = np.frombuffer(f.read(4 * BIN_HEADER_WORDS), dtype="<i4")
     first_words = words[:2].tolist()
     is_llm_c = len(words) == BIN_HEADER_WORDS and first_words == [BIN_MAGIC, BIN_VERSION]
@@ -153,6 +162,7 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
     require(len(data) == size, f"{path} was cut to {len(data):,} bytes while being read; make it again")
 
+    # A bit that flipped on disk leaves the size as it was: only the hash can tell.
     if sha256:
         actual = hashlib.sha256(data).hexdigest()
         fix = "it is damaged or replaced; remove it and run the command that made or pulled the folder again"
@@ -162,12 +172,14 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
     """Write (n,) token ids as .npy or .bin, by suffix, all or nothing; returns the sha256 of the file."""
+    # (n,) ids as they lie in the file; an id that does not fit would silently become another token.
     path = Path(path)
     tokens = np.ascontiguousarray(tokens)
     assert tokens.ndim == 1 and len(tokens), (path, tokens.shape)
     assert tokens.dtype == np.uint16 or 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
     tokens = tokens.astype("<u2", copy=False)
 
+    # The header of the format.
     match path.suffix:
         case ".npy":
             buffer = io.BytesIO()
@@ -180,6 +192,7 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
         case _:
             raise ValueError(f"{path}: a shard's suffix is .npy or .bin")
 
+    # Write and hash from memory: the file is not read again.
     with atomic_write(path) as f:
         f.write(header)
         f.write(tokens.data)
@@ -241,6 +254,7 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     out of the folder: it may have been downloaded from anyone."""
     path = Path(data_dir) / MANIFEST
     try:
+        # A missing or unknown field is an error of the dataclass.
         raw = json.loads(path.read_bytes())
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
         _check_manifest(manifest)
@@ -264,12 +278,14 @@ def _check_manifest(manifest: Manifest) -> None:
     source = manifest.source
     require(all(RELATIVE_PATH.fullmatch(file["path"]) for file in source["files"]), "paths of the source's files")
 
+    # Fields that messages, cards and comparisons use.
     require(all(isinstance(source[key], str) for key in ("name", "subset", "column", "revision")), "source")
     require(all(SHA256.fullmatch(shard.sha256) for shard in manifest.shards), "sha256")
 
 
 def fingerprint(data_dir: str | Path) -> str:
     """Short hash of a folder's contents: names, token counts and, from any manifest, sha256s. Reads only headers."""
+    # Of shards in the manifest the hash counts as well; without one, names and sizes are all that is cheap to know.
     manifest = read_manifest(data_dir)
     sha256_by_file = {shard.file: shard.sha256 for shard in manifest.shards} if manifest else {}
     rows = [(path.name, count_tokens(path), sha256_by_file.get(path.name)) for path in shard_files(data_dir)]
@@ -283,6 +299,7 @@ def check_shard(path: Path, is_first: bool, sha256: str | None = None) -> tuple[
     """(tokens, documents) of a shard, of which every byte is read. Raises UserError for what is wrong with it: header,
     size, ids, a given sha256 or, of a folder's first shard, that it does not begin with a document (a later one may
     begin within one)."""
+    # Bytes, then ids, then how it begins.
     tokens = read_shard(path, sha256)
     check_ids(tokens, path)
     begins_document = tokens[0] == EOT
@@ -302,6 +319,7 @@ def create_manifest(data_dir: str | Path) -> Manifest:
     Raises UserError, and writes nothing, if there is a manifest already, if there is no shard or one is bad, and if the
     shards are of both formats.
     """
+    # The folder must be one set of shards without a manifest.
     data_dir = Path(data_dir)
     _refuse_existing_manifest(data_dir)
     paths = shard_files(data_dir)

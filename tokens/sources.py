@@ -45,6 +45,7 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
     There are no local files if the source is on the Hub. Raises UserError."""
+    # The library of the Python that runs this.
     first = names[0]
     if names == ("stdlib",):
         return first, find_library_files()
@@ -56,6 +57,7 @@ def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     if len(names) == 1 and is_on_hub:
         return first.rpartition("/")[2], {}
 
+    # Everything else is files.
     files = expand_patterns(names)
     return find_common_name(list(files)), files
 
@@ -71,17 +73,22 @@ def expand_patterns(patterns: tuple[str, ...]) -> dict[Path, str]:
         known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
         require(readable, f"--source {pattern}: not a readable file; or give {known}")
         paths += [Path(p) for p in matches]
+
     for path in paths:
         choose_reader(path)  # raises UserError
+    # The manifest's names are printed and compared, and so have no control characters.
     return {path: re.sub(CONTROL_CHARACTERS, "_", path.name) for path in paths}
 
 
 def find_common_name(paths: list[Path]) -> str:
     """Name for the shards of these files: the files' common name without a trailing number, or else their folder's."""
+    # books-00.txt.gz and books-01.txt.gz are both "books".
     names = set()
     for path in paths:
         stem = path.name.removesuffix("".join(split_suffixes(path.name)))
         names.add(stem.rstrip("0123456789-_."))
+
+    # A number alone, or several names: the folder says better what they are.
     common = names.pop() if len(names) == 1 else ""
     name = common or paths[0].resolve().parent.name
     return re.sub(r"[^\w.-]", "-", name) or "text"
@@ -95,6 +102,8 @@ def find_library_files() -> dict[Path, str]:
         relative = path.relative_to(root)
         if not NOT_LIBRARY_FOLDERS & set(relative.parts):
             names[path] = relative.as_posix()
+
+    # Sorted by hash: in the order of names, val would be the modules that begin with "a".
     require(names, f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
     return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
 
@@ -119,6 +128,7 @@ def describe_hub(name: str, subset: str | None, previous: dict | None) -> dict:
     A folder that was begun earlier has a `previous` source. If it is the same dataset, it stays as it is, whatever the
     Hub has now. Raises UserError.
     """
+    # Which dataset, and which part of it.
     repo, default_subset = HUB_DATASETS.get(name, (name, ""))
     subset = default_subset if subset is None else subset
     if previous and (previous["name"], previous["subset"]) == (repo, subset):

@@ -60,6 +60,7 @@ def encoding() -> tiktoken.Encoding:
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
+    # Texts never become special tokens: encode_ordinary takes "<|endoftext|>" as the characters it is made of.
     special_tokens = {"<|endoftext|>": EOT}
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=load_ranks(), special_tokens=special_tokens)
 
