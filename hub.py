@@ -35,6 +35,7 @@ CARD_FIGURES = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "he
 def check(repo: str, public: bool = False) -> None:
     """Make the model repository REPO (private unless --public) if it is missing, and check that this token may write
     to it: better now than when a run is over."""
+    # Opening it is the whole check.
     with open_to_write(repo, "model", public) as (_, repo):
         print0(f"{repo} is there, and this token may push to it")
 
@@ -89,6 +90,7 @@ def push_model(
         require(optim.is_file(), f"{optim} does not exist; push without --with-optimizer")
         files |= {newest, optim}
 
+    # Loading the model also checks it: a damaged checkpoint is not pushed.
     _, card = load_with_card(described)
     card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
     push(repo, "model", sorted(p for p in files if p.is_file()), card, public)
@@ -107,6 +109,7 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
         newest = max((int(match["step"]) for match in checkpoints.values() if match["kind"] == "model"), default=None)
         chosen = [name for name, match in checkpoints.items() if every_step or int(match["step"]) == newest]
 
+        # A repository without weights is most likely another one than the user meant.
         wanted = chosen + others
         has_weights = any(name.endswith((".pt", ".safetensors")) for name in wanted)
         require(has_weights, f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
@@ -128,6 +131,7 @@ def best_model(run_dir: Path) -> Path | None:
     if not val_losses:
         print0(f"no step saved in {run_dir} has a val loss: its newest is taken for the best")
         return None
+    # The first of several steps with the same loss.
     best_step = min(val_losses, key=val_losses.get)
     return checkpoint.model_path(run_dir, best_step)
 
@@ -139,6 +143,7 @@ def load_with_card(weights: Path) -> tuple[GPT, str]:
     """The model in a .pt file, and a model card with the run's figures at that step."""
     from training import checkpoint
 
+    # The file's own facts, such as its step, come first.
     model, figures = checkpoint.load(weights)
     step = figures["step"]
 
@@ -158,7 +163,9 @@ def load_with_card(weights: Path) -> tuple[GPT, str]:
 def make_card(config: GPTConfig, num_params: int, figures: dict[str, Any]) -> str:
     """The text of a README.md for the Hub: the network's size and a table of CARD_FIGURES, as far as they are known."""
     shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context {config.block_size}."
+    # Rows of metrics.jsonl have whatever was measured at their step.
     known = {name: figures[name] for name in CARD_FIGURES if isinstance(figures.get(name), int | float)}
+    # The header between --- is read by the Hub; Markdown has no table without a head row.
     lines = ["---", "pipeline_tag: text-generation", "tags: [gpt2]", "---", "# GPT-2", ""]
     lines += [f"{num_params:,} parameters: {shape}", ""]
     lines += ["| | |", "|-|-|", *(f"| {name} | {value:,} |" for name, value in known.items()), "", ""]
@@ -172,8 +179,10 @@ def export(path: Path, out_dir: Path) -> None:
     """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card."""
     from training import checkpoint
 
+    # A run folder stands for its newest complete step.
     model, card = load_with_card(checkpoint.newest_model(path) if path.is_dir() else path)
     convert.save_hf(model, out_dir)
+    # The card ends with the line of Python that loads the folder.
     (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
     print0(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
 
@@ -187,8 +196,10 @@ def import_old(old: Path, out_dir: Path) -> None:
     problem = f"{out_dir} already has a model, and an import never joins another run"
     require(not existing, f"{problem}; choose another folder")
 
+    # Read the old file before the folder is made: a bad file leaves no empty folder.
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
+    # There is no train state to convert: such a model starts a new run with --init-from.
     target = checkpoint.model_path(out_dir, step)
     checkpoint.write(target, checkpoint.model_file(model, step))
     print0(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
@@ -200,6 +211,7 @@ def import_old(old: Path, out_dir: Path) -> None:
 def main() -> None:
     import tyro
 
+    # Each function is a command: its arguments become flags, its docstring the help.
     commands = {
         "push-data": push_data,
         "pull-data": pull_data,

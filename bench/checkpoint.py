@@ -41,9 +41,11 @@ class Args:
 def build_train_step(args: Args, rt: Runtime) -> TrainStep:
     """The preset's network and optimizers, uncompiled, with one micro-batch a step."""
     B, T = args.micro_batch_size, args.sequence_length
+    # One micro-batch per rank and step.
     batch_settings = {"sequence_length": T, "micro_batch_size": B, "total_batch_size": B * T * rt.world_size}
     cfg = replace(PRESETS[args.preset], compile=False, **batch_settings)
     model = GPT(cfg.model)
+    # As the preset trains: recomputing changes how long a step takes.
     model.recompute = cfg.recompute
     return TrainStep(cfg, rt, model.to(rt.device).train())
 
@@ -56,6 +58,7 @@ def main() -> None:
         times.setdefault(name, []).append(turns.measure_seconds(work, rt))
 
     with distributed.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
+        # The step, a batch of random tokens, and the folder's writer and path.
         train_step = build_train_step(args, rt)
         cfg = train_step.cfg
         batch_shape = (1, args.micro_batch_size, args.sequence_length + 1)  # (micro_steps, B, T + 1)
@@ -82,6 +85,7 @@ def main() -> None:
             open_model(path).to(rt.device)
             train_step.load_state_dict(checkpoint.read_train_state(path))
 
+        # Warm up.
         run_step()  # the first step is slower
 
         # On several ranks: collecting the optimizer state of all of them, which they all wait for.
@@ -99,6 +103,7 @@ def main() -> None:
             measure("save, until it returns: the stall", lambda: writer.save(step, *make_contents(step)))  # noqa: B023
             measure("a step while it is written", run_step)
             measure("the rest of the writing", writer.wait)
+        # One checkpoint is left: the writer keeps the newest.
         gb = sum(p.stat().st_size for p in Path(out).glob("*.pt")) / 1e9
 
     # A table of the medians.

@@ -47,6 +47,7 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     import httpx2
     from huggingface_hub import HfApi, constants, get_session, get_token
 
+    # Accept what users copy from a web page or from --data-dir.
     name = repo.removeprefix("hf://").removeprefix("datasets/").strip("/")
 
     # A plain http:// endpoint is a mirror on the local network, which has no Xet storage.
@@ -56,6 +57,7 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     # huggingface_hub has no timeout by default: a network that drops packets would make it hang instead of fail.
     get_session().timeout = httpx2.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
 
+    # A write needs a token: say so before anything is read or hashed.
     fix = "run `hf auth login`, or set HF_TOKEN to one that can write"
     require(get_token() or not write, f"a push to {name} needs a token: {fix}")
     try:
@@ -180,6 +182,7 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
         def fetch(wanted: dict[str, str | None], folder: Path = out) -> None:
             fetch_files(repo, remote, wanted, folder, download)
 
+        # Two processes that pull into one folder would use the same staging folder.
         with lock_folder(out, wait=True):
             yield remote, fetch
 
@@ -215,12 +218,14 @@ def fetch_files(
         if name not in wrong:
             os.replace(staging / name, folder / name)
     shutil.rmtree(staging, ignore_errors=True)
+    # A wrong hash is a broken transfer, which another try repairs, or a broken push.
     fix = "run the same command again or, if that does not help, push it again"
     require(not wrong, f"{', '.join(wrong)} came from {repo} with a wrong hash; {fix}")
 
 
 def has_hash(path: Path, remote: RepoFile, sha256: str | None) -> bool:
     """Whether a file has the size that the Hub lists, and the given sha256 or, if that is None, the Hub's hash."""
+    # The size first: it costs nothing, and hashing a large file takes seconds.
     if not path.is_file() or path.stat().st_size != remote.size:
         return False
 

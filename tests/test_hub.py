@@ -454,7 +454,7 @@ def test_a_token_that_only_reads_is_found_out_before_a_run(run, hub):
     assert "may push" in run("check", "mine")
     assert "models/tester/mine" in hub.private
 
-    # where the repository exists, the Hub lets a token that only reads "create" it
+    # where the repository exists, huggingface_hub's create_repo succeeds even with a token that only reads
     hub.read_only = True
     for name in ("tester/mine", "tester/new"):
         run("check", name, fails_with="403.*write, to push")

@@ -25,7 +25,7 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     text = f"{tokens:,} GPT-2 tokens from {manifest.source['name']}, as uint16."
     card = f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n"
 
-    # The manifest last and on its own: a push that was cut off has none, so nobody takes a part for the whole.
+    # The manifest last and on its own: a push that was cut off has none, and a pull without one cannot seem complete.
     files = [data_dir / shard.file for shard in manifest.shards]
     push(repo, "dataset", files, card, public, last=data_dir / shards.MANIFEST)
 
@@ -33,12 +33,14 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
 def read_or_create_manifest(data_dir: Path) -> Manifest:
     """The manifest of a folder whose shards are all verified, byte by byte. Shards of another program have none: theirs
     is created and written. Raises UserError if a shard is damaged, missing or not listed."""
+    # Shards of build-nanogpt or llm.c: creating the manifest reads and checks every byte.
     manifest = shards.read_manifest(data_dir)
     if manifest is None:
         manifest = shards.create_manifest(data_dir)
         print0(f"{data_dir} had no {shards.MANIFEST}: made one from the {len(manifest.shards)} shards in the folder")
         return manifest
 
+    # A damaged shard would be pulled by every machine: read every byte once more.
     problems = "; ".join(shards.verify(data_dir))
     require(not problems, f"{data_dir} was not pushed: {problems}. See: python fineweb.py --verify {data_dir}")
     return manifest
@@ -53,6 +55,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         manifest = None
         wanted = {name: None for name in remote if shards.SHARD_NAME.fullmatch(name)}
         if shards.MANIFEST in remote:
+            # Into another folder first: in the target it would say that the set is complete.
             with tempfile.TemporaryDirectory() as temporary:
                 fetch({shards.MANIFEST: None}, Path(temporary))
                 manifest = shards.read_manifest(temporary)
@@ -74,6 +77,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         if limit_shards:
             skipped = {name for name in train[limit_shards:] if not (out / name).exists()}
         wanted = {name: sha256 for name, sha256 in wanted.items() if name not in skipped}
+        # Download what is missing; a shard gets its name once its hash is right.
         fetch(wanted)
 
         # The manifest last, of the shards that are here: it says that the folder is complete.

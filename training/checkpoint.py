@@ -49,6 +49,7 @@ from system.files import atomic_write
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
+# Stored in every file. Files of another layout would have another number, and are refused.
 FORMAT = 1
 
 # What every optim_*.pt has, and of which type. Files of earlier versions also have `rng`, which nothing reads any more.
@@ -78,6 +79,7 @@ def optim_path(run_dir: str | Path, step: int) -> Path:
 def is_complete(path: Path) -> bool:
     """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
     last. The content is not read; read_file checks it."""
+    # The directory names every record with its place; a file that was cut off has none at its end.
     try:
         with zipfile.ZipFile(path) as archive:
             return bool(archive.infolist())
@@ -94,6 +96,7 @@ def complete_steps(run_dir: str | Path, needed: Iterable[str] = ("model", "optim
         if match and is_complete(path):
             kinds_by_step.setdefault(int(match["step"]), set()).add(match["kind"])
 
+    # A step with one file is of no use for what needs both: the write was killed, or a file was moved away.
     return sorted(step for step, kinds in kinds_by_step.items() if kinds.issuperset(needed))
 
 
@@ -127,6 +130,7 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = newest_model(path)
+    # The file, checked for damage. An optim_*.pt of the same step is a checkpoint file, too, but has no weights.
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
 
@@ -176,6 +180,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
+    # A path of the user's, so the likeliest error is a wrong name.
     require(path.is_file(), describe_missing(path))
 
     # Damage: say which part it hit, and how to resume from the step before.
@@ -194,6 +199,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except Exception as e:  # torch raises many exception types for a file that is not what it seems
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
 
+    # torch.load reads any torch file: a bare state dict of another program has no format number.
     is_ours = isinstance(content, dict) and content.get("format") == FORMAT
     require(is_ours, f"{path} is not a checkpoint of this project; {import_command}")
     return content
@@ -202,6 +208,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def find_damage(path: Path) -> str | None:
     """The part of a .pt file that is damaged, or None. It reads the whole file and compares the CRC-32 of every record,
     which torch.load does not do: without this, a flipped bit on a disk becomes a wrong weight."""
+    # testzip returns the name of the first bad record, or None.
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
@@ -211,6 +218,7 @@ def find_damage(path: Path) -> str | None:
 
 def describe_missing(path: Path) -> str:
     """The message for a checkpoint file that does not exist. It lists those that do."""
+    # List what is there: the step in the name may be mistyped.
     existing = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
     return f"no checkpoint {path}; checkpoints in {path.parent}: {existing} (train: python train_gpt2.py)"
 
@@ -225,6 +233,7 @@ def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with torch.save, completely or not at all. Raises OSError if, for example, the disk is full."""
+    # A temporary name, fsync, then the rename: see the picture at the top.
     try:
         with atomic_write(path) as f:
             torch.save(content, f)
@@ -238,11 +247,13 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def copy_to_host(tree: Any, copies: dict) -> Any:
     """Copy nested containers, with every tensor in host memory. `copies` remembers the tensors that are copied already:
     two entries that share storage, such as a tied head, share it in the copy and in the file, too."""
+    # Tensors with the same memory, shape and type are one tensor. The copy is detached: it must not keep a graph alive.
     if isinstance(tree, torch.Tensor):
         key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
         if key not in copies:
             copies[key] = tree.detach().to("cpu", copy=True)
         return copies[key]
+    # Containers are copied as they are, because training continues to change the originals.
     if isinstance(tree, dict):
         return {key: copy_to_host(value, copies) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -285,6 +296,7 @@ class CheckpointWriter:
         model_copy = copy_to_host(model, copies)
         train_copy = copy_to_host({"format": FORMAT, **train}, copies)
 
+        # The thread gets its own copies, so it shares nothing with training but the fields below.
         self.newest_save = step
         self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step))
         self.thread.start()
@@ -302,6 +314,7 @@ class CheckpointWriter:
             newest = f"Newest complete step there: {latest_step(self.run_dir)}"
             raise UserError(f"could not write the checkpoint in {self.run_dir}: {self.error}{fix}. {newest}")
 
+        # Only a best step that is known now can free the checkpoint of an earlier best.
         if self.newest_save is not None and best_step is not None:
             self._delete_old(self.newest_save, best_step)
 
@@ -327,6 +340,7 @@ class CheckpointWriter:
             self._delete_old(step, best_step)
             self.error = None
         except Exception as e:
+            # An error in a thread ends nothing by itself: print it now, and let `wait` raise it.
             self.error = e
             print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
@@ -338,8 +352,10 @@ class CheckpointWriter:
         """
         if not self.keep:
             return
+        # The complete steps of this run, in ascending order, without its newest `keep`.
         steps = [s for s in complete_steps(self.run_dir) if s <= step]
         too_old = set(steps[: -self.keep])
+        # The model first: without it, the step no longer counts as complete, whenever a kill comes.
         for old_step in too_old - {best_step}:
             model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()

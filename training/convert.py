@@ -84,6 +84,7 @@ def download_model(name: str) -> Path:
     """
     problem = f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME)"
     require(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name), f"{problem}; check the path")
+    # Only the config and the weights: no code, no tokenizer, no other framework's files.
     with open_hub(name, hint=f"; there is no folder {name!r} here") as (api, name):
         folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
         # Old repositories have pickled weights alone. They are read with torch's restricted unpickler.
@@ -122,6 +123,7 @@ def read_hf_config(folder: Path) -> GPTConfig:
 
 def read_activation(hf_config: dict[str, Any]) -> str:
     """Our name for the activation of a config.json. Raises UserError if the network does not have it."""
+    # transformers' default applies if the config does not say.
     hf_name = hf_config.get("activation_function", "gelu_new")
     for name, supported in ACTIVATIONS.items():
         if hf_name == supported:
@@ -160,10 +162,12 @@ def load_hf(name_or_dir: str | Path) -> GPT:
 
     Raises UserError if the model is missing or damaged, or not a GPT-2.
     """
+    # A folder here comes before a repository of the same name.
     folder = Path(name_or_dir)
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
     config = read_hf_config(folder)
+    # Checked before transformers is imported, which takes seconds.
     require(is_hf_folder(folder), f"{folder} has no weights (model.safetensors); give the folder of a saved GPT-2")
     from model import GPT
 
@@ -193,6 +197,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     problem = f"the weights in {folder} do not match its config.json: {', '.join(bad_names[:3])}"
     require(not bad_names, f"{problem}; {fix}")
 
+    # To our layout. transformers' names are ours, because GPT's modules are named after GPT-2's.
     weights = {name: transpose_conv1d(name, weight) for name, weight in hf_model.state_dict().items()}
     return GPT.from_state_dict(config, weights).eval()
 
@@ -207,6 +212,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
 
     from model import VOCAB_SIZE
 
+    # Refuse what cannot be exported, or has no place to go, before any work is done.
     config = model.config
     out_dir = Path(out_dir)
     check_exportable(config)
@@ -222,6 +228,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> None:
     # Its weights: zeros for the biases, which a model without biases keeps, then ours.
     biases = {name: tensor for name, tensor in hf_model.state_dict().items() if name.endswith(".bias")}
     weights = {name: torch.zeros(bias.shape) for name, bias in biases.items()}
+    # A tied head is in the state dict as well, under both of its names.
     for name, weight in model.state_dict().items():
         weights[name] = transpose_conv1d(name, weight.cpu())
 
@@ -253,6 +260,7 @@ def check_exportable(config: GPTConfig) -> None:
     for field in fields(config):
         if field.name in EXPORTABLE_FIELDS:
             continue
+        # Two activations have a name in transformers; of every other field, GPT-2 has the default only.
         supported = tuple(ACTIVATIONS) if field.name == "activation" else (field.default,)
         value = getattr(config, field.name)
         problem = f"this model has {field.name}={value!r}, but transformers' GPT-2 supports only {supported[0]!r}"
@@ -275,6 +283,7 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     """
     path = Path(path)
     require(path.is_file(), f"no checkpoint {path}; check the path")
+    # Both steps can fail in many ways on a file that is not what it seems: one message for all.
     try:
         return build_old(read_old(path))
     except Exception as e:  # torch raises many kinds of errors for malformed files
@@ -320,6 +329,7 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     config = saved.get("config", PickledConfig())
     network_args = saved.get("model_args") or (config if isinstance(config, dict) else vars(config))
 
+    # The network that the tensors fit. OpenAI's models all have heads of 64 channels.
     config = GPTConfig(
         block_size=len(wpe),
         vocab_size=wte.size(0),
@@ -330,5 +340,6 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023
         tied_head=torch.equal(weights["lm_head.weight"], wte),
     )
+    # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
     return GPT.from_state_dict(config, weights).eval(), int(step)

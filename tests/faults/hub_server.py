@@ -96,6 +96,7 @@ class Hub:
     def take_fault(self, method: str, path: str) -> Fault | None:
         """The fault that hits this request, if any; it counts as used. Requests come from several threads."""
         with self.lock:
+            # The first planted fault that fits. Without a method, drop and corrupt are for downloads.
             for fault in self.faults:
                 default_method = "GET" if fault.kind in ("drop", "corrupt") else method
                 if fault.times > 0 and fault.path in path and (fault.method or default_method) == method:
@@ -137,6 +138,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_body(self) -> bytes:
         """The body of the request, sent in one piece or in chunks (its length, the chunk, an empty line)."""
+        # Uploads of streams are chunked, everything else states its length.
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
         chunks = []
@@ -151,6 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
+        # Logged before it is sent, so that a test which sees the answer also sees the log.
         self.hub.log.append((self.command, self.path, status, self.headers.get("Range", "")))
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -189,6 +192,7 @@ class Handler(BaseHTTPRequestHandler):
     def find_repo(self, kind: str, repo: str, revision: str) -> tuple[Path, str] | None:
         """Folder and newest commit of a repository that this caller may see; None, after answering, otherwise."""
         if self.headers.get("Authorization") and not self.authorized:
+            # A wrong token is an error even for a public repository.
             self.answer_error(401, message=INVALID_TOKEN)
             return None
 
@@ -285,6 +289,7 @@ class Handler(BaseHTTPRequestHandler):
     # ------------------------------------------------------------------------- writing
 
     def create_repo(self, request: dict) -> None:
+        # The owner is the token's user unless the request names another.
         owner = request.get("organization") or USER
         kind = request.get("type", "model") + "s"
         if owner != USER or self.hub.read_only:
@@ -293,9 +298,11 @@ class Handler(BaseHTTPRequestHandler):
 
         repo = f"{kind}/{owner}/{request['name']}"
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{owner}/{request['name']}"
+        # With exist_ok, huggingface_hub accepts this answer.
         if (self.hub.root / repo).exists():
             return self.answer({"url": url, "error": "You already created this repo"}, 409)
         (self.hub.root / repo).mkdir(parents=True)
+        # Older and newer versions of huggingface_hub.
         if request.get("private") or request.get("visibility") == "private":
             self.hub.private.add(repo)
         return self.answer({"url": url, "name": f"{owner}/{request['name']}"})
@@ -326,6 +333,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.hub.root / ".lfs" / sha256
 
     def store_object(self, sha256: str, data: bytes) -> None:
+        # An upload that was changed on its way is refused, as the Hub does.
         if hashlib.sha256(data).hexdigest() != sha256:
             return self.answer_error(400, message="sha256 does not match")
         self.object_path(sha256).parent.mkdir(exist_ok=True)
@@ -350,6 +358,7 @@ class Handler(BaseHTTPRequestHandler):
                     return self.answer_error(400, message=f"the stand-in cannot commit {key!r}")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
+        # The files that are there now make the new commit.
         commit = self.commit_hash(folder)
         url = f"{self.hub.url}/{repo}/commit/{commit}"
         return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
@@ -362,6 +371,7 @@ class Handler(BaseHTTPRequestHandler):
         if found is None:
             return None
         folder, commit = found
+        # Looked up in the listing, so that no name leads out of the folder.
         path = self.list_files(folder).get(name)
         if path is None:
             return self.answer_error(404, "EntryNotFound", "Entry not found")
