@@ -100,7 +100,7 @@ def has_rope(config: GPTConfig) -> bool:
         case "rope" | "half_rope":
             return True
         case _:
-            raise ValueError(f"no positions {config.positions!r}: add a case here")
+            raise ValueError(f"no positions {config.positions!r}: add a case to has_rope in model.py")
 
 
 def rope_table(config: GPTConfig) -> Tensor:
@@ -115,7 +115,7 @@ def rope_table(config: GPTConfig) -> Tensor:
             frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
             frequencies = F.pad(frequencies, (0, hs // 2 - hs // 4))
         case _:
-            raise ValueError(f"no rotation for positions {config.positions!r}: add a case here")
+            raise ValueError(f"no rotation for positions {config.positions!r}: add a case to rope_table in model.py")
 
     # The angle is position times frequency. On the CPU even when the model is built on the meta device: the table is no
     # parameter, so nothing would load it.
@@ -141,7 +141,18 @@ def make_norm(config: GPTConfig) -> nn.Module:
         case "rmsnorm_gain":
             return nn.RMSNorm(config.n_embd, elementwise_affine=True)
         case _:
-            raise ValueError(f"no norm {config.norm!r}: add a case here")
+            raise ValueError(f"no norm {config.norm!r}: add a case to make_norm in model.py")
+
+
+def normalizes_embedding(config: GPTConfig) -> bool:
+    """Whether the embedding is normalized before the first block, as in modded-nanogpt's RMSNorm networks."""
+    match config.norm:
+        case "layernorm":
+            return False
+        case "rmsnorm" | "rmsnorm_gain":
+            return True
+        case _:
+            raise ValueError(f"no norm {config.norm!r}: add a case to normalizes_embedding in model.py")
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -162,7 +173,7 @@ def choose_activation(config: GPTConfig) -> Callable[[Tensor], Tensor]:
         case "relu2":
             return relu_squared
         case _:
-            raise ValueError(f"no activation {config.activation!r}: add a case here")
+            raise ValueError(f"no activation {config.activation!r}: add a case to choose_activation in model.py")
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -283,12 +294,11 @@ class GPT(nn.Module):
         self.config = config
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
 
-        # Embeddings, blocks, final norm, under the names of the public checkpoints. RMSNorm networks also normalize the
-        # embedding (ln_0).
+        # Embeddings, blocks, final norm, under the names of the public checkpoints.
         layers: dict[str, nn.Module] = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
         if not has_rope(config):
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        layers["ln_0"] = nn.Identity() if config.norm == "layernorm" else make_norm(config)
+        layers["ln_0"] = make_norm(config) if normalizes_embedding(config) else nn.Identity()
         layers["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         layers["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(layers)
@@ -323,7 +333,7 @@ class GPT(nn.Module):
 
         # An embedding that is normalized next may have any scale, which only sets its effective learning rate; but the
         # scale of one that is also the head matters.
-        if config.norm != "layernorm" and not config.tied_head:
+        if normalizes_embedding(config) and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
     @classmethod

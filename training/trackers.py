@@ -120,7 +120,7 @@ def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tr
         case "wandb":
             tracker_class, trace = WandbTracker, "wandb_id"
         case _:
-            raise ValueError(f"no tracker {cfg.tracker!r}: add a case here")
+            raise ValueError(f"no tracker {cfg.tracker!r}: add a case to make_tracker in training/trackers.py")
 
     # A tracker that was turned on only now gets the resumed steps from the first one.
     was_followed = start_step > 0 and (cfg.run_dir / trace).exists()
