@@ -270,7 +270,7 @@ push_periodically() {
     # $$ is the supervisor: this loop ends with it.
     while sleep "$PUSH_EVERY" && kill -0 $$; do
         newest=$(find_newest_weights)
-        # The optimizer's file is written after the weights: without it the checkpoint is not complete.
+        # Weights without their optimizer state cannot be resumed: push complete checkpoints only.
         [[ $newest != "$last_pushed" && -f ${newest/model_/optim_} ]] || continue
         log "pushing ${newest##*/} to $PUSH_TO while training continues"
         if nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --with-optimizer; then

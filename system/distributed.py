@@ -143,8 +143,8 @@ def session(
             raise
         # Let the rank at fault report first: torchrun ends all ranks as soon as one exits.
         time.sleep(6)
-        what = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes for it"
-        fail(f"{what}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
+        problem = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes"
+        fail(f"{problem}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
         leave_group(sys.exception(), rt)
 
