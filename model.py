@@ -7,9 +7,9 @@
 
 Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * hs), V vocabulary.
 
-Every script uses this network, and it imports nothing else of the project. Training compiles the blocks and replaces
-the head by one that never holds all the logits (training/step.py, training/head.py); sampling is in
-training/sampling.py.
+Importing this module imports nothing else of the project; only `generate` loads training/sampling.py, when called.
+Training compiles the blocks and replaces the head by one that never holds all the logits (training/step.py,
+training/head.py).
 """
 
 import math
@@ -35,7 +35,7 @@ ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; later recipes change the fields from `positions` on."""
+    """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
 
     block_size: int = 1024  # longest sequence
     vocab_size: int = VOCAB_SIZE
@@ -45,9 +45,9 @@ class GPTConfig:
     bias: bool = True  # in linear layers and LayerNorms
     tied_head: bool = True  # the head shares the token embedding's weight
 
-    positions: Literal["learned", "rope", "half_rope"] = "learned"  # half_rope: half of the channel pairs stand still
+    positions: Literal["learned", "rope", "half_rope"] = "learned"  # half_rope: only half of the channel pairs rotate
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
-    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # GPT-2's tanh; nanoGPT's, exact; modded-nanogpt's
+    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # of GPT-2 (tanh), nanoGPT (exact), modded-nanogpt
     qk_norm: bool = False  # RMSNorm on queries and keys
     attention_scale: float = 0.0  # 0: one over the square root of the head size
     zero_init_projections: bool = False  # blocks start as the identity
@@ -60,8 +60,8 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError or TypeError if no network of this version can have it.
-        A setting that is unknown here may mean another network with the same weights, so it must be off."""
+        """The config stored in a checkpoint. Raises ValueError or TypeError if no network of this version can have it:
+        a setting that is unknown here may mean another network with the same weights."""
         # New settings are off in old checkpoints, so their defaults apply. Removed ones must have been off.
         known = {f.name for f in fields(GPTConfig)}
         removed = ("logit_softcap", "unet_skips", "value_tables")  # of versions up to November 2026
@@ -110,7 +110,7 @@ def rope_table(config: GPTConfig) -> Tensor:
         # Wavelengths from 2 pi to 10,000 * 2 pi positions (Su et al. 2021).
         case "rope":
             frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
-        # modded-nanogpt's since 2025: the pairs of half the channels turn, the others have frequency 0.
+        # modded-nanogpt's since 2025: only half of the channel pairs rotate, the others have frequency 0.
         case "half_rope":
             frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
             frequencies = F.pad(frequencies, (0, hs // 2 - hs // 4))
@@ -125,8 +125,8 @@ def rope_table(config: GPTConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): rotate channel pairs of x (B, T, nh, hs) by (2, ..., T, 1, hs / 2).
-    Channel i is paired with channel i + hs / 2."""
+    """Rotary position embedding (Su et al. 2021): rotate the channel pairs of x (B, T, nh, hs) by the angles whose
+    cosine and sine are in cos_sin (2, ..., T, 1, hs / 2). Channel i is paired with channel i + hs / 2."""
     cos, sin = cos_sin.to(x.dtype)
     a, b = x.chunk(2, dim=-1)  # (B, T, nh, hs) -> two of (B, T, nh, hs / 2)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
@@ -236,7 +236,7 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))  # (B, nh, S, hs)
             q = q.to(k.dtype)
 
-        # A single new position attends to everything; otherwise the mask, or else causality, decides.
+        # A single new position attends to everything. Otherwise the mask applies, or the causal one if there is none.
         is_causal = T > 1 and mask is None
         scale = self.config.attention_scale or None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
@@ -331,8 +331,8 @@ class GPT(nn.Module):
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
 
-        # An embedding that is normalized next may have any scale, which only sets its effective learning rate; but the
-        # scale of one that is also the head matters.
+        # An embedding that is normalized next may have any scale, unless it is also the head: the scale only sets its
+        # effective learning rate.
         if normalizes_embedding(config) and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
@@ -377,11 +377,11 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         blocks: Sequence[Callable] = (),
     ) -> Tensor:
-        """Hidden states (B, T, C) of idx (B, T) int64, the input of `logits`.
+        """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`.
 
-        cache: idx continues the text that the cache holds. positions (B, T) and mask (B, 1, T, T), both or neither: a
-        row is a tree of texts instead of one text (HellaSwag's endings after a shared context); the mask is true where
-        position i attends to j. blocks: the model's own, compiled.
+        cache: idx continues the text that the cache holds. positions (B, T) and mask (B, 1, T, T), both or neither:
+        each row holds several texts that share a prefix (HellaSwag's endings after their context); the mask is true
+        where position i attends to j. blocks: the model's own, compiled.
         """
         T = idx.size(1)
         start = cache.length if cache is not None else 0
@@ -427,8 +427,8 @@ class GPT(nn.Module):
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache. Its precision is autocast's or, without autocast, the weights'; on a CPU it is float32, which
-        is faster there."""
+        """An empty cache. Its precision is autocast's; without autocast, float32 on a CPU, which is faster there, and
+        the weights' elsewhere."""
         # The head's weight tells the device and the precision of the model.
         weight = self.lm_head.weight
         device_type = weight.device.type

@@ -51,26 +51,27 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
         print0(f"{cfg.run_dir} is complete at step {run.step}; {fix}")
         return finish("finished", rt)
 
-    # Build the model and all that trains it, then print what the run will do, before hours are paid for.
+    # Build the model, its optimizers and the compiled forward pass. Then print what the run will do, before hours are
+    # paid for.
     train_step = build_train_step(cfg, rt, saved, initial_model)
     plan.print_plan(train_step, data, run)
     plan.check_disk(train_step, run)
     plan.write_config(train_step, run)
 
-    # What accompanies the training: evaluations, the log, the batches, which a thread reads ahead.
+    # Evaluations, the log, and the batches, which a thread reads before they are needed.
     evaluator = Evaluator(train_step, data, val_data)
     metrics = MetricsLogger(train_step, run)
     batches = data.batches(
         run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
     )
 
-    # Checkpoints are written by a thread while training goes on. Every way out of this block waits for it.
+    # Checkpoints are written by a thread while training continues. Leaving this block, even by an error, waits for it.
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         try:
             stop_requested = rt.any_rank(stop.signal)
             while True:
-                # All ranks leave at the same step: the last step's collective told them of the request.
+                # All ranks leave at the same step: they learned of the request in the last step's collective.
                 if stop_requested:
                     raise Stopped
 
@@ -88,8 +89,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
                     if rt.is_main and run.step > 0 and run.is_due(evaluator.sample_every):
                         metrics.log_text(run.step, evaluator.sample_text(stop.is_requested))
 
-                # The last step is saved and evaluated, but there is nothing left to train.
-                if run.is_last_step:
+                # All steps are done, saved and evaluated.
+                if run.is_at_end:
                     break
 
                 # One optimizer step: accumulate and clip the gradients, set the learning rates, update.
@@ -125,7 +126,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
         metrics.close()
 
-        # Wait until the last checkpoint is on disk. All ranks do: one that exits would end the one that still writes.
+        # Wait until the last checkpoint is on disk. All ranks do: torchrun ends every rank when one exits early.
         writer.wait(run.best_step)
         rt.barrier(hours=2)
     print0(message)
@@ -141,7 +142,8 @@ def finish(status: str, rt: Runtime, reason: str = "") -> None:
 def build_train_step(
     cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None, initial_model: GPT | None = None
 ) -> TrainStep:
-    """The model and all that trains it: as `saved`, or with the weights of `initial_model`, or random from the seed."""
+    """The model with its optimizers and forward pass: as `saved`, or with the weights of `initial_model`, or random
+    from the seed."""
     rt = precision.agree_on_dtype(cfg, rt, saved)
 
     # The weights. The seed determines random ones; nothing draws from torch's global generator afterwards.
@@ -180,10 +182,10 @@ def save_checkpoint(
     # Rank 0 writes. metrics.jsonl comes first: after a resume it must have every line before the checkpoint's step.
     if train_step.rt.is_main:
         facts = {"val_loss": run.measured.get("val_loss"), "preset": cfg.preset}
-        model_file = checkpoint.model_file(train_step.model, run.step, **facts)
-        model_file["model"] = train_step.weights.state_dict()  # in float32, whatever the model computes in
+        model_content = checkpoint.model_file(train_step.model, run.step, **facts)
+        model_content["model"] = train_step.weights.state_dict()  # in float32, whatever the model computes in
         metrics.flush()
-        writer.save(run.step, model_file, train_state, run.best_step)
+        writer.save(run.step, model_content, train_state, run.best_step)
 
     # A step that is both saved and evaluated may be the best so far.
     run.last_saved_step = run.step
@@ -191,7 +193,7 @@ def save_checkpoint(
 
 
 def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWriter, rt: Runtime) -> str:
-    """Save the run as it is and wait for it on every rank: one that exits would end the one that is still writing.
+    """Save the run as it is and wait for it on every rank: torchrun ends all ranks when one exits with an error.
     Returns what became of it. Every rank must call it."""
     save()
     try:
@@ -217,23 +219,28 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
 
 
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
-    """--dry-run: print the plan and its cost. Needs no data if the preset fixes the number of steps. With --card it is
-    predicted, for 1,000 steps if only the data would tell how many."""
-    # With --card nothing is built or run, so no GPU and no data are needed.
-    steps_are_fixed = bool(cfg.max_steps or cfg.steps_per_epoch)
-    if cfg.card:
-        max_steps = cfg.total_steps(0) if steps_are_fixed else 1000
-        return print0(predict.report(cfg, predict.predict(cfg, cfg.card), max_steps))
-
-    # Without --card, build the run as training would, and measure a step on this machine.
+    """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
+    preset fixes the number of steps."""
     cfg, initial_model = resume.resolve_network(cfg, saved=None)
     data = None
-    if Path(cfg.data_dir).is_dir() or not steps_are_fixed:
+    if Path(cfg.data_dir).is_dir() or not has_fixed_steps(cfg):
         data = train_loader(cfg, cfg.data_dir)
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
     train_step = build_train_step(cfg, rt, initial_model=initial_model)
     plan.print_plan(train_step, data, run)
     plan.print_estimate(train_step, run.max_steps)
+
+
+def print_prediction(cfg: TrainConfig) -> None:
+    """--dry-run --card: print what the run would cost on cards that are not here. Needs no GPU and no data; if the
+    number of steps depends on the data, 1,000 are assumed."""
+    max_steps = cfg.total_steps(0) if has_fixed_steps(cfg) else 1000
+    print0(predict.report(cfg, predict.predict(cfg, cfg.card), max_steps))
+
+
+def has_fixed_steps(cfg: TrainConfig) -> bool:
+    """Whether the number of steps is known without the data."""
+    return cfg.max_steps > 0 or cfg.steps_per_epoch > 0
 
 
 def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
@@ -289,7 +296,12 @@ def main() -> None:
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
     cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
 
-    # A run chooses its precision once its ranks are there (training/precision.py).
+    # A prediction needs no device.
+    if cfg.card:
+        return print_prediction(cfg)
+
+    # Training chooses its precision after the ranks have joined (training/precision.py); until then float32 is a
+    # placeholder.
     dtype = cfg.dtype if cfg.eval_only else "float32"
     session = distributed.session(cfg.device, dtype, cfg.deterministic)
 

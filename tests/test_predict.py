@@ -406,7 +406,7 @@ def test_a_dry_run_with_a_card_needs_no_data(capsys, monkeypatch, tmp_path):
 
 
 def test_a_dry_run_whose_steps_depend_on_the_data_predicts_1000(capsys):
-    train_gpt2.dry_run(parse_config("finetune", "--dry-run", "--card", "4090", "--init-from", "gpt2-xl"), None)
+    train_gpt2.print_prediction(parse_config("finetune", "--dry-run", "--card", "4090", "--init-from", "gpt2-xl"))
     out = capsys.readouterr().out
     assert "1000 steps" in out and "gpt2-xl" in out
 

@@ -1,6 +1,7 @@
 """Resuming a run: it ends with the bits of a run that was never stopped, also if an earlier version began it. A run is
 never overwritten, and never continues silently with other settings or other data."""
 
+import hashlib
 import shutil
 
 import pytest
@@ -18,6 +19,16 @@ from training.stop import StopRequest
 def run_files(run) -> dict:
     """The content of every file of a run folder but the lock."""
     return {path: path.read_bytes() for path in run.iterdir() if path.name != ".lock"}
+
+
+def write_manifest_of(folder) -> None:
+    """Write the manifest of a folder of shards, as they are now."""
+    entries = []
+    for path in shards.shard_files(folder):
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        entries.append(shards.Shard(path.name, shards.count_tokens(path), 0, sha256, {}))
+    source = {"name": "a test", "subset": "", "column": "", "revision": "", "files": []}
+    shards.write_manifest(folder, shards.Manifest(source, "npy", 5000, complete=True, shards=entries))
 
 
 # ------------------------------------------------------------------------- stopped and resumed
@@ -222,7 +233,7 @@ def test_a_setting_that_no_longer_exists_is_refused_unless_it_was_off(tiny_args,
 def test_an_earlier_run_over_small_shards_is_refused_because_their_order_has_changed(tiny_args, tmp_path, monkeypatch):
     # Earlier versions shuffled each small shard alone, and their fingerprint did not say how many go together.
     with monkeypatch.context() as patch:
-        patch.setattr(Loader, "fingerprint", lambda data: shards.fingerprint(data.data_dir))
+        patch.setattr(Loader, "fingerprint", lambda data, **_: shards.fingerprint(data.data_dir))
         run = train_quickstart(tiny_args, tmp_path / "run")
 
     refusal = r"data: the shards in .* would now be shuffled differently.*--allow-drift"
@@ -230,6 +241,24 @@ def test_an_earlier_run_over_small_shards_is_refused_because_their_order_has_cha
         train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "14")
     train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "14", "--allow-drift")
     assert checkpoint.latest_step(run) == 14
+
+
+def test_a_run_resumes_after_its_folder_of_shards_got_a_manifest(tiny_args, tiny_data, tmp_path):
+    """As `fineweb.py --verify` makes one, which the warning about a missing manifest suggests. Other tokens in a shard
+    of the same size are still refused once there is a manifest to tell."""
+    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "6")
+    write_manifest_of(tiny_data)
+
+    train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "12")
+    assert checkpoint.latest_step(run) == 12
+
+    path = tiny_data / "tiny_train_000001.npy"
+    tokens = shards.read_shard(path).copy()
+    tokens[0] = (tokens[0] + 1) % 256
+    shards.write_shard(path, tokens)
+    write_manifest_of(tiny_data)
+    with pytest.raises(UserError, match=r"data: the shards in .* are not those"):
+        train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "14")
 
 
 # ------------------------------------------------------------------------- what is refused, and what is kept

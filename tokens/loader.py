@@ -5,9 +5,9 @@ train_gpt2.py opens one Loader per split; training/step.py and training/evaluato
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
     for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
 
-A shard is a row of token ids, cut into sequences of T inputs. The targets are the inputs shifted by one token, so that
-neighboring sequences share one token. Up to T tokens at the end of a shard are too few for another sequence and stay
-unused.
+A shard is a one-dimensional array of token ids, cut into sequences of T inputs. The targets are the inputs shifted by
+one token, so that neighboring sequences share one token. Up to T tokens at the end of a shard are too few for another
+sequence and stay unused.
 
     token      0       1       ...   T-1      T        T+1     ...   2T-1     2T     ...     n-1
     sequence 0 |---------- inputs -----------|                                               :
@@ -54,7 +54,7 @@ from tokens import shards
 from tokens.prefetch import prefetch
 
 SHUFFLE_POOL_TOKENS = 100_000_000  # tokens shuffled as one pool: a full shard, which is in memory anyway
-# Steps that are read before they are needed: two seconds of training on 8 GPUs, time for a slow disk to read a shard.
+# How many steps to read ahead: two seconds of training on 8 GPUs, time for a slow disk to read a shard.
 PREFETCH_STEPS = 16
 
 
@@ -181,14 +181,14 @@ class Loader:
             "use a smaller --sequence-length or more data (python fineweb.py --help)",
         )
 
-        # Tokens stay in memory for as many shards as one group has: it includes the shard that is being read.
+        # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, with_hashes: bool = True) -> str:
         """What a resumed run must find again: a hash of the folder's shards and, if several are shuffled as one pool,
-        how many."""
+        how many. with_hashes=False: as a run saw the folder before it had a manifest."""
         group_suffix = f"-{self.order.shards_per_group}" if self.order.shards_per_group > 1 else ""
-        return shards.fingerprint(self.data_dir) + group_suffix
+        return shards.fingerprint(self.data_dir, with_hashes) + group_suffix
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
@@ -225,7 +225,7 @@ class Loader:
         """The (shard, sequence) pairs that `rank` reads at `step`, (micro_steps, B, 2).
 
         `sequences` is how many a step reads over all ranks. As in build-nanogpt, micro-batch m of rank r is the step's
-        (m * world_size + r)-th run of B sequences."""
+        (m * world_size + r)-th block of B sequences."""
         whole_step = self.order.span(step * sequences, sequences)
         # (sequences, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
         return whole_step.reshape(-1, world_size, B, 2)[:, rank]

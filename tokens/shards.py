@@ -283,10 +283,11 @@ def _check_manifest(manifest: Manifest) -> None:
     require(all(SHA256.fullmatch(shard.sha256) for shard in manifest.shards), "sha256")
 
 
-def fingerprint(data_dir: str | Path) -> str:
-    """Short hash of a folder's contents: names, token counts and, from any manifest, sha256s. Reads only headers."""
-    # Of shards in the manifest the hash counts as well; without one, names and sizes are all that is cheap to know.
-    manifest = read_manifest(data_dir)
+def fingerprint(data_dir: str | Path, with_hashes: bool = True) -> str:
+    """Short hash of a folder's contents: names, token counts and, from a manifest, sha256s. Reads only headers.
+    with_hashes=False: as if the folder had no manifest."""
+    # Without a manifest, names and sizes are all that is cheap to know.
+    manifest = read_manifest(data_dir) if with_hashes else None
     sha256_by_file = {shard.file: shard.sha256 for shard in manifest.shards} if manifest else {}
     rows = [(path.name, count_tokens(path), sha256_by_file.get(path.name)) for path in shard_files(data_dir)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

@@ -27,8 +27,8 @@ hellaswag_data sample_every sample_prompt save_every keep resume allow_drift ini
 deterministic compile recompute zero_stage tracker time_limit skip_bad_steps gpu_hour_usd dry_run card eval_only
 """.split())  # fmt: skip
 
-# Settings of earlier versions that no longer exist, with the value that means "off". Any other is refused: it would
-# resume as another run.
+# Settings of earlier versions that shaped the result and no longer exist, with the value that means "off". A checkpoint
+# with another value is refused. Other unknown settings are ignored.
 REMOVED = {"muon_momentum_warmup": 0}
 
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
@@ -36,7 +36,7 @@ GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 12
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything a run depends on. A period (--*-every) of 0 disables that action."""
+    """Everything a run depends on. A period (--*-every) of 0 disables that action; the end is always saved."""
 
     # The recipe it started from, and the network.
     preset: Annotated[str, tyro.conf.Suppress] = "gpt2-124m"
@@ -58,11 +58,11 @@ class TrainConfig:
     max_steps: int = 0
     """Total optimizer steps; 0 means epochs * steps-per-epoch."""
 
-    # The batch of a step, and how it is split. Only the first and the last shape the result.
+    # The batch of a step, and how it is split. micro_batch_size does not change the result beyond rounding.
     total_batch_size: int = 524_288
     """Tokens per step, over all ranks and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences in one forward pass of one rank; auto halves until it fits in a GPU's memory (elsewhere: few)."""
+    """Sequences in one forward pass of one rank; auto halves until it fits in a GPU's memory, or takes few on a CPU."""
     sequence_length: int = 1024
     """Tokens per sequence (T)."""
 
@@ -74,9 +74,9 @@ class TrainConfig:
     cooldown: float = 0.2
     """Fraction of max-steps over which the trapezoid decays to min-lr."""
     weight_decay: float = 0.1
-    """Of matrices."""
+    """Weight decay of matrices."""
     vector_weight_decay: float = 0.0
-    """Of biases and gains."""
+    """Weight decay of biases and gains."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -89,7 +89,7 @@ class TrainConfig:
     muon_weight_decay: float = 0.0
     muon_momentum: float = 0.95
     newton_schulz: Literal["fast", "exact"] = "fast"
-    """Muon's iterations: five, or twelve that converge."""
+    """Muon's iterations. fast: 5, approximate; exact: 12, converged."""
     embed_lr_scale: float = 1.0
     """Multiplies max-lr for the embeddings; untied ones work well at high rates."""
     vector_lr_scale: float = 1.0
@@ -135,7 +135,7 @@ class TrainConfig:
     time_limit: str = ""
     """Stop cleanly and save after this long, e.g. 3h50m."""
     skip_bad_steps: int = 0
-    """How many non-finite steps to skip before stopping."""
+    """How many non-finite steps to skip before stopping, counted from each start."""
     gpu_hour_usd: float = 0.0
     """Price of one GPU-hour, for the cost estimates."""
     dry_run: bool = False
@@ -148,7 +148,7 @@ class TrainConfig:
     """Train on the first batch repeatedly: if the loss does not collapse, something is broken."""
 
     def __post_init__(self):
-        """Raises UserError for the first setting that breaks a rule."""
+        """Raises UserError for the first setting that breaks a rule, or ValueError for a value outside its Literal."""
         T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
         nearest_batch = max(1, round(tokens / max(T, 1))) * T
 
@@ -192,7 +192,7 @@ class TrainConfig:
     def total_steps(self, sequences_per_epoch: int) -> int:
         """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if
         the data are less than one step."""
-        # A number of steps that was set wins, then a preset's epoch, then the data's.
+        # max_steps wins, then steps_per_epoch, then the size of the data.
         if self.max_steps:
             return self.max_steps
         if self.steps_per_epoch:

@@ -31,9 +31,8 @@ NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 
 
 class Evaluator:
-    """Measures a run where it is due. HellaSwag and samples call the model itself, because their shapes vary;
-    validation
-    calls the compiled forward pass."""
+    """Runs the evaluations that are due. HellaSwag and samples call the model itself, because their shapes vary;
+    validation calls the compiled forward pass."""
 
     def __init__(self, train_step: TrainStep, data: Loader, val_data: Loader | None):
         cfg = train_step.cfg
@@ -56,9 +55,9 @@ class Evaluator:
         """Measure what is due at this step: any of val_loss, hellaswag_acc, hellaswag_acc_norm. Every rank must call
         it.
 
-        An evaluation that fails is printed, with its reason and a way to turn it off, and training continues. All ranks
-        give up the same one: `check_stop` (StopRequest.check), which is called between batches, tells them. Raises
-        Stopped, and errors after which no rank could continue.
+        An evaluation that fails is printed, with its reason and a way to turn it off, and training continues. All
+        ranks abandon the same evaluation: `check_stop` (StopRequest.check), which is called between batches, tells
+        them. Raises Stopped, and errors after which no rank could continue.
         """
         found = {}
         if run.is_due(self.cfg.val_every):
@@ -73,7 +72,7 @@ class Evaluator:
         """The result of `measure(run, check_stop)`; empty if it fails on any rank."""
         try:
             return measure(run, check_stop)
-        # Not failures of the evaluation: a request to stop, and files that cannot be read or written (system/cli.py).
+        # Requests to stop and I/O errors, which system/cli.py handles, are passed on.
         except (Stopped, OSError):
             raise
         # Another rank has failed, and prints the reason.
@@ -100,8 +99,8 @@ class Evaluator:
             return {}
 
     def _validate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
-        cfg, step = self.cfg, self.train_step
-        loss = validate(step.forward, self.val_data, cfg, self.rt, step.micro_batch_size, check_stop)
+        cfg, train_step = self.cfg, self.train_step
+        loss = validate(train_step.forward, self.val_data, cfg, self.rt, train_step.micro_batch_size, check_stop)
         print0(f"step {run.step:5d}/{run.max_steps} | val loss: {loss:.4f}")
 
         # How public runs of the same recipe stood at this step.
@@ -118,8 +117,8 @@ class Evaluator:
         return {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
 
     def sample_text(self, stop_requested: Callable[[], bool]) -> str:
-        """Continuations of the sample prompt, one a line, cut short when this rank is asked to stop. If sampling fails,
-        the reason instead: only rank 0 samples, and its error would end the run on all."""
+        """Continuations of the sample prompt, one a line, cut short when this rank is asked to stop. Returns
+        the reason if sampling fails: only rank 0 samples, and its error would end every rank."""
         try:
             return self._sample_text(stop_requested)
         except Exception as e:
@@ -136,7 +135,7 @@ class Evaluator:
         prompt = encoding.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
         idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (4, T)
 
-        # A generator of their own: samples are the same at every step, and nothing else draws from it.
+        # A generator of their own, seeded anew: every step draws the same random numbers, and training's are untouched.
         sampler = sampling.Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         columns = list(idx.T)  # T tensors (4,), to which each new token is appended
         with rt.autocast():
@@ -164,7 +163,7 @@ def validate(
     `check` is called before each batch, equally often on all ranks. Every rank must call this.
     """
     # The first sequences of the split, in order. Float64 sums, where the device has them, keep thousands of batches
-    # exact enough that the number of ranks does not show.
+    # exact enough that the result does not depend on the number of ranks.
     count = num_val_sequences(data, cfg)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size

@@ -18,7 +18,7 @@ from model import GPT, softcap
 
 
 def num_chunks(rows: int, device_type: str) -> int:
-    """How many chunks so many rows are split into. 512 rows fill a CPU (bench/head.py). On a GPU each chunk costs a
+    """The number of chunks for this many rows. 512 rows fill a CPU (bench/head.py). On a GPU each chunk costs a
     pass over the weight's gradient in memory, so chunks are larger there: assumed, not measured."""
     rows_per_chunk = 512 if device_type == "cpu" else 8192
     return max(1, rows // rows_per_chunk)
@@ -49,14 +49,15 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> T
 class ChunkedHeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,).
 
-    `chunk_loss` is the function above or its compiled version. The gradients kept are those of the sum; the backward
-    pass divides by the number of targets. In float16 that keeps the loss scale out of the products, and the products in
-    range. The gradients of weight and bias are summed over the chunks in float32.
+    `chunk_loss` is the function above or its compiled version. The saved gradients are those of the summed loss; the
+    backward pass divides by the number of targets, in place, so it can run once. In float16 the loss scale therefore
+    never enters the matrix products, and they cannot overflow because of it. The gradients of weight and bias are
+    summed over the chunks in float32.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, cap, backward, chunk_loss):
-        # A custom function is called outside of autocast's own casts, so it casts by itself.
+        # Autocast does not cast the inputs of a custom function.
         device_type = x.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
         cast_weight = weight.to(dtype)  # (V, C)

@@ -317,11 +317,12 @@ def score(
                 indices = [tree.index for tree in trees]
                 losses[indices] = batch_losses(model, make_batch(trees, examples), device, logits_at_once)
 
-    # A last chance to stop before the ranks wait for each other.
+    # A last chance to stop, or to report a failure, before the ranks wait for each other. Nothing may fail after it.
+    losses = losses.to(device)
     check()
 
     # An example's losses are zero on all ranks but one, so the sum is exact.
-    return rt.all_reduce(losses.to(device)).cpu()
+    return rt.all_reduce(losses).cpu()
 
 
 def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once: int) -> torch.Tensor:

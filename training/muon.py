@@ -1,4 +1,4 @@
-"""Muon (Jordan 2024): momentum whose matrices are made orthogonal before they are applied.
+"""Muon (Jordan 2024): SGD with momentum whose update of each matrix is made orthogonal first.
 
     mark_matrices("transformer.h.0.attn.c_attn.weight", weight)
     optimizer = Muon([{"params": [weight]}], lr=0.02, momentum=0.95)
@@ -10,7 +10,7 @@ grows with sqrt(max(1, rows / columns)).
 import torch
 from torch import Tensor
 
-# Newton-Schulz in bfloat16 is precise enough (Jordan 2024), and the fastest where Muon is worth its time.
+# Newton-Schulz in bfloat16 is precise enough (Jordan 2024), and fastest on GPUs.
 NEWTON_SCHULZ_DTYPE = torch.bfloat16
 
 # Coefficients (a, b, c) of the polynomial a X + b (X X^T) X + c (X X^T)^2 X that each iteration applies.
@@ -30,7 +30,7 @@ def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Te
         X = X.mT
     X = X.to(NEWTON_SCHULZ_DTYPE)
 
-    # The iterations converge only from singular values below about 1: divide by the Frobenius norm.
+    # The iterations need singular values of at most about 1: divide by the Frobenius norm, which bounds them.
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-10)
     for a, b, c in iterations:
         A = X @ X.mT  # (n, rows, rows)
@@ -43,7 +43,7 @@ def mark_matrices(name: str, p: Tensor) -> None:
     """Note on a parameter (rows, columns) which matrices are stacked in it, as the number of rows of each.
 
     The queries, keys and values share one parameter but are three matrices, which Muon makes orthogonal one by one.
-    They are known by the parameter's name; that it is three times as tall as wide would also be true of some MLPs.
+    They are recognized by name, not by shape: some MLP weights are also three times as tall as wide.
     Raises ValueError for a name that is not known here, and for queries, keys and values that are not three squares.
     """
     rows, columns = p.shape
@@ -62,8 +62,9 @@ def mark_matrices(name: str, p: Tensor) -> None:
 class Muon(torch.optim.Optimizer):
     """Muon for parameters (rows, columns) that `mark_matrices` has marked.
 
-    Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. It keeps the
-    state of torch.optim.Muon and loads it. `step` uses the gradients' memory: afterwards they hold no gradients.
+    Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. The state has
+    the layout of torch.optim.Muon's and can be loaded from it. `step` uses the gradients' memory: afterwards they hold
+    no gradients.
     """
 
     def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
@@ -91,7 +92,7 @@ class Muon(torch.optim.Optimizer):
             # Weight decay as in AdamW: it shrinks the weights, not the gradients.
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
 
-            # Collect the matrices by shape, queries, keys and values each alone: {(rows, columns): (weights, updates)}.
+            # Group all matrices by shape, queries, keys and values alone: {(rows, columns): (weights, updates)}.
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
             for p, update in zip(params, updates, strict=True):
                 for weight, matrix in zip(p.split(p.matrix_rows), update.split(p.matrix_rows), strict=True):

@@ -32,8 +32,8 @@ def parameter_shape(p: Tensor) -> tuple[int, ...]:
 # The class of each optimizer that parameter_groups names.
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": Muon}
 
-# The float32 tensors that each class keeps of a parameter, with their shapes. All of the state is created from this
-# table, so checkpoints, ZeRO-1, the disk check, the memory probe and predictions agree on it.
+# The float32 tensors that each class keeps for each parameter, with their shapes. All of the state is created from this
+# table, so checkpoints, ZeRO-1, the disk check, the search for a micro-batch and predictions agree on it.
 OPTIMIZER_STATE: dict[type, dict[str, Callable[[Tensor], tuple[int, ...]]]] = {
     torch.optim.AdamW: {"step": scalar_shape, "exp_avg": parameter_shape, "exp_avg_sq": parameter_shape},
     Muon: {"momentum_buffer": parameter_shape},
@@ -139,7 +139,7 @@ def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runti
 
 
 def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that does the work: of a ZeroRedundancyOptimizer, the one inside, which has this rank's share."""
+    """The inner optimizer of a ZeroRedundancyOptimizer, which holds this rank's share; any other optimizer itself."""
     return getattr(optimizer, "optim", optimizer)
 
 
@@ -173,13 +173,13 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_numel(optimizer_type: type, params: Iterable[Tensor]) -> int:
-    """Numbers (float32) that an optimizer of this class keeps of these parameters, all ranks together."""
+    """Numbers (float32) that an optimizer of this class keeps for these parameters, all ranks together."""
     return sum(math.prod(shape) for p in params for shape in state_shapes(optimizer_type, p).values())
 
 
 def full_state(optimizers: list[torch.optim.Optimizer], rt: Runtime) -> list[dict] | None:
     """Complete optimizer state dicts, sharded or not, on rank 0 (None elsewhere). Every rank must call it."""
-    # Sharded state is gathered by all ranks together; the other kind is the same on each.
+    # Sharded state is gathered by all ranks together; unsharded state is identical on every rank.
     states = []
     for optimizer in optimizers:
         is_sharded = unwrap(optimizer) is not optimizer
@@ -239,13 +239,19 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
 
         for group, settings in zip(optimizer.param_groups, own_settings, strict=True):
             group.update(settings)
-        create_state(optimizer)  # checkpoints of step 0 held none, up to November 2026
+        # Before November 2026, checkpoints of step 0 had no state.
+        create_state(optimizer)
 
 
 def check_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Raise ValueError unless a state dict has what this optimizer keeps, in the shapes of its parameters."""
     params = all_params(optimizer)
     optimizer_type = type(unwrap(optimizer))
+
+    # All parameters or, before the first step of an earlier version, none. torch would accept any subset.
+    missing = set(range(len(params))) - state["state"].keys()
+    if state["state"] and missing:
+        raise ValueError(f"it has no state for parameter {min(missing)}")
     for i, tensors in state["state"].items():
         shapes = state_shapes(optimizer_type, params[i])
         if tensors.keys() != shapes.keys():

@@ -19,7 +19,7 @@ def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None =
     (`saved` is its train state), else the fastest that all ranks have. Prints which and why.
 
     All ranks must agree, because gradients of different precisions or loss scales must not be averaged. Every rank must
-    call it. Raises UserError if a rank lacks what was asked for.
+    call it. Raises UserError if a GPU lacks what was asked for.
     """
     common = common_dtypes(rt)
 

@@ -351,8 +351,8 @@ def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
     split = f"{p.ranks} x {p.micro_steps} x {p.micro_batch_size} x {cfg.sequence_length}"
     lines = [
         f"{cfg.preset}: {p.parameters:,} parameters on {p.ranks} x {p.card}, predicted, nothing was run",
-        f"predicted memory per card {p.memory_bytes / 2**30:.1f} of {CARDS[p.card].gb} GB with the largest micro-batch "
-        f"that fits, {p.micro_batch_size} (ranks x micro-steps x sequences x T: {split})",
+        f"predicted memory per card {p.memory_bytes / 2**30:.1f} of {CARDS[p.card].gb} GB with a micro-batch of "
+        f"{p.micro_batch_size} (ranks x micro-steps x sequences x T: {split})",
         f"predicted step {p.step_s * 1e3:,.0f} ms (compute {p.compute_s * 1e3:,.0f}, waiting for gradients "
         f"{p.all_reduce_s * 1e3:,.0f}, sending weights {p.weight_broadcast_s * 1e3:,.0f}): "
         f"{p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.0%}; excluding evaluation",

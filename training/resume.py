@@ -45,7 +45,8 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
     # A run is never overwritten: not by a new one, not by one that resumes from an earlier step.
     if newest is not None and (saved is None or saved["step"] < newest):
-        # Without --resume the same command with `auto` is right: it names the preset. A path reads the config there.
+        # A command without --resume names its preset, so suggest `--resume auto`. One that resumes from a path may name
+        # none: suggest the path of the newest checkpoint.
         how = "auto" if cfg.resume == "none" else checkpoint.model_path(run_dir, newest)
         fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
@@ -66,12 +67,13 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
 def resolve_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT | None]:
     """The config with the network that is really trained, and the weights of --init-from if the run begins with them.
-    From here on `cfg.model` is the one truth. Raises UserError if the weights are of another network than asked for."""
+    From here on use `cfg.model`. Raises UserError if the weights are of another network than asked for."""
     if cfg.init_from == "scratch":
         return cfg, None
 
     # A resumed run keeps the network of its checkpoint, which --init-from determined when the run began. If --model
-    # flags ask for a network, only the vocabulary is the checkpoint's; check_drift compares the rest.
+    # flags ask for a network, they are kept, except that the vocabulary comes from the checkpoint; check_drift compares
+    # the rest.
     if saved:
         old_network = TrainConfig.from_dict(saved["config"]).model
         if is_network_from_init(cfg):
@@ -109,9 +111,9 @@ def load_or_start(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, 
     check_ranks_agree(rt, saved, run)
     if saved is None:
         return run
-    check_drift(cfg, saved, run)
+    check_drift(cfg, saved, run, data)
 
-    # The best step cannot be kept if it is in another run's folder, from which this one starts.
+    # If the best checkpoint is in another run's folder, from which this one starts, this run cannot keep it: forget it.
     step, best = saved["step"], saved["best"]
     if best and not checkpoint.model_path(cfg.run_dir, best["step"]).exists():
         best = None
@@ -133,7 +135,7 @@ def load_or_start(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, 
 def check_ranks_agree(rt: Runtime, saved: dict[str, Any] | None, run: RunState) -> None:
     """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
     may not, and DDP would train different weights side by side without a word. Every rank must call it."""
-    # Three numbers tell it all; gathered, they can be compared on every rank.
+    # Compare three numbers from every rank.
     step = saved["step"] if saved else -1
     data_hash = int(run.data_id[:15], 16)  # 60 bits fit in an int64
     own = torch.tensor([step, run.max_steps, data_hash], device=rt.device)
@@ -145,10 +147,10 @@ def check_ranks_agree(rt: Runtime, saved: dict[str, Any] | None, run: RunState) 
             require(value == value0, f"rank {rank} and rank 0 differ in {name}: {value} and {value0}; {fix}")
 
 
-def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
+def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Loader) -> None:
     """Print what has changed since the checkpoint was made. Raises UserError if that shapes the result, unless
     --allow-drift accepts it; the network cannot change at all."""
-    # Settings: harmless changes are printed. These two differ whenever a run is resumed.
+    # Print harmless changes. The flags that resume a run, and its folder, are not worth a line.
     old = TrainConfig.from_dict(saved["config"])
     harmless, refused = config_drift(old, cfg)
     for change in harmless:
@@ -157,7 +159,8 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
 
     # The same shards in another order are other data, too: versions up to November 2026 did not shuffle small shards
     # together. The fingerprint is HASH or HASH-SHARDS_PER_GROUP.
-    if saved["data"] != run.data_id:
+    # A manifest may have been made since (fineweb.py --verify); then only names and sizes can be compared.
+    if saved["data"] not in (run.data_id, data.fingerprint(with_hashes=False)):
         same_shards = saved["data"].partition("-")[0] == run.data_id.partition("-")[0]
         change = "would now be shuffled differently" if same_shards else "are not those the run was trained on"
         refused.append(f"data: the shards in {cfg.data_dir} {change}")

@@ -30,12 +30,12 @@ class RunState:
         self.start_step = self.step
 
     @property
-    def is_last_step(self) -> bool:
+    def is_at_end(self) -> bool:
         return self.step == self.max_steps
 
     @property
     def is_complete(self) -> bool:
-        return self.step > self.max_steps or (self.is_last_step and self.evaluated)
+        return self.step > self.max_steps or (self.is_at_end and self.evaluated)
 
     @property
     def best_step(self) -> int | None:
@@ -43,11 +43,11 @@ class RunState:
 
     def is_due(self, period: int) -> bool:
         """Whether something with this period (0: never) is due. On the last step everything enabled is."""
-        return period > 0 and (self.step % period == 0 or self.is_last_step)
+        return period > 0 and (self.step % period == 0 or self.is_at_end)
 
     def is_save_due(self, save_every: int) -> bool:
         """Whether this step is to be saved. A period of 0 leaves the last; the step a run started from is saved."""
-        return self.step > self.start_step and (self.is_last_step or self.is_due(save_every))
+        return self.step > self.start_step and (self.is_at_end or self.is_due(save_every))
 
     def update_best(self) -> None:
         """Make this step the best if it is both saved and evaluated, and its val loss is the lowest so far. A step

@@ -2,9 +2,9 @@
 
     lr = set_learning_rates(optimizers, step, total_steps, cfg)     # before each update; returns the rate to log
 
-No checkpoint keeps a rate: a resumed run's rate follows from its own flags and total_steps, and training/resume.py says
-where that makes the rate jump. To add a schedule: its name in TrainConfig.schedule, a function such as cosine_decay,
-and a case in choose_decay.
+The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and total_steps, and
+training/resume.py says where that makes the rate jump. To add a schedule: its name in TrainConfig.schedule, a function
+such as cosine_decay, and a case in choose_decay.
 """
 
 import math

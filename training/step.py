@@ -1,4 +1,4 @@
-"""One optimizer step: the only place that knows how it is done.
+"""One optimizer step: everything that happens in it is here.
 
     train_step = TrainStep(cfg, rt, model)
     result = train_step.compute_gradients(batch)            # all micro-batches, reduced over the ranks, clipped
@@ -37,7 +37,8 @@ class UpdateRefused(Exception):
 
 
 class StepResult(NamedTuple):
-    """What the forward and backward passes of a step gave. The ranks agree on all but the last."""
+    """What the forward and backward passes of a step gave. loss, is_finite and stop_requested are the same on all
+    ranks; norm is, too, unless something is wrong."""
 
     loss: float  # mean over all sequences of the step, in nats per token
     norm: float  # L2 norm of the gradients of all parameters, before clipping
@@ -68,7 +69,7 @@ class TrainStep:
         self.weights = MasterWeights(model, keep_float32_copy)
         self.optimizers = optim.build_optimizers(self.weights.named, cfg, rt)
 
-        # Validation calls `forward`, training the same with DDP around it.
+        # Validation calls `forward`; training calls it through DDP.
         self.forward = make_forward(model, cfg, rt)
         self.ddp_forward = wrap_in_ddp(self.forward, rt)
         self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.ddp_forward)
@@ -81,16 +82,16 @@ class TrainStep:
         The gradients are those of the mean loss over all ranks. Every rank must call it.
         """
         # Accumulate the gradients. DDP reduces them over the ranks once, in the last backward pass.
-        loss_sum = torch.zeros((), device=self.rt.device)
+        local_loss = torch.zeros((), device=self.rt.device)
         for i, tokens in enumerate(batch):
             x, y = to_device(tokens, self.rt.device)  # (B, T) each
-            # A switch of DDP; without DDP nothing reads it.
+            # DDP reads this attribute; without DDP it has no effect.
             self.ddp_forward.require_backward_grad_sync = i == len(batch) - 1
             with self.rt.autocast():
                 _, loss = self.ddp_forward(x, y)
             # The micro-batches are of equal size, so the mean of their means is the mean over the step.
             self.scaler.scale(loss / len(batch)).backward()
-            loss_sum += loss.detach() / len(batch)
+            local_loss += loss.detach() / len(batch)
 
         # Undo the loss scale of float16, move the gradients to the master weights, clip. Without --grad-clip the call
         # only measures the norm.
@@ -100,7 +101,7 @@ class TrainStep:
 
         # One collective, and one wait for the device, settles three questions: the mean loss over all ranks, how many
         # ranks were asked to stop, and how many have a norm that is not finite.
-        mean_share = loss_sum / self.rt.world_size
+        mean_share = local_loss / self.rt.world_size
         stop_flag = norm.new_full((), float(stop_requested))
         bad_norm_flag = (~norm.isfinite()).float()
         loss, stops, bad_norms = self.rt.all_reduce(torch.stack([mean_share, stop_flag, bad_norm_flag])).tolist()
@@ -109,11 +110,11 @@ class TrainStep:
             norm=norm.item(),
             is_finite=math.isfinite(loss) and bad_norms == 0,
             stop_requested=stops > 0,
-            local_loss=loss_sum.item(),
+            local_loss=local_loss.item(),
         )
 
     def set_learning_rates(self, step: int, max_steps: int) -> float:
-        """Set the learning rates for `step`; return the rate for a peak of --max-lr."""
+        """Set the learning rates for `step`; return the scheduled value of --max-lr, the rate that is logged."""
         return schedule.set_learning_rates(self.optimizers, step, max_steps, self.cfg)
 
     def update(self) -> None:
@@ -121,7 +122,7 @@ class TrainStep:
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.weights.copy_to_model()
-        self._drop_gradients()
+        self._finish_step()
 
     def refuse_update(self, step: int, result: StepResult, data: Loader) -> None:
         """Drop gradients that are not finite. A float16 overflow halves the loss scale. Anything else is reported with
@@ -138,10 +139,10 @@ class TrainStep:
             if self.refused_steps > self.cfg.skip_bad_steps:
                 raise UpdateRefused(message)
             print0(f"{message} ({self.refused_steps} of --skip-bad-steps {self.cfg.skip_bad_steps})")
-        self._drop_gradients()
+        self._finish_step()
 
-    def _drop_gradients(self) -> None:
-        # Once a step: it halves the scale after an overflow, and doubles it now and then otherwise.
+    def _finish_step(self) -> None:
+        # GradScaler.update, once a step, halves the loss scale after an overflow, else doubles it now and then.
         self.scaler.update()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -152,7 +153,7 @@ class TrainStep:
         local = torch.tensor([result.local_loss, result.norm], device=rt.device)
         per_rank = torch.stack(rt.all_gather(local)).tolist()  # (ranks, 2)
 
-        # A bad loss comes first: it makes the norm bad on every rank.
+        # Prefer a rank with a bad loss: it also makes the norm bad everywhere.
         bad_losses = [rank for rank, (loss, _) in enumerate(per_rank) if not math.isfinite(loss)]
         bad_norms = [rank for rank, (_, norm) in enumerate(per_rank) if not math.isfinite(norm)]
         rank = (bad_losses or bad_norms or [0])[0]
@@ -194,7 +195,7 @@ class Forward(nn.Module):
     """GPT.forward with targets, as training and validation call it, never with all logits at once (training/head.py).
 
     It is compiled block by block: all blocks share one graph, and the loss of a chunk of logits is another. The first
-    step comes sooner than with one graph of everything, and gradients are reduced just as early.
+    step comes sooner than with one graph of everything, and DDP still overlaps the reduction with the backward pass.
     """
 
     def __init__(self, model: GPT, compiles: bool):

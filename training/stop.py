@@ -5,7 +5,8 @@
         ...
         stop.check(rt)      # raises Stopped on all ranks at the same place
 
-Called by train_gpt2.py, which saves the run and exits with code 0.
+Called by train_gpt2.py, which saves the run and exits with code 0. `check` is for evaluations; between two steps the
+request travels with the loss, in the collective of training/step.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SECOND_SIGNAL_AFTER_S = 2.0
 
 
 class Vote(IntEnum):
-    """What a rank says where the ranks agree on how to continue. The highest vote of all ranks holds for all."""
+    """A rank's vote on how to continue. The highest vote of all ranks wins."""
 
     CONTINUE = 0
     STOP = 1
@@ -84,21 +85,20 @@ class StopRequest:
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Let SIGTERM and SIGINT ask for a stop inside this context. The first one is noted, and the run saves itself
-        at
-        the next step. A later one ends the process as usual, without saving.
+        at the end of the step. A later one ends the process as usual, without saving.
 
         Two things make this more than signal.signal():
 
-        - torchrun passes a signal on to its ranks that a terminal or Slurm has already sent to them directly. So the
-          same Ctrl-C may arrive twice, and a second signal must not end the process within the first two seconds.
+        - A terminal or Slurm signals the ranks directly, and torchrun then forwards the same signal. So one Ctrl-C may
+          arrive twice, and a second signal must not end the process within the first two seconds.
         - The compilers that torch.compile starts would die of a Ctrl-C meant for the run. Processes inherit the signal
           mask of the thread that starts them, so this thread blocks both signals. A thread that does nothing else
           leaves them unblocked: the kernel delivers them there, and Python runs the handler in the main thread.
         """
         handled = (signal.SIGTERM, signal.SIGINT)
 
-        # Step 3, two seconds after the first signal: a further signal kills the process. Set through the C library,
-        # because Python sets handlers in its main thread only, which may be waiting in a collective.
+        # Two seconds after the first signal: from now on a signal kills the process. Set through the C library, because
+        # Python sets handlers in its main thread only, which may be waiting in a collective.
         def restore_default_action() -> None:
             for number in handled:
                 ctypes.CDLL(None).signal(int(number), None)
@@ -106,8 +106,8 @@ class StopRequest:
         timer = threading.Timer(SECOND_SIGNAL_AFTER_S, restore_default_action)
         timer.daemon = True
 
-        # Step 2, when a signal comes: note the first one and tell the user. os.write instead of print: the signal may
-        # have interrupted a print, which cannot be entered twice.
+        # When a signal comes: note the first one and tell the user. os.write instead of print, which is not reentrant
+        # and may be what the signal has interrupted.
         def handler(number: int, frame: Any) -> None:
             if self.signal is not None:
                 return
@@ -118,7 +118,7 @@ class StopRequest:
                 with suppress(OSError):
                     os.write(1, message.encode())
 
-        # Step 1: install the handler, start the thread that receives the signals, block them in this one.
+        # Now: install the handler, start the thread that receives the signals, block them in this one.
         previous = {number: signal.signal(number, handler) for number in handled}
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
