@@ -14,7 +14,7 @@ from helpers import ROOT, choices, load_weights, same_bits, train_quickstart, wi
 from model import GPTConfig
 from system.cli import UserError
 from system.units import parse_duration
-from training import checkpoint
+from training import checkpoint, presets
 from training.config import MAY_CHANGE, TrainConfig, config_drift
 from training.presets import PRESETS, is_network_from_init, parse
 from training.trackers import make_tracker
@@ -36,20 +36,26 @@ RECIPES = {
         warmup_steps=715 schedule=cosine optimizer=adamw beta1=0.9 beta2=0.95 weight_decay=0.1 grad_clip=1.0
         val_every=250 hellaswag_every=250 save_every=5000 val_tokens=10485760"""),
     "gpt2-350m": ("GPT-2 medium, GPT-3 table 2.1", """
-        model.n_layer=24 model.n_head=16 model.n_embd=1024 max_lr=3e-4 min_lr=3e-5 total_batch_size=524288"""),
+        model.n_layer=24 model.n_head=16 model.n_embd=1024 max_lr=3e-4 min_lr=3e-5 total_batch_size=524288
+        total_steps=19073 schedule=cosine optimizer=adamw weight_decay=0.1 grad_clip=1.0 warmup_steps=715"""),
     "gpt2-774m": ("GPT-2 large, GPT-3 table 2.1", """
-        model.n_layer=36 model.n_head=20 model.n_embd=1280 max_lr=2.5e-4"""),
+        model.n_layer=36 model.n_head=20 model.n_embd=1280 max_lr=2.5e-4 min_lr=2.5e-5 total_batch_size=524288
+        total_steps=19073 schedule=cosine optimizer=adamw weight_decay=0.1 grad_clip=1.0 warmup_steps=715"""),
     "gpt2-1558m": ("GPT-2 XL, GPT-3 table 2.1", """
-        model.n_layer=48 model.n_head=25 model.n_embd=1600 max_lr=2e-4"""),
+        model.n_layer=48 model.n_head=25 model.n_embd=1600 max_lr=2e-4 min_lr=2e-5 total_batch_size=524288
+        total_steps=19073 schedule=cosine optimizer=adamw weight_decay=0.1 grad_clip=1.0 warmup_steps=715"""),
     "llmc-124m": ("llm.c discussion 481", """
         total_batch_size=524288 max_lr=6e-4 min_lr=0 warmup_steps=700 weight_decay=0.1 recompute=False zero_stage=1
-        val_every=250 save_every=5000 sample_every=20000 hellaswag_every=250 total_steps=19645"""),
+        val_every=250 save_every=5000 sample_every=20000 hellaswag_every=250 total_steps=19645 schedule=cosine
+        optimizer=adamw"""),
     "untied-124m": ("DDP-BASEMODEL-TRAIN", """
         model.tied_head=False total_batch_size=262144 total_steps=38146 max_lr=6e-4 min_lr=6e-5 warmup_steps=700
-        val_every=100 sample_every=1000 save_every=2000"""),
+        val_every=100 sample_every=1000 save_every=2000 schedule=cosine optimizer=adamw"""),
     "finetune": ("nanoGPT, finetune_shakespeare", """
-        init_from=gpt2 total_batch_size=32768 sequence_length=1024 max_lr=3e-5"""),
-    "overfit": ("DDP-BASEMODEL-TRAIN, its sanity run", "overfit_single_batch=True total_steps=200"),
+        init_from=gpt2 total_batch_size=32768 sequence_length=1024 max_lr=3e-5 optimizer=adamw schedule=cosine
+        epochs=2"""),
+    "overfit": ("DDP-BASEMODEL-TRAIN, its sanity run", """
+        overfit_single_batch=True total_steps=200 total_batch_size=512 schedule=cosine optimizer=adamw max_lr=3e-3"""),
     "record8-124m": ("modded-nanogpt record 8", """
         model.n_layer=12 model.n_head=6 model.n_embd=768 model.head_size=128 model.bias=False model.tied_head=False
         model.norm=rmsnorm model.positions=rope model.activation=relu2 model.qk_norm=True
@@ -90,7 +96,22 @@ def test_presets_resolve_to_the_numbers_of_their_recipes(name):
 
 def test_every_preset_but_our_own_has_a_recipe():
     own = {"quickstart"}
-    assert set(PRESETS) - own == set(RECIPES), "add to RECIPES whose numbers the new preset has"
+    fix = "add to RECIPES whose numbers the new preset has or, if they are this project's own, its name to `own`"
+    assert set(PRESETS) - own == set(RECIPES), fix
+
+
+def test_every_recipe_states_what_shapes_a_result_most():
+    """An entry that states nothing would check nothing."""
+    for name, (_, pairs) in RECIPES.items():
+        stated = {pair.split("=")[0] for pair in pairs.split()}
+        missing = {"total_batch_size", "schedule", "optimizer", "max_lr"} - stated
+        assert not missing, f"RECIPES[{name!r}] does not state {missing}"
+        assert stated & {"total_steps", "epochs"}, f"RECIPES[{name!r}] does not state how long it trains"
+
+
+def test_two_presets_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two presets are called 'quickstart': give the new one its own preset="):
+        presets._by_name(PRESETS["quickstart"], dataclasses.replace(PRESETS["quickstart"], max_steps=9))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -233,7 +233,7 @@ def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, caps
     output = capsys.readouterr().out
     assert "HellaSwag is off: an ending has 41 tokens, but the model reads 32" in output
     assert "sample 3: " in output
-    assert "warm" not in output
+    assert "warning: --warmup-steps" not in output
 
 
 # ------------------------------------------------------------------------- from other weights

@@ -242,6 +242,7 @@ def test_every_schedule_warms_up_to_the_peak_and_ends_at_the_floor(name):
     factors = curve_of(name)
     assert all(0 <= factor <= 1 for factor in factors) and max(factors) == 1
     assert factors[:10] == tuple((step + 1) / 10 for step in range(10))
+    assert factors[10] == 1  # the decay begins at the peak, without a jump
     assert factors[100] == pytest.approx(0.1) and factors[99] < 0.2  # nearly there in the last step that is made
 
 

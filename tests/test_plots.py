@@ -16,7 +16,8 @@ from helpers import ROOT
 import plots
 from system.cli import UserError
 from training import trackers
-from training.reference import find_reference, read_references
+from training.presets import PRESETS
+from training.reference import DATASETS, find_reference, read_references
 
 REFERENCE = read_references()[0]  # gpt2-124m's
 STEPS = list(REFERENCE.step)  # at which the public runs were evaluated
@@ -340,6 +341,11 @@ def test_every_reference_accepts_its_own_runs_and_no_broken_one():
         assert "too low" in reference.judge(last_step, 2.0)
         assert reference.judge(last_step + 1, 3.0) is None
     assert find_reference("gpt2-124m", 38_146, 524_288).judge(38_146, 3.0).endswith("on track")
+
+
+def test_every_reference_is_of_the_data_that_its_preset_trains_on():
+    for reference in read_references():
+        assert Path(PRESETS[reference.preset].data_dir).name == DATASETS[reference.preset]
 
 
 @pytest.mark.parametrize(

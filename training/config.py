@@ -39,10 +39,12 @@ class TrainConfig:
     """Everything a run depends on. A period (--*-every) of 0 disables that action; the end is always saved."""
 
     # The recipe it started from, and the network.
+
     preset: Annotated[str, tyro.conf.Suppress] = "gpt2-124m"
     model: GPTConfig = GPT2_124M
 
     # Data and length of the run.
+
     data_dir: str = "data/fineweb-edu"  # may move: resume compares the shards' fingerprint
     """Folder of token shards, or hf://OWNER/NAME to pull them first."""
     out_dir: str = ""
@@ -59,6 +61,7 @@ class TrainConfig:
     """Total optimizer steps; 0 means epochs * steps-per-epoch."""
 
     # The batch of a step, and how it is split. micro_batch_size does not change the result beyond rounding.
+
     total_batch_size: int = 524_288
     """Tokens per step, over all ranks and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
@@ -67,14 +70,19 @@ class TrainConfig:
     """Tokens per sequence (T)."""
 
     # Schedule and optimizer.
+
     max_lr: float = 6e-4
+    """Peak learning rate."""
     min_lr: float = 6e-5
+    """Learning rate at the end of the schedule."""
     warmup_steps: int = 715
+    """Steps over which the rate rises linearly to its peak."""
     schedule: Literal["cosine", "trapezoid"] = "cosine"
+    """After the warm-up, down to min-lr: half a cosine; or constant, then linear (trapezoid)."""
     cooldown: float = 0.2
-    """Fraction of max-steps over which the trapezoid decays to min-lr."""
+    """Fraction of max-steps over which the trapezoid decays to min-lr; other schedules do not use it."""
     weight_decay: float = 0.1
-    """Weight decay of matrices."""
+    """Weight decay of the matrices and embeddings that AdamW updates; Muon's have muon-weight-decay."""
     vector_weight_decay: float = 0.0
     """Weight decay of biases and gains."""
     grad_clip: float = 1.0
@@ -87,6 +95,7 @@ class TrainConfig:
     muon_lr: float = 0.02
     """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
     muon_weight_decay: float = 0.0
+    """Weight decay of the blocks' matrices with --optimizer muon."""
     muon_momentum: float = 0.95
     newton_schulz: Literal["fast", "exact"] = "fast"
     """Muon's iterations. fast: 5, approximate; exact: 12, converged."""
@@ -96,20 +105,25 @@ class TrainConfig:
     """Multiplies max-lr for biases and gains."""
 
     # Evaluation and saving; a period is in steps.
+
     val_every: int = 250
+    """Steps between measurements of the validation loss."""
     val_tokens: int = 10_485_760
     """Validation tokens: the first of the val split, regardless of ranks and micro-batch."""
     hellaswag_every: int = 250
+    """Steps between HellaSwag scores."""
     hellaswag_data: str = ""
     """HellaSwag rows (.jsonl); default is where `python hellaswag.py` puts them."""
     sample_every: int = 250
+    """Steps between samples."""
     sample_prompt: str = "Hello, I'm a language model,"
     save_every: int = 5000
-    """0: only at the end."""
+    """Steps between checkpoints; 0: only at the end."""
     keep: int = 0
     """Newest checkpoints to keep, besides the best by val loss; 0 keeps all."""
 
     # What the run starts from.
+
     resume: str = "none"
     """none, auto (newest complete checkpoint of the run folder, if any) or the path of a model_*.pt."""
     allow_drift: bool = False
@@ -118,10 +132,13 @@ class TrainConfig:
     """scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, a model_*.pt or a run folder."""
 
     # Hardware. None of this changes the result beyond rounding, except `weights`.
+
     device: str = "auto"
+    """auto, cuda, cuda:1, mps or cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the matrix products; auto takes the fastest that every rank has."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 applies to the model's weights and gradients, also as they add up over micro-steps; the optimizer keeps
+    """bfloat16 applies to the model's weights and gradients, including gradient accumulation; the optimizer keeps
     float32 master weights, which checkpoints store."""
     deterministic: bool = False
     """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
@@ -130,7 +147,9 @@ class TrainConfig:
     """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
     zero_stage: Literal[0, 1] = 0
     """1 shards the optimizer state across ranks (ZeRO-1)."""
+
     # Everything else.
+
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     time_limit: str = ""
     """Stop cleanly and save after this long, e.g. 3h50m."""

@@ -51,6 +51,12 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     total = f"{total_tokens:,} tokens" + (f", {epochs:.2f} epochs of this data" if data else "")
     print0(f"steps {run.step} to {run.max_steps} of {per_step}; {total}")
 
+    # What updates the weights: two runs that differ in this look the same in all other lines.
+    optimizer = f"{cfg.optimizer} {cfg.max_lr:g}"
+    if cfg.optimizer == "muon":
+        optimizer = f"muon {cfg.muon_lr:g} for the blocks' matrices, adamw {cfg.max_lr:g} for the rest"
+    print0(f"optimizer {optimizer}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
+
     # Warnings.
     if data and data.manifest is None:
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")

@@ -1,9 +1,8 @@
-"""The presets, one for each recipe that is reproduced here, and the command line that starts from one of them.
+"""The presets, most of them recipes of other projects, and the command line that starts from one of them.
 
     cfg = parse(["quickstart", "--max-steps", "50", "--model.n-layer", "2"], read_saved_config)
 
-Called by train_gpt2.py with sys.argv. To add a preset: an entry in PRESETS, and a row in the tables of the documents
-that list them (tests/test_readme.py names the documents).
+Called by train_gpt2.py with sys.argv. To add a preset: an entry in PRESETS, and what docs/changing.md lists besides.
 """
 
 from __future__ import annotations
@@ -60,7 +59,17 @@ _speedrun = replace(
     beta1=0.8, adam_eps=1e-10 / 524_288,  # the original sums the gradients of a step's tokens; here they are averaged
 )
 
-PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
+def _by_name(*configs: TrainConfig) -> dict[str, TrainConfig]:
+    """{preset name: config}. Raises ValueError if two have one name, as after a replace() without preset=."""
+    table: dict[str, TrainConfig] = {}
+    for cfg in configs:
+        if cfg.preset in table:
+            raise ValueError(f"two presets are called {cfg.preset!r}: give the new one its own preset=")
+        table[cfg.preset] = cfg
+    return table
+
+
+PRESETS = _by_name(
     # build-nanogpt's recipe: FineWeb-Edu, AdamW, a cosine; larger sizes with the papers' rates.
     _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
     _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
@@ -109,7 +118,7 @@ PRESETS: dict[str, TrainConfig] = {c.preset: c for c in [
         val_every=40, val_tokens=65_536, hellaswag_every=0, save_every=40, keep=2,
         sample_every=80, sample_prompt="def ",
     ),
-]}
+)
 # fmt: on
 
 

@@ -17,6 +17,13 @@ from typing import NamedTuple
 
 REFERENCE_CSV = Path(__file__).with_name("reference.csv")  # its `#` lines name the sources
 TOKENS_PER_STEP = 524_288  # of every public run in the file
+# The data of the public runs of each preset in the table.
+DATASETS = {
+    "gpt2-124m": "fineweb-edu",
+    "llmc-124m": "fineweb",
+    "record8-124m": "fineweb",
+    "speedrun-124m": "fineweb",
+}
 MAX_STEPS_TOLERANCE = 0.02  # a schedule that ends this much earlier or later has nearly the same curve
 GAP_WINDOW_STEPS = 500  # steps on either side within which the widest gap between the runs counts
 MIN_MARGIN = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over
@@ -123,6 +130,14 @@ def read_references() -> list[Reference]:
     return references
 
 
+def recognize_dataset(shard_name: str) -> str:
+    """fineweb-edu, fineweb, or an empty string for other data. Shards are named as by build-nanogpt (edufineweb), llm.c
+    (fineweb) or fineweb.py."""
+    if "fineweb" not in shard_name:
+        return ""
+    return "fineweb-edu" if "edu" in shard_name else "fineweb"
+
+
 def find_reference(
     preset: object, max_steps: object, tokens_per_step: object, shard_name: str = ""
 ) -> Reference | None:
@@ -132,8 +147,8 @@ def find_reference(
         preset: the run's preset.
         max_steps: its number of steps; within MAX_STEPS_TOLERANCE of the public runs'.
         tokens_per_step: its tokens per step, which must be the public runs'.
-        shard_name: a file of its data, by whose name the data are recognized: FineWeb-Edu for gpt2-124m, FineWeb for
-            the others. Without a name, the data are taken to be right.
+        shard_name: a file of its data, by whose name the data are recognized. Without a name, the data are taken to be
+            right.
 
     The first three may be anything that a config.json holds, or None.
     """
@@ -141,11 +156,8 @@ def find_reference(
         return None
 
     # Another data set has another loss.
-    if shard_name:
-        is_fineweb = "fineweb" in shard_name
-        is_edu = "edu" in shard_name
-        if not is_fineweb or is_edu != (preset == "gpt2-124m"):
-            return None
+    if shard_name and preset in DATASETS and recognize_dataset(shard_name) != DATASETS[preset]:
+        return None
 
     for reference in read_references():
         tolerance = MAX_STEPS_TOLERANCE * reference.max_steps

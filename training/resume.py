@@ -176,15 +176,15 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Lo
 
 
 def print_rate_change(cfg: TrainConfig, old: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
-    """Say what another number of steps makes of the learning rate."""
+    """Say what another number of steps, or another schedule by --allow-drift, makes of the learning rate."""
     # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
     step, old_steps = saved["step"], saved["max_steps"]
-    if old_steps == run.max_steps:
-        return
     before = schedule.lr_factor(step, old_steps, old) * old.max_lr
     after = schedule.lr_factor(step, run.max_steps, cfg) * cfg.max_lr
+    if old_steps == run.max_steps and before == after:
+        return
+    steps = f"{old_steps} steps become {run.max_steps}" if old_steps != run.max_steps else f"{run.max_steps} steps"
     change = f"stays {after:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}"
     print0(
-        f"resume: {old_steps} steps become {run.max_steps}; the {cfg.schedule} schedule now spans them, "
-        f"and the learning rate at step {step} {change}"
+        f"resume: {steps}; the {cfg.schedule} schedule now spans them, and the learning rate at step {step} {change}"
     )

@@ -33,8 +33,9 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
 
 
 def choose_decay(cfg: TrainConfig) -> Callable[[int, int, TrainConfig], float]:
-    """The function of a schedule: decay(step, total_steps, cfg) is how much of the decay is left at `step`
-    (warmup_steps <= step < total_steps), from 1 down to 0."""
+    """The function of a schedule: decay(step, total_steps, cfg) is how much of the decay is left at `step`, for
+    warmup_steps <= step < total_steps. It is 1 at warmup_steps and would be 0 at total_steps, one after the last
+    update; lr_factor adds the floor."""
     match cfg.schedule:
         case "cosine":
             return cosine_decay
