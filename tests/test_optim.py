@@ -368,6 +368,70 @@ def test_every_choice_of_weights_gives_the_model_another_precision():
     assert dtype_of == {name: getattr(torch, name) for name in choices(TrainConfig, "weights")}
 
 
+# ------------------------------------------------------------------------- every optimizer does as it is told
+
+
+def weights_after_three_steps(cfg):
+    """{name: weight}, for settings of which none is 0 or the default of a class."""
+    weights, optimizers = build(cfg)
+    for step in range(3):
+        take_step(weights, optimizers, cfg, step)
+    return {name: p.detach().clone() for name, p in weights.named.items()}
+
+
+OWN_SETTINGS = {"max_lr": 1e-2, "min_lr": 1e-3, "muon_lr": 1e-2, "warmup_steps": 1}
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_every_optimizer_takes_its_rate_and_its_weight_decay_from_the_group(name):
+    cfg = dataclasses.replace(BASE, optimizer=name, **OWN_SETTINGS)
+    before = {n: p.detach().clone() for n, p in build(cfg)[0].named.items()}
+    without_rate = weights_after_three_steps(dataclasses.replace(cfg, max_lr=0.0, min_lr=0.0, muon_lr=0.0))
+    assert all(torch.equal(without_rate[n], before[n]) for n in before), "it does not use the group's lr"
+
+    decay = {"weight_decay": 0.5, "vector_weight_decay": 0.5, "muon_weight_decay": 0.5}
+    no_decay = {field: 0.0 for field in decay}
+    decayed = weights_after_three_steps(dataclasses.replace(cfg, **decay))
+    plain = weights_after_three_steps(dataclasses.replace(cfg, **no_decay))
+    # Decay acts on what is not zero: biases are zero at first.
+    unchanged = [n for n in before if before[n].any() and torch.equal(decayed[n], plain[n])]
+    assert not unchanged, f"it does not use the group's weight_decay: {unchanged[:3]}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_every_setting_of_an_optimizer_changes_what_it_does(name, monkeypatch):
+    cfg = dataclasses.replace(BASE, optimizer=name, **OWN_SETTINGS)
+    settings = optim.optimizer_settings(name, cfg)
+    plain = weights_after_three_steps(cfg)
+    real = optim.optimizer_settings
+    for key, value in settings.items():
+        if isinstance(value, bool):  # such as AdamW's `fused`, which is another way to the same result
+            continue
+        match value:
+            case tuple():
+                others = [tuple(0.5 if i == j else v for j, v in enumerate(value)) for i in range(len(value))]
+            case str():
+                others = [choice for choice in choices(TrainConfig, key) if choice != value]
+            case _:
+                others = [0.5]
+        for other in others:
+            changed = lambda n, c, other=other, key=key: real(n, c) | ({key: other} if n == name else {})
+            with monkeypatch.context() as patch:
+                patch.setattr(optim, "optimizer_settings", changed)
+                result = weights_after_three_steps(cfg)
+            assert any(not torch.equal(result[n], plain[n]) for n in plain), f"{name} ignores {key}={other}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_every_optimizer_leaves_a_parameter_without_a_gradient_as_it_is(name):
+    cfg = dataclasses.replace(BASE, optimizer=name)
+    weights, optimizers = build(cfg)
+    before = {n: p.detach().clone() for n, p in weights.named.items()}
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in weights.named.items())
+
+
 def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
     """As where a record drops the first attention layer; with float32 weights torch's optimizers see to it."""
     weights, optimizers = build(dataclasses.replace(BASE, weights="bfloat16"))

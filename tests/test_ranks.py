@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import (
     assert_curves_close,
+    choices,
     delete_checkpoints_after,
     load_curve,
     load_metrics,
@@ -28,6 +29,7 @@ from system import cli, distributed
 from system.cli import UserError
 from tokens import shards
 from training import checkpoint, optim, resume, schedule
+from training.config import TrainConfig
 from training.master_weights import MasterWeights
 from training.run_state import RunState
 
@@ -71,7 +73,7 @@ def print_shares_of_optimizer_state() -> None:
     """The script of a rank: for each optimizer, rank 0 prints which share of its state each rank keeps, as a line of
     JSON. On the way it compares what is saved with what torch's own consolidate_state_dict returns."""
     with distributed.session("cpu") as rt:
-        for name in ("adamw", "muon"):
+        for name in choices(TrainConfig, "optimizer"):
             # A model of random gradients, and one update of it.
             size = ["--model.n-layer", "8", "--model.n-embd", "32", "--model.vocab-size", "512"]
             cfg = parse_config("quickstart", *size, "--optimizer", name, "--zero-stage", "1")
@@ -114,12 +116,13 @@ def test_zero_divides_the_optimizer_state(run_ranks):
     has 1/N, or more where a parameter is itself a large part, as Adam's embedding is of what Muon leaves to Adam."""
     output = run_ranks(4, print_shares_of_optimizer_state)
 
-    adamw, muon = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
-    for found in (adamw, muon):
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    by_optimizer = dict(zip(choices(TrainConfig, "optimizer"), lines, strict=True))
+    for found in by_optimizer.values():
         assert len(found["shares"]) == 4
         assert sum(found["shares"]) == pytest.approx(1)
         assert max(found["shares"]) <= found["bound"], found
-    assert adamw["shares"] == pytest.approx([1 / 4] * 4, rel=0.05)
+    assert by_optimizer["adamw"]["shares"] == pytest.approx([1 / 4] * 4, rel=0.05)
 
 
 # ------------------------------------------------------------------------- everything on two ranks

@@ -13,6 +13,7 @@ import torch
 from helpers import (
     CPU,
     TINY_FLAGS,
+    choices,
     delete_checkpoints_after,
     load_curve,
     load_weights,
@@ -29,6 +30,7 @@ from system import machine
 from system.cli import UserError
 from tokens.loader import Loader
 from training import checkpoint
+from training.config import TrainConfig
 from training.step import Forward, StepResult, TrainStep
 from training.stop import StopRequest
 
@@ -130,7 +132,7 @@ def set_initial_loss_scale(monkeypatch, init_scale) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", choices(TrainConfig, "optimizer"))
 def test_float16_skips_overflows_and_resumes_with_its_scale(tiny_args, tmp_path, monkeypatch, capsys, optimizer):
     set_initial_loss_scale(monkeypatch, 2.0**30)
     flags = [*tiny_args, *FLOAT16, "--optimizer", optimizer, "--max-steps", "40", "--save-every", "1"]

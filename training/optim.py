@@ -44,22 +44,25 @@ OPTIMIZER_STATE: dict[type, dict[str, Callable[[Tensor], tuple[int, ...]]]] = {
 
 
 def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict[str, Any]]]:
-    """Every parameter in exactly one group, by the optimizer that takes it: {"adamw": [...], "muon": [...]}.
+    """Every parameter in exactly one group, by the optimizer that takes it, as {"adamw": [...], "muon": [...]}.
 
     AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer muon the
     matrices of the blocks go to Muon and the rest stays with AdamW. The schedule multiplies each group's `peak_lr`.
     """
-    # The matrices of the blocks are "transformer.h.3.mlp.c_fc.weight" and the like.
+    # Which optimizer takes all parameters but Muon's matrices. The matrices of the blocks are
+    # "transformer.h.3.mlp.c_fc.weight" and the like.
     match cfg.optimizer:
         case "adamw":
+            rest_optimizer = "adamw"
             muon_names = []
         case "muon":
+            rest_optimizer = "adamw"
             muon_names = [name for name, p in named.items() if p.dim() == 2 and ".h." in name]
         case _:
             fix = "add a case to parameter_groups in training/optim.py"
             raise ValueError(f"no parameters for optimizer {cfg.optimizer!r}: {fix}")
 
-    # Everything else goes to AdamW: embeddings by name, other matrices (an untied head, or all of them), vectors.
+    # The rest: embeddings by name, other matrices (an untied head, or all of them), vectors.
     rest = [name for name in named if name not in muon_names]
     embeddings = [name for name in rest if name.split(".")[1] in ("wte", "wpe")]
     matrices = [name for name in rest if name not in embeddings and named[name].dim() >= 2]
@@ -75,14 +78,17 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
 
     # The order of the groups and of the parameters in them is part of the checkpoint format.
     groups = {
-        "adamw": [
+        rest_optimizer: [
             *group(embeddings, cfg.weight_decay, cfg.max_lr * cfg.embed_lr_scale),
             *group(matrices, cfg.weight_decay, cfg.max_lr),
             *group(vectors, cfg.vector_weight_decay, cfg.max_lr * cfg.vector_lr_scale),
         ],
         "muon": group(muon_names, cfg.muon_weight_decay, cfg.muon_lr),
     }
-    return {name: found for name, found in groups.items() if found}
+    groups = {name: found for name, found in groups.items() if found}
+    if cfg.optimizer not in groups:
+        raise ValueError(f"no parameters for optimizer {cfg.optimizer!r}: change parameter_groups in training/optim.py")
+    return groups
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
