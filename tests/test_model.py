@@ -30,6 +30,27 @@ OPTIONS = {
 }
 
 
+# A value of every field of GPTConfig that is not TINY's. A new field needs one here: then the tests below ask whether
+# the network uses it, and whether it works with the cache.
+ANOTHER_VALUE = {
+    "block_size": 24,
+    "vocab_size": 50257,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 48,
+    "bias": False,
+    "tied_head": False,
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "activation": "relu2",
+    "qk_norm": True,
+    "attention_scale": 0.12,
+    "zero_init_projections": True,
+    "head_bias": True,
+    "softcap": 15.0,
+}
+
+
 def make(**options) -> GPT:
     """A tiny model whose weights are wide enough that every part of it matters, from a fixed seed."""
     torch.manual_seed(0)
@@ -116,8 +137,30 @@ def test_no_position_sees_a_later_one(options):
     assert (before[:, 15:] != after[:, 15:]).any(-1).all()
 
 
+def test_every_field_of_the_config_has_another_value_to_be_tested_with():
+    fields = {field.name for field in dataclasses.fields(GPTConfig)}
+    assert ANOTHER_VALUE.keys() == fields, "add the new field to ANOTHER_VALUE in tests/test_model.py"
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ANOTHER_VALUE)
+def test_every_field_of_the_config_makes_another_network(name):
+    """Other shapes, other initial weights, or other logits from the same weights: a field that the network ignores
+    makes none of them."""
+    config = dataclasses.replace(TINY, **{name: ANOTHER_VALUE[name]})
+    models = []
+    for each in (TINY, config):
+        torch.manual_seed(0)
+        models.append(GPT(each))
+    one, other = models
+    if one.state_dict().keys() == other.state_dict().keys():
+        pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+            assert not torch.equal(one(make_idx(T=8))[0], other(make_idx(T=8))[0]), f"the network ignores {name}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *({k: v} for k, v in ANOTHER_VALUE.items())], ids=str)
 def test_the_cache_gives_the_logits_of_a_full_forward_pass(options):
     model, idx = make(**options), make_idx()
     full = model(idx)[0]

@@ -263,7 +263,8 @@ def check_exportable(config: GPTConfig) -> None:
         # Two activations have a name in transformers; of every other field, GPT-2 has the default only.
         supported = tuple(ACTIVATIONS) if field.name == "activation" else (field.default,)
         value = getattr(config, field.name)
-        problem = f"this model has {field.name}={value!r}, but transformers' GPT-2 supports only {supported[0]!r}"
+        only = f"transformers' GPT-2 supports only {field.name}={supported[0]!r}"
+        problem = f"this model has {field.name}={value!r}, but {only}"
         fix = "use the checkpoint with this project: python infer.py CHECKPOINT"
         require(value in supported, f"{problem}; {fix}")
 

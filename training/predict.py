@@ -297,7 +297,7 @@ def activation_bytes_per_token(cfg: TrainConfig, residual_size: int) -> int:
     | output of the activation  | 4 C               | 2             |
     """
     L, C = cfg.model.n_layer, cfg.model.n_embd
-    bfloat16_numbers = (2 + 3 + 1 + rotated_numbers(cfg.model) + mlp_numbers(cfg.model)) * C
+    bfloat16_numbers = (2 + 3 + 1) * C + rotated_numbers(cfg.model) + mlp_numbers(cfg.model)
     block = 2 * C * residual_size + bfloat16_numbers * BFLOAT16
 
     # The head keeps its input and its input's gradient in float32.
@@ -309,21 +309,21 @@ def activation_bytes_per_token(cfg: TrainConfig, residual_size: int) -> int:
 
 
 def rotated_numbers(config: GPTConfig) -> int:
-    """Numbers per token and channel kept of the rotated queries and keys."""
+    """Numbers per token kept of the rotated queries and keys."""
     match config.positions:
         case "learned":
             return 0
         case "rope" | "half_rope":
-            return 2
+            return 2 * config.n_embd
         case _:
             raise ValueError(f"positions {config.positions!r}: what they keep for the backward pass is not counted")
 
 
 def mlp_numbers(config: GPTConfig) -> int:
-    """Numbers per token and channel kept of the activation function: its input and its output, each four times C."""
+    """Numbers per token kept of the activation function: its input and its output, each four times as wide as C."""
     match config.activation:
         case "gelu" | "gelu_erf" | "relu2":
-            return 4 + 4
+            return (4 + 4) * config.n_embd
         case _:
             raise ValueError(f"activation {config.activation!r}: what it keeps for the backward pass is not counted")
 
