@@ -344,7 +344,7 @@ def test_readme_shows_every_file():
     assert len(README) < 9000, "README is one screen and one page: move what only some readers need to docs/"
 
 
-# Scripts of other projects, which docs/coming-from.md and docs/ancestors.md name.
+# Scripts of other projects, which docs/coming-from.md and docs/reference-implementations.md name.
 OTHER_PROJECTS_FILES = (
     "sample.py",
     "train.py",
@@ -380,9 +380,9 @@ def test_what_a_page_points_to_is_there(page):
 # The pages that list the presets, and the presets that a page leaves out on purpose. A new preset gets a row in each of
 # them, or its name here.
 PRESETS_LEFT_OUT = {
-    # It names the larger sizes in one row of its table, and leaves recipes of other projects to docs/ancestors.md.
+    # It names the larger sizes in one row of its table, and leaves recipes of other projects to docs/reference-implementations.md.
     "README.md": {"gpt2-350m", "gpt2-774m", "gpt2-1558m", "untied-124m", "llmc-124m", "record8-124m"},
-    "docs/ancestors.md": {"quickstart", "finetune"},  # no other project's recipe
+    "docs/reference-implementations.md": {"quickstart", "finetune"},  # no other project's recipe
     "docs/clouds.md": {"quickstart", "overfit", "finetune"},  # minutes, on any machine: nobody rents for them
     "docs/costs.md": {"quickstart", "overfit"},
 }

@@ -46,7 +46,7 @@ _record8 = TrainConfig(
     weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
 )
 
-# modded-nanogpt's simple trainer (its track 3), result 36: docs/ancestors.md
+# modded-nanogpt's simple trainer (its track 3), result 36: docs/reference-implementations.md
 _speedrun = replace(
     _record8,
     preset="speedrun-124m",
