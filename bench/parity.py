@@ -4,8 +4,9 @@
     python -m bench.parity record8 ~/modded-nanogpt --as-written        # at its commit 11e39fb
     python -m bench.parity build-nanogpt ~/build-nanogpt --plant rate   # a planted error: must exit with 1
 
-Run by hand; tests/test_parity.py runs it on a stand-in. docs/reference-implementations.md has a table of the results. A "reference" is
-the training script of another project, taken from a checkout of it. Both sides make the same few small steps on a CPU:
+Run by hand; tests/test_parity.py runs it on a stand-in. docs/reference-implementations.md has a table of the results. A
+"reference" is the training script of another project, taken from a checkout of it. Both sides make the same few small
+steps on a CPU:
 
     reference's script --edits--> a small program --run--> its initial weights, curve A
                                         ^                            |
