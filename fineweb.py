@@ -32,8 +32,8 @@ from tokens.shards import Manifest
 class Args:
     source: tuple[str, ...] = ("fineweb-edu",)
     """fineweb-edu, fineweb, fineweb-edu-100bt, fineweb-100bt; stdlib; a Hub dataset OWNER/NAME; or files or
-    globs: parquet, jsonl, csv, and plain text (.txt, .md, .py and the like, or no suffix), one document per file; all
-    but parquet also as .gz, .bz2, .xz or .zst."""
+    globs: parquet, csv, jsonl (also named ndjson or json: an object per line), and plain text (.txt, .md, .py and the
+    like, or no suffix), one document per file; all but parquet also as .gz, .bz2, .xz or .zst."""
     out: Path | None = None
     """Folder for the shards; default data/NAME."""
     shard_size: int | None = None
@@ -46,7 +46,7 @@ class Args:
     subset: str | None = None
     """Use only the files of a Hub dataset whose paths start with this."""
     text_column: str = "text"
-    """Column (parquet, csv) or field (jsonl) that holds the text."""
+    """Column (parquet, csv) or field (jsonl, ndjson, json) that holds the text."""
     keep_source: bool = False
     """Keep downloaded files in OUT/.source."""
     verify: Path | None = None

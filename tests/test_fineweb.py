@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,14 @@ WRITERS = {  # suffix of READERS: what writes such a file
 COMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
 
 
+def write_documents(path, documents):
+    """A file of documents in the format that its suffix names, one of READERS."""
+    assert path.suffix in WRITERS, f"add a writer for {path.suffix} to WRITERS in tests/test_fineweb.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    WRITERS[path.suffix](path, documents)
+    return path
+
+
 @pytest.fixture(scope="module")
 def shared_encoder():
     return tokenizer.bulk_encoder()
@@ -198,13 +207,13 @@ def test_csv_gives_every_text_as_it_stands(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
-def test_compressed_files(tmp_path, suffix):
-    # Arrange: a csv, a jsonl and a text file, each compressed.
+def test_compressed_files(tmp_path, quick, suffix):
+    # Arrange: a file of every format but parquet, whose files are compressed inside, and a text file; all compressed.
     documents = make_documents(9)
     source = tmp_path / "src"
-    source.mkdir()
-    write_csv(source / "a.csv", documents)
-    write_documents_jsonl(source / "b.jsonl", documents)
+    formats = [name for name in READERS if name != ".parquet"]
+    for name in formats:
+        write_documents(source / f"a{name}", documents)
     write_text(source / "c.txt", ["\n".join(documents)])
     for path in list(source.iterdir()):
         with COMPRESSORS[suffix](f"{path}{suffix}", "wb") as file:
@@ -215,18 +224,19 @@ def test_compressed_files(tmp_path, suffix):
     # All of their documents are there, in shards named after the folder.
     run_fineweb("--source", source / "*", "--out", tmp_path / "out", *size)
     tokens, manifest = read_folder(tmp_path / "out")
-    assert tokens.tolist() == encode_with_tiktoken([*documents * 2, "\n".join(documents)])
+    assert tokens.tolist() == encode_with_tiktoken([*documents * len(formats), "\n".join(documents)])
     assert manifest.shards[0].file.startswith("src_val")
 
-    # A file that was cut is refused.
-    cut = source / f"b.jsonl{suffix}"
-    cut.write_bytes(cut.read_bytes()[:-20])
-    with pytest.raises(UserError, match=rf"cannot read .*b\.jsonl\{suffix}"):
-        run_fineweb("--source", source / "b*", "--out", tmp_path / "cut", *size)
-
     # A single file names the shards, without its suffixes.
-    run_fineweb("--source", source / "a*", "--out", tmp_path / "named", *size)
+    run_fineweb("--source", source / f"a.csv{suffix}", "--out", tmp_path / "named", *size)
     assert (tmp_path / "named" / "a_val_000000.npy").exists()
+
+    # A file that was cut is refused.
+    for name in formats:
+        cut = source / f"a{name}{suffix}"
+        cut.write_bytes(cut.read_bytes()[:-20])
+        with pytest.raises(UserError, match=rf"cannot read .*a\{name}\{suffix}"):
+            run_fineweb("--source", cut, "--out", tmp_path / f"cut{name}", *size)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +273,54 @@ def test_the_size_of_chunks_and_shards_does_not_change_the_tokens(
     run_fineweb("--source", *files, "--out", tmp_path / "out", "--shard-size", shard_size)
 
     assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents * 2)
+
+
+@pytest.mark.parametrize("piece_characters", [1, 50])
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 999])
+@pytest.mark.parametrize("suffix", READERS)
+def test_no_reader_depends_on_where_chunks_end(
+    tmp_path, monkeypatch, shared_encoder, suffix, chunk_bytes, piece_characters
+):
+    # Arrange: short documents, and some that are longer than a chunk, with and without spaces and line ends.
+    words = " ".join(f"wörd{i},\n  'and' 🙂" for i in range(80))
+    documents = ["first", "", words, 'a "quoted", one\nof two lines', "é" * 1100, "x", words[::-1], "last one"]
+    assert max(map(len, documents)) > 999
+    path = write_documents(tmp_path / f"a{suffix}", documents)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", piece_characters)
+
+    # Act
+    chunks = readers.read_files([path], 0, "text")
+    encoded = list(shard_writer.encode_chunks(shared_encoder, chunks, skip=0))
+
+    # Assert
+    ids = np.concatenate([chunk.ids for chunk in encoded]).tolist()
+    rule = "yield it as one text, or cut it with _cut_pieces and count only its first piece in Chunk.documents"
+    assert ids == encode_with_tiktoken(documents), f"{suffix}: a document breaks where a chunk ends: {rule}"
+    assert sum(len(chunk.document_starts) for chunk in encoded) == len(documents)
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_no_reader_holds_a_whole_file(tmp_path, monkeypatch, suffix):
+    # Arrange: a file of many chunks, whose documents are small and differ, so that parquet cannot store them as one.
+    chunk_bytes = 20_000
+    documents = [f"document {i} " * 40 for i in range(1000)]
+    path = write_documents(tmp_path / f"a{suffix}", documents)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+
+    chunks = list(readers.read_files([path], 0, "text"))
+
+    # A chunk holds little text, and for each chunk little of the file is read.
+    rule = f"the reader of {suffix} must yield a chunk for about every CHUNK_BYTES that it reads"
+    text_sizes = [sum(map(len, chunk.texts)) for chunk in chunks]
+    assert sum(text_sizes) == sum(map(len, documents)) > 20 * chunk_bytes
+    assert max(text_sizes) < 3 * chunk_bytes, rule
+    assert max(chunk.source_bytes for chunk in chunks) < 5 * chunk_bytes, rule
+
+
+def test_a_chunk_that_starts_more_documents_than_it_has_texts_raises(shared_encoder):
+    with pytest.raises(AssertionError, match="a chunk of 1 texts starts 2 documents"):
+        shard_writer.encode(shared_encoder, readers.Chunk(["one"], documents=2))
 
 
 @pytest.mark.parametrize("limit", [1, 99, 100, 101, 2000])
@@ -327,11 +385,38 @@ def test_a_million_tokens_of_real_books(tmp_path, shared_data):
 @pytest.mark.parametrize("suffix", READERS)
 def test_every_suffix_of_READERS_is_parsed(tmp_path, quick, suffix):
     documents = ["one", "two, with a comma", 'and "three"']
-    WRITERS[suffix](tmp_path / f"a{suffix}", documents)
+    path = write_documents(tmp_path / f"a{suffix}", documents)
 
-    run_fineweb("--source", tmp_path / f"a{suffix}", "--out", tmp_path / "out")
+    run_fineweb("--source", path, "--out", tmp_path / "out")
 
     assert read_tokens(tmp_path / "out") == encode_with_tiktoken(documents)
+
+
+def test_every_suffix_of_READERS_has_a_writer_here_and_no_other_does():
+    missing = READERS.keys() - WRITERS.keys()
+    assert not missing, f"add a writer for {missing} to WRITERS in tests/test_fineweb.py"
+    unread = WRITERS.keys() - READERS.keys()
+    assert not unread, f"nothing reads {unread}: remove it from WRITERS in tests/test_fineweb.py"
+
+
+def test_the_order_of_READERS_is_the_preference_for_hub_datasets():
+    suffixes = list(READERS)
+    assert suffixes[0] == ".parquet", "parquet is what most datasets have, and what the Hub converts others to"
+    assert suffixes[-1] == ".json", "add new suffixes before .json, as datasets have metadata in .json files"
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_suffix_of_READERS_is_in_the_help_and_in_the_readme(capsys, suffix):
+    with pytest.raises(SystemExit):
+        run_fineweb("--help")
+    options = capsys.readouterr().out.split("show this help message", 1)[1]  # below the description, which has examples
+    source_help = options[options.index("--source") : options.index("--out")]
+    readme = (ROOT / "README.md").read_text()
+    data_section = readme[readme.index("\n## Data\n") : readme.index("\n## Train\n")]
+
+    name = suffix.removeprefix(".")
+    assert name in re.findall(r"\w+", source_help), f"add {name} to the help of --source in fineweb.py"
+    assert name in re.findall(r"\w+", data_section), f"add {name} to the section Data of README.md"
 
 
 @pytest.mark.parametrize("suffix", ["", *TEXT_SUFFIXES, ".TXT", ".R"])
@@ -415,12 +500,58 @@ def mixed_source(tmp_path):
         write_parquet(folder / "p0.parquet", make_documents(0, 20), row_group_size=9),
         write_parquet(folder / "p1.parquet", make_documents(1, 20), row_group_size=9),
     ]
-    write_documents_jsonl(folder / "j.jsonl", make_documents(9, 20))
     write_text(folder / "t.txt", ["\n".join(make_documents(10, 20))])
     write_text(folder / "u.txt", ["short"])
-    write_csv(folder / "v.csv", make_documents(11, 5))
-    files += [folder / name for name in ("j.jsonl", "t.txt", "u.txt", "v.csv")]
+    files += [folder / "t.txt", folder / "u.txt"]
+    other_formats = [suffix for suffix in READERS if suffix != ".parquet"]
+    for i, suffix in enumerate(other_formats):
+        files.append(write_documents(folder / f"v{suffix}", make_documents(11 + i, 5)))
     return ["--source", *files, "--shard-size", 20_000]
+
+
+def crash_at(write, after_rename):
+    """An os.replace that crashes before or after its call number `write`."""
+    real_replace = os.replace
+    calls = 0
+
+    def replace_or_crash(*args):
+        nonlocal calls
+        calls += 1
+        if calls == write and not after_rename:
+            raise Killed
+        real_replace(*args)
+        if calls == write:
+            raise Killed
+
+    return replace_or_crash
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_format_is_resumed_in_the_middle_of_a_file(tmp_path, quick, monkeypatch, suffix):
+    # Arrange: the folder of a run without a crash, in chunks and shards that are much smaller than the file.
+    path = write_documents(tmp_path / f"a{suffix}", make_documents(12, 10))
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 999)
+    args = ("--source", path, "--shard-size", 2000)
+    run_fineweb(*args, "--out", tmp_path / "expected")
+    expected = read_bytes(tmp_path / "expected")
+
+    # Every run crashes before it renames its fourth file, the second new shard or its manifest, until little is left.
+    crashes = 0
+    finished = False
+    while not finished:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash_at(4, after_rename=False))
+            try:
+                run_fineweb(*args, "--out", tmp_path / "out")
+                finished = True
+            except Killed:
+                crashes += 1
+        assert crashes < len(expected), "a run adds no shard to those of the run before"
+
+    # Its shards are those of the run without a crash.
+    assert crashes >= 3
+    rule = f"the reader of {suffix} must yield the same documents again when it is called again"
+    assert without_partial_files(read_bytes(tmp_path / "out")) == expected, rule
 
 
 def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, monkeypatch):
@@ -430,32 +561,16 @@ def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, m
     expected = read_bytes(tmp_path / "expected")
     writes = 2 * (len(shards.read_manifest(tmp_path / "expected").shards) + 1)
     assert writes > 8
-    real_replace = os.replace
-
-    def crash_at(write, after_rename):
-        """An os.replace that crashes before or after its call number `write`."""
-        calls = 0
-
-        def replace_or_crash(*args):
-            nonlocal calls
-            calls += 1
-            if calls == write and not after_rename:
-                raise Killed
-            real_replace(*args)
-            if calls == write:
-                raise Killed
-
-        return replace_or_crash
 
     for write in range(1, writes + 1):
         for after_rename in (False, True):
             out = tmp_path / f"{write}{after_rename}"
 
             # The run crashes, and the same command then finishes the folder.
-            monkeypatch.setattr(os, "replace", crash_at(write, after_rename))
-            with pytest.raises(Killed):
-                run_fineweb(*mixed_source, "--out", out)
-            monkeypatch.setattr(os, "replace", real_replace)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "replace", crash_at(write, after_rename))
+                with pytest.raises(Killed):
+                    run_fineweb(*mixed_source, "--out", out)
             run_fineweb(*mixed_source, "--out", out)
 
             assert without_partial_files(read_bytes(out)) == expected, (write, after_rename)
@@ -727,16 +842,20 @@ def test_bad_sources_are_refused(tmp_path, quick):
         ([tmp_path / "no*.csv"], r"no\*\.csv"),
         ([tmp_path / "dir"], "not a readable file"),
         (["stdlib", tmp_path / "good.parquet"], "--source stdlib"),
-        ([tmp_path / "good.parquet", "--text-column", "id"], "'id' is int64.*id, text"),
+        ([tmp_path / "good.parquet", "--text-column", "id"], "'id' is int64.*id, text$"),
         ([tmp_path / "good.parquet", "--text-column", "body"], "'body' is missing"),
         ([tmp_path / "cut.parquet"], r"cannot read .*cut\.parquet"),
-        ([tmp_path / "bad.jsonl"], r"bad\.jsonl: line 2 .*'text'"),
-        ([tmp_path / "broken.jsonl"], "line 2 .*'text'"),
+        ([tmp_path / "bad.jsonl"], r"bad\.jsonl: line 2 .*'text'; choose a field with --text-column: text$"),
+        (
+            [tmp_path / "bad.jsonl", "--text-column", "body"],
+            "line 1 .*'body'; choose a field with --text-column: text$",
+        ),
+        ([tmp_path / "broken.jsonl"], "line 2 .*'text'; convert it or leave it out$"),
         ([tmp_path / "latin.txt"], r"latin\.txt.*utf-8"),
         ([tmp_path / "none.jsonl"], "holds no documents"),
-        ([tmp_path / "long.csv"], r"long\.csv: line 3 has 3 fields and the first 2"),
+        ([tmp_path / "long.csv"], r"long\.csv: line 3 has 3 fields and the first 2; convert it or leave it out$"),
         ([tmp_path / "open.csv"], r"open\.csv: unexpected end"),
-        ([tmp_path / "long.csv", "--text-column", "body"], "'body' is missing.*n, text"),
+        ([tmp_path / "long.csv", "--text-column", "body"], "'body' is missing.*n, text$"),
         ([tmp_path / "good.parquet", "--shard-size", 0], "--shard-size"),
         ([tmp_path / "good.parquet", "--limit-tokens", -5], "--limit-tokens"),
         ([], "--source"),

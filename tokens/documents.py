@@ -31,6 +31,7 @@ from system.cli import UserError, require
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
 PARQUET_BATCH_ROWS = 4096  # at most; fewer if the rows are long
+MAX_NAMES_CHARACTERS = 500  # of an error message: columns or fields that the user can choose from
 
 # The point after a non-space character and before a space or newline. No GPT-2 token spans this point or depends on
 # what comes before it, so the tokens of the two parts are those of the whole.
@@ -38,7 +39,8 @@ SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
 class Chunk(NamedTuple):
-    """Texts to tokenize together. The first `documents` of them each start a document; the others continue one."""
+    """Texts to tokenize together: texts[:documents] each start a document; all later texts continue the last one begun,
+    in this chunk or before."""
 
     texts: list[str]
     documents: int
@@ -46,7 +48,9 @@ class Chunk(NamedTuple):
     file_index: int = 0  # of the source's files
 
 
-# A reader gets the decompressed file and the name of the column with the text, and yields its chunks.
+# A reader gets the decompressed file and the name of the column with the text, and yields its chunks, each of about
+# CHUNK_BYTES of text. An error that the user can fix in the command is a UserError that says how; any other exception
+# means that the file is bad.
 Reader = Callable[[BinaryIO, str], Iterator[Chunk]]
 
 
@@ -74,7 +78,8 @@ def read_text(file: BinaryIO, _column: str = "") -> Iterator[Chunk]:
 
 
 def _cut_pieces(text: str, searched: int) -> tuple[list[str], str]:
-    """Pieces of at least PIECE_CHARACTERS, and the rest of the text. The first `searched` characters hold no cut."""
+    """Pieces of at least PIECE_CHARACTERS, and the rest of the text. The first `searched` characters were searched
+    before, without a usable cut."""
     pieces = []
     start = 0
     while True:
@@ -96,13 +101,18 @@ def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
             line_number += 1
             if line.isspace():
                 continue
+            row = None
             try:
-                text = json.loads(line)[field] or ""
+                row = json.loads(line)
+                text = row[field] or ""
                 # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
                 texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                problem = f"line {line_number} is not an object with text in {field!r} (--text-column)"
-                raise ValueError(problem) from None
+                problem = f"line {line_number} is not an object with text in {field!r}"
+                if not isinstance(row, dict):
+                    raise ValueError(problem) from None
+                fields = _format_names(row)
+                raise UserError(f"{problem}; choose a field with --text-column: {fields}") from None
         yield Chunk(texts, len(texts))
         lines = file.readlines(CHUNK_BYTES)
 
@@ -114,7 +124,8 @@ def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
 
     # The header tells where the text is.
     names = next(rows, [])
-    require(column in names, f"its column {column!r} is missing; choose one with --text-column: {', '.join(names)}")
+    fix = f"choose one with --text-column: {_format_names(names)}"
+    require(column in names, f"its column {column!r} is missing; {fix}")
     column_index = names.index(column)
 
     # Rows are collected until they make a chunk.
@@ -124,7 +135,8 @@ def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
         if not row:  # a blank line
             continue
         # A quote that is never closed, or a comma too many, would shift the columns.
-        require(len(row) == len(names), f"line {rows.line_num} has {len(row)} fields and the first {len(names)}")
+        if len(row) != len(names):
+            raise ValueError(f"line {rows.line_num} has {len(row)} fields and the first {len(names)}")
         texts.append(row[column_index])
         characters += len(row[column_index])
         if characters > CHUNK_BYTES:
@@ -161,8 +173,14 @@ def _check_column(name: str, schema) -> None:
     # A number or a list would otherwise fail later, in the tokenizer, with an error that names no column.
     found = str(schema.field(name).type) if name in schema.names else "missing"
     is_text = found in ("string", "large_string", "string_view")
-    fix = f"choose one with --text-column: {', '.join(schema.names)}"
+    fix = f"choose one with --text-column: {_format_names(schema.names)}"
     require(is_text, f"its column {name!r} is {found}, not text; {fix}")
+
+
+def _format_names(names: Iterable[str]) -> str:
+    """The columns or fields of a file for an error message, which a hostile file must not make long."""
+    listed = ", ".join(names)
+    return listed if len(listed) <= MAX_NAMES_CHARACTERS else listed[:MAX_NAMES_CHARACTERS] + "..."
 
 
 # ------------------------------------------------------------------------- which reader for which file
@@ -261,6 +279,8 @@ def read_files(
                     source_bytes = chunk.source_bytes or on_disk.tell() - position
                     yield chunk._replace(file_index=file_index, source_bytes=source_bytes)
                     position = on_disk.tell()
+        except UserError as e:  # says what to do
+            raise UserError(f"cannot read {path}: {e}") from e
         except Exception as e:  # every library has errors of its own for a file that is not what it should be
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e
         # The last chunk has been taken, so a downloaded file may be deleted.

@@ -96,6 +96,8 @@ class ShardBuffer:
 
 def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
     """The ids (n,) uint16 of a chunk with EOT before each document, and the positions of these EOTs."""
+    counts = f"a chunk of {len(chunk.texts)} texts starts {chunk.documents} documents"
+    assert chunk.documents <= len(chunk.texts), f"{counts}: correct the reader in tokens/documents.py"
     tokens = encoder.encode_batch(chunk.texts).layout
 
     # The ids of all texts lie end to end, and `offsets` tells where each text begins. Every EOT that is inserted moves

@@ -1,9 +1,12 @@
 """Mutated files through every reader (fuzz.py): each ends in success or UserError, in time."""
 
 import pytest
+from helpers import ROOT
 
 from faults import fuzz
 from tokens import documents
+
+INPUTS_PER_CASE = 20  # in `make test`
 
 
 def run_fuzz(run_script, count, seed, timeout):
@@ -16,12 +19,30 @@ def run_fuzz(run_script, count, seed, timeout):
 
 
 def test_mutated_files_end_in_success_or_one_message(run_script):
-    run_fuzz(run_script, 20 * len(fuzz.CASES), 0, 120)
+    run_fuzz(run_script, INPUTS_PER_CASE * len(fuzz.CASES), 0, 120)
 
 
 @pytest.mark.slow
 def test_many_mutated_files(run_script):
     run_fuzz(run_script, 30_000, 1, 1800)
+
+
+def test_promises_state_how_many_readers_are_fuzzed():
+    stated = f"{len(fuzz.CASES)} readers, {INPUTS_PER_CASE * len(fuzz.CASES)} inputs in `make test`"
+    assert stated in (ROOT / "docs" / "promises.md").read_text(), f"docs/promises.md must say: {stated}"
+
+
+def test_every_format_has_a_writer_here_and_no_other_suffix_does():
+    suffixes = {*documents.READERS, ".txt"}
+    missing = suffixes - fuzz.DOCUMENT_WRITERS.keys()
+    assert not missing, f"add a writer for {missing} to DOCUMENT_WRITERS in tests/faults/fuzz.py"
+    unread = fuzz.DOCUMENT_WRITERS.keys() - suffixes
+    assert not unread, f"nothing reads {unread}: remove it from DOCUMENT_WRITERS in tests/faults/fuzz.py"
+
+
+def test_a_format_without_a_writer_is_named():
+    with pytest.raises(ValueError, match=r"add a writer for \.new to DOCUMENT_WRITERS in tests/faults/fuzz\.py"):
+        fuzz.document_case(".new")
 
 
 @pytest.mark.parametrize("suffix", documents.READERS)
