@@ -831,6 +831,7 @@ def test_bad_sources_are_refused(tmp_path, quick):
     write_parquet(tmp_path / "good.parquet", ["x"])
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "good.parquet").read_bytes()[:-9])
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
+    (tmp_path / "bare.jsonl").write_text("{}\n")
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
     (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 9)
     (tmp_path / "none.jsonl").write_text("\n\n")
@@ -850,6 +851,7 @@ def test_bad_sources_are_refused(tmp_path, quick):
             [tmp_path / "bad.jsonl", "--text-column", "body"],
             "line 1 .*'body'; choose a field with --text-column: text$",
         ),
+        ([tmp_path / "bare.jsonl"], "line 1 .*'text'; convert it or leave it out$"),
         ([tmp_path / "broken.jsonl"], "line 2 .*'text'; convert it or leave it out$"),
         ([tmp_path / "latin.txt"], r"latin\.txt.*utf-8"),
         ([tmp_path / "none.jsonl"], "holds no documents"),

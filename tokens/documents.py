@@ -109,7 +109,7 @@ def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
                 texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 problem = f"line {line_number} is not an object with text in {field!r}"
-                if not isinstance(row, dict):
+                if not isinstance(row, dict) or not row:
                     raise ValueError(problem) from None
                 fields = _format_names(row)
                 raise UserError(f"{problem}; choose a field with --text-column: {fields}") from None
