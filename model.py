@@ -83,10 +83,10 @@ class GPTConfig:
         if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
 
-        # Written this way, the comparison refuses NaN, too.
+        # Written this way, the comparison refuses NaN, too. A huge integer could not be converted to a float.
         for name in ("attention_scale", "softcap"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} {getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) <= 2**20:
+                raise ValueError(f"{name} {getattr(self, name)!s:.99} must lie between 0 and {2**20}")
 
 
 # ------------------------------------------------------------------------- parts that depend on the config
