@@ -181,6 +181,7 @@ UV = pytest.param("uv", marks=pytest.mark.skipif(not shutil.which("uv"), reason=
 
 
 @linux_only
+@pytest.mark.slow  # it installs three times, from indexes of its own
 @pytest.mark.parametrize("tool", ["pip", UV])
 def test_without_a_gpu_the_cpu_build_is_installed_and_all_else_comes_from_the_usual_index(
     project, indexes, tmp_path, tool

@@ -47,6 +47,7 @@ def assert_restarted_and_equal(torchruns, run_dir, undisturbed):
 
 
 @linux_only
+@pytest.mark.slow  # as `torchrun-kill` in tests/faults/torture.py, with more kills
 def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tiny_args, tmp_path, run_ranks):
     arguments = ["quickstart", *tiny_args, *RUN_FLAGS, "--out-dir"]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"

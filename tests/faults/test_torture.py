@@ -9,12 +9,10 @@ from helpers import ROOT
 
 from faults import torture
 
-# The share of the faults of each class that are injected here: one or two of most.
+# The share of the faults of a class that are injected here: one or two of most. `make torture` injects all of them.
 QUICK_SCALES = {
     "train-sh-kill": 0.01,
     "disk-full": 0.01,
-    "log-full": 0.01,
-    "read-only": 0.01,
     "shard-damage": 0.01,
     "checkpoint-damage": 0.01,
     "hub-faults": 0.01,
