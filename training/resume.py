@@ -52,8 +52,8 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
 
     # Nor are weights without their optimizer, as they are pulled from the Hub or left by a damaged disk.
-    weights_only = checkpoint.complete_steps(run_dir, ["model"])
-    if newest is None and weights_only:
+    weights_only = checkpoint.complete_steps(run_dir, ["model"]) if newest is None else []
+    if weights_only:
         path = checkpoint.model_path(run_dir, weights_only[-1])
         problem = (
             f"{path} has no complete optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
@@ -160,7 +160,7 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Lo
     # The same shards in another order are other data, too: versions up to November 2026 did not shuffle small shards
     # together. The fingerprint is HASH or HASH-SHARDS_PER_GROUP.
     # A manifest may have been made since (fineweb.py --verify); then only names and sizes can be compared.
-    if saved["data"] not in (run.data_id, data.fingerprint(with_hashes=False)):
+    if saved["data"] != run.data_id and saved["data"] != data.fingerprint(with_hashes=False):
         same_shards = saved["data"].partition("-")[0] == run.data_id.partition("-")[0]
         change = "would now be shuffled differently" if same_shards else "are not those the run was trained on"
         refused.append(f"data: the shards in {cfg.data_dir} {change}")
