@@ -387,7 +387,7 @@ class GPT(nn.Module):
         start = cache.length if cache is not None else 0
 
         # With a cache, new position i attends to all earlier ones and to the new ones up to i: (T, start + T).
-        if start > 0 and T > 1:
+        if mask is None and start > 0 and T > 1:
             mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
         if positions is None:
             assert start + T <= self.config.block_size, f"{start + T} positions, block_size {self.config.block_size}"
@@ -450,6 +450,11 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """idx (B, T) continued to (B, T + max_new_tokens), drawn as training/sampling.py describes."""
-        from training.sampling import generate  # here, so that importing the network imports nothing else
+        # Here, so that importing the network imports nothing else. In a folder of hub.py export this file is alone, and
+        # transformers, which has a generate of its own, refuses files with imports that it cannot resolve outside try.
+        try:
+            from training.sampling import generate
+        except ImportError as e:
+            raise ImportError("GPT.generate needs training/sampling.py of the project that made this file") from e
 
         return generate(self, idx, max_new_tokens, temperature, top_k, top_p, generator)
