@@ -132,14 +132,33 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
+def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension of x, in the precision of x: only the statistics are in
+    float32."""
+    # Autocast on a GPU would return float32 (since torch 2.12), and make the whole residual stream float32, as it
+    # starts with a norm. On a CPU, in torch 2.5 (modded-nanogpt's record 8) and without autocast (its simple trainer)
+    # x keeps its precision; here it does so everywhere.
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return F.rms_norm(x, x.shape[-1:], weight)
+    with torch.autocast(device_type, enabled=False):
+        return F.rms_norm(x, x.shape[-1:], weight)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)"""
+        return rms_norm(x, self.weight)
+
+
 def make_norm(config: GPTConfig) -> nn.Module:
     match config.norm:
         case "layernorm":
             return nn.LayerNorm(config.n_embd, bias=config.bias)
         case "rmsnorm":
-            return nn.RMSNorm(config.n_embd, elementwise_affine=False)
+            return RMSNorm(config.n_embd, elementwise_affine=False)
         case "rmsnorm_gain":
-            return nn.RMSNorm(config.n_embd, elementwise_affine=True)
+            return RMSNorm(config.n_embd, elementwise_affine=True)
         case _:
             raise ValueError(f"no norm {config.norm!r}: add a case to make_norm in model.py")
 
@@ -161,7 +180,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def relu_squared(x: Tensor) -> Tensor:
     """So et al. 2021 (Primer)."""
-    return F.relu(x).square()
+    # A product keeps the precision of x; square() is a power, which autocast on a GPU computes and keeps in float32.
+    positive = F.relu(x)
+    return positive * positive
 
 
 def choose_activation(config: GPTConfig) -> Callable[[Tensor], Tensor]:
@@ -226,7 +247,7 @@ class Attention(nn.Module):
 
         # Normalized queries and keys keep the attention scores in bounds (QK-norm, Henry et al. 2020).
         if self.config.qk_norm:
-            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+            q, k = rms_norm(q), rms_norm(k)
         if cos_sin is not None:
             q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, T, nh, hs) -> (B, nh, T, hs)

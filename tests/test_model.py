@@ -2,13 +2,15 @@
 one that is not handled raises."""
 
 import dataclasses
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import choices, with_unchecked
 
-from model import GPT, VOCAB_SIZE, GPTConfig, SkipInit, rope_table
+from model import GPT, VOCAB_SIZE, Block, GPTConfig, SkipInit, rope_table
 from training.sampling import Sampler, stream
 
 TINY = GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
@@ -306,3 +308,81 @@ def test_settings_of_older_versions_may_only_be_off():
     for name, value in {"unet_skips": True, "logit_softcap": 15.0, "value_tables": 3, "softness": True}.items():
         with pytest.raises(ValueError, match=f"unknown setting {name}={value}: use the version that saved it"):
             GPTConfig.from_dict(saved | {name: value})
+
+
+# torch's list of the functions that autocast computes in float32 on a GPU; on a CPU the list is another one.
+AUTOCAST_LISTS = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+
+
+def float32_functions_of_cuda_autocast() -> list[str]:
+    """The names of aten's functions on that list, with their overloads: "rms_norm", "pow.Tensor_Scalar", ..."""
+    macro = re.search(r"#define AT_FORALL_FP32\(_\)(.*?)\n\n", AUTOCAST_LISTS.read_text(), re.DOTALL)[1]
+    return [".".join(filter(None, pair)) for pair in re.findall(r"_\((\w+)(?:, (\w+))?\)", macro)]
+
+
+@pytest.fixture
+def autocast_as_on_a_gpu():
+    """Autocast on the CPU computes in float32 what CUDA's autocast does, besides what it does anyway."""
+
+    def in_float32(function):
+        def call(*args, **kwargs):
+            args = [a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+            with torch.autocast("cpu", enabled=False):
+                return function(*args, **kwargs)
+
+        return call
+
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    for name in float32_functions_of_cuda_autocast():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+            packet, _, overload = name.partition(".")
+            library.impl(name, in_float32(getattr(getattr(torch.ops.aten, packet), overload or "default")))
+    yield
+    library._destroy()
+
+
+def test_the_rules_of_a_gpu_are_in_force(autocast_as_on_a_gpu):
+    """What the next test relies on: layer_norm and square() return float32, as on a GPU."""
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.layer_norm(x, (8,)).dtype == torch.float32
+        assert x.square().dtype == torch.float32
+
+
+def train_once(options: dict, weights: torch.dtype) -> tuple[torch.Tensor, dict, dict]:
+    """Under autocast to bfloat16: the loss, the precisions of the residual stream before and after each block and of
+    what each projection reads, and the gradients."""
+    dtypes = {}
+
+    def note_dtypes(module, inputs, output):
+        dtypes[names[module]] = (inputs[0].dtype, output.dtype)
+
+    model = make(**options).to(weights)
+    names = {module: name for name, module in model.named_modules()}
+    for module in names:
+        if isinstance(module, Block) or names[module].endswith("c_proj"):
+            module.register_forward_hook(note_dtypes)
+    idx = make_idx()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, loss = model(idx, idx)
+    loss.backward()
+    return loss, dtypes, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_gpu_keeps_the_precisions_and_bits_of_a_cpu(options, weights, request):
+    loss, dtypes, gradients = train_once(options, weights)
+    request.getfixturevalue("autocast_as_on_a_gpu")
+    gpu_loss, gpu_dtypes, gpu_gradients = train_once(options, weights)
+
+    # The residual stream has the precision of the weights.
+    assert dtypes["transformer.h.1"] == (weights, weights)
+    assert gpu_dtypes == dtypes
+    assert gpu_loss == loss
+
+    # The gradients have the same bits, except that a GPU returns LayerNorm of bfloat16 in float32: one rounding less.
+    has_layernorm = "norm" not in options
+    rtol = 0.02 if has_layernorm and weights == torch.bfloat16 else 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gpu_gradients[name], gradient, rtol=rtol, atol=rtol * gradient.abs().max().item())
