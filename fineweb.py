@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from system.cli import UserError, print0, require, run_cli
-from system.files import lock_folder
+from system.files import explain_write_error, lock_folder, may_pass
 from tokens import shards, sources
 from tokens.documents import read_files
 from tokens.prefetch import prefetch
@@ -44,7 +44,9 @@ class Args:
     limit_tokens: int | None = None
     """Stop after this many tokens."""
     subset: str | None = None
-    """Use only the files of a Hub dataset whose paths start with this."""
+    """Configuration of a Hub dataset; or the start of its files' paths, as in sample/10BT/."""
+    split: str | None = None
+    """Split of the configuration; default train."""
     text_column: str = "text"
     """Column (parquet, csv) or field (jsonl, ndjson, json) that holds the text."""
     keep_source: bool = False
@@ -90,9 +92,9 @@ def load_or_start(out: Path, name: str, planned: Manifest, previous: Manifest | 
     # Shards that exist cannot be continued with other settings.
     before = {**previous.source, **vars(previous)}
     now = {**planned.source, **vars(planned)}
-    for key in ("name", "subset", "column", "revision", "format", "shard_tokens", "limit_tokens"):
-        difference = f"{out} was made with {key} {before[key]}, not {now[key]}"
-        require(before[key] == now[key], f"{difference}; choose another --out, or remove this one")
+    for key in ("name", "subset", "split", "column", "revision", "format", "shard_tokens", "limit_tokens"):
+        difference = f"{out} was made with {key} {before.get(key)}, not {now.get(key)}"
+        require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     return previous
 
 
@@ -158,7 +160,8 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
 
     # A few chunks are read while others are tokenized.
     with tqdm(total=total, initial=initial, desc=name, mininterval=update_seconds, bar_format=bar_format) as bar:
-        chunks = prefetch(read_files(files, first_index, source["column"], delete_downloaded), 4)
+        texts = read_files(files, first_index, source["column"], delete_downloaded, source.get("reader"))
+        chunks = prefetch(texts, 4)
         manifest = write_shards(chunks, out, name, manifest, report)
 
     # A source of blank lines alone has no tokens.
@@ -204,7 +207,8 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Man
     if paths:
         source = sources.describe_local(name, paths)
     else:
-        source = sources.describe_hub(args.source[0], args.subset, previous.source if previous else None)
+        previous_source = previous.source if previous else None
+        source = sources.describe_hub(args.source[0], args.subset, args.split, previous_source)
 
     # Continue or start, repair, then make what is left.
     manifest = load_or_start(out, name, plan_manifest(args, source), previous)
@@ -281,12 +285,18 @@ def main() -> None:
 
     # One process at a time fills a folder.
     name, paths = sources.choose_source(args.source)
+    is_local = bool(paths)
+    hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
+    require(not (is_local and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     out = args.out or Path("data") / name
     try:
         with lock_folder(out):
             manifest = fill_folder(args, out, name, paths)
     except OSError as e:
-        raise UserError(f"cannot write to {out}: {e}; fix that, then run the same command again") from None
+        if may_pass(e):
+            raise
+        problem = f"cannot write to {e.filename or out}: {explain_write_error(e, out)}"
+        raise UserError(f"{problem}; fix that, then run the same command again") from None
     print_summary(out, manifest, time.monotonic() - start_time)
 
 

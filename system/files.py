@@ -1,12 +1,120 @@
-"""Files that are complete or absent, and folders that one process at a time may write to."""
+"""Files on disks that fail for a moment: complete or absent, written and read again after an error that may pass, and
+folders that one process at a time may write to.
 
+    data = retry_io(path.read_bytes, path)                    # EIO, ESTALE, ...: again for about a minute
+    write_file(path, lambda f: f.write(data))                 # complete or absent, and also again
+    log = AppendFile(path); log.append(b"a line\\n"); log.sync()
+    with lock_folder(out): ...
+
+A network volume may answer EIO, ESTALE or ETIMEDOUT for some seconds. Such an error is retried here; if it lasts, it
+stays an OSError, which system/cli.py reports as a system error, and train.sh restarts the run. What only the user can
+change (a full disk, a missing permission) is not retried.
+"""
+
+import errno
+import fcntl
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-from system.cli import UserError, require
+from system.cli import UserError, printable, require
+
+T = TypeVar("T")
+
+# What network volumes and failing disks answer, and may stop answering.
+TRANSIENT_ERRORS = (
+    "EIO ESTALE ETIMEDOUT EREMOTEIO ENOTCONN ECONNRESET ECONNABORTED ECONNREFUSED ESHUTDOWN EHOSTDOWN EHOSTUNREACH "
+    "ENETDOWN ENETUNREACH ENETRESET ENOLINK ECOMM EPROTO EBUSY"
+).split()
+TRANSIENT_ERRNOS = {getattr(errno, name) for name in TRANSIENT_ERRORS if hasattr(errno, name)}  # macOS lacks some
+RETRY_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between tries, a minute in all
+
+# What flock answers on a file system that does not have it: Lustre mounted without -o flock, NFS without its lock
+# daemon, some FUSE file systems.
+NO_FLOCK_ERRNOS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+LOCK_WAIT_HOURS = 24  # as long as the ranks of a run wait for the one that downloads its data
+MAX_LOCK_PAUSE = 15  # seconds between two looks at a lock that is waited for
+
+
+# ------------------------------------------------------------------------- errors of the file system
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether this is an error of a disk or network volume that may be gone in a moment."""
+    return isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
+
+
+def retry_io(action: Callable[[], T], path: str | Path) -> T:
+    """The result of `action`, which reads or writes `path` from the beginning each time it is called. It is called
+    again, with growing pauses, after an error that may pass. An error that lasts for a minute is raised as OSError with
+    the path; any other error is raised at once."""
+    start_time = time.monotonic()
+    for pause in (*RETRY_PAUSES, None):
+        try:
+            result = action()
+        except OSError as e:
+            if not may_pass(e):
+                raise
+            reason = e.strerror or str(e)
+            waited = time.monotonic() - start_time
+            if pause is None:
+                message = f"{reason}, at {len(RETRY_PAUSES) + 1} tries in {waited:.0f} seconds"
+                raise OSError(e.errno, message, str(path)) from None
+
+            # Say it once. stderr may be on the same volume: then it is not said.
+            if pause == RETRY_PAUSES[0]:
+                tell(f"warning: {path}: {reason}; trying again for {sum(RETRY_PAUSES)} seconds")
+            time.sleep(pause)
+            continue
+        if pause != RETRY_PAUSES[0]:
+            tell(f"{path}: accessible again after {time.monotonic() - start_time:.0f} seconds")
+        return result
+    raise AssertionError("the last try returns or raises")
+
+
+def tell(message: str) -> None:
+    """Print a message to stderr if that is possible: no warning is worth a run."""
+    with suppress(OSError):
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+def explain_write_error(error: OSError, path: str | Path, needed: int | None = None) -> str:
+    """What a write to `path` has failed of, for a message. For a disk or a quota that is full it says how much room is
+    needed (`needed` bytes, if that is known) and how much there is."""
+    reason = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return reason
+
+    # The free space of the nearest folder that exists.
+    room = "" if needed is None else f"{format_bytes(needed)} needed"
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    with suppress(OSError):
+        free = format_bytes(shutil.disk_usage(folder).free)
+        # A quota is not part of what the file system reports.
+        quota = ", which does not tell what the quota leaves" if error.errno == errno.EDQUOT else ""
+        room = ", ".join(filter(None, [room, f"{free} free{quota}"]))
+    return f"{reason} ({room})" if room else reason
+
+
+def format_bytes(count: float) -> str:
+    """512 bytes, 3.2 MB or 1.5 GB."""
+    if count < 1e5:
+        return f"{count:,.0f} bytes"
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
+# ------------------------------------------------------------------------- writing
 
 
 @contextmanager
@@ -25,43 +133,356 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(part, path)
     except BaseException:
-        part.unlink(missing_ok=True)  # a partial file is of no use, and it may be what filled the disk
+        # A partial file is of no use, and it may be what filled the disk. The first error is the one to report.
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise
     # The new name, too, must survive a power cut.
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to storage."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        # Some network file systems cannot sync a folder; they send names to their server at once.
+        if e.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """atomic_write of what `write(f)` writes, from its first byte again after an error that may pass: once a sync has
+    failed, what was written before it may be lost."""
+
+    def write_once() -> None:
+        with atomic_write(path) as f:
+            write(f)
+
+    retry_io(write_once, path)
+
+
+class AppendFile:
+    """A file that grows at its end and has every byte once, also if the volume under it fails for a moment.
+
+    Each append is one unbuffered write. After an error that may pass, the file is opened anew, cut to what the last
+    sync has brought to storage, and gets all that was appended since then a second time.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = open(path, "ab", buffering=0)
+        self.synced_bytes = os.fstat(self.file.fileno()).st_size
+        self.since_sync: list[bytes] = []
+
+    def append(self, data: bytes) -> None:
+        """Write `data` at the end. Raises OSError if it cannot be written, in part or as a whole."""
+        self.since_sync.append(data)
+        self._retry(lambda: self._write(data))
+
+    def sync(self) -> None:
+        """Bring everything to storage. The file is closed and opened again, because a bucket mounted as a folder holds
+        a file back until it is closed."""
+
+        def sync_once() -> None:
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.file = open(self.path, "ab", buffering=0)
+
+        self._retry(sync_once)
+        self.synced_bytes += sum(map(len, self.since_sync))
+        self.since_sync.clear()
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _write(self, data: bytes) -> None:
+        # A disk that is nearly full takes a part.
+        if self.file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _retry(self, action: Callable[[], None]) -> None:
+        """Do `action`; if the volume fails in it, write again what may be lost, then (for a sync) sync."""
+        is_first_try = True
+
+        def try_once() -> None:
+            nonlocal is_first_try
+            if is_first_try:
+                is_first_try = False
+                return action()
+            with suppress(OSError):  # it may report the error of an earlier write once more
+                self.file.close()
+            self.file = open(self.path, "ab", buffering=0)
+            if os.fstat(self.file.fileno()).st_size > self.synced_bytes:
+                os.ftruncate(self.file.fileno(), self.synced_bytes)
+            for data in self.since_sync:
+                self._write(data)
+            os.fsync(self.file.fileno())
+
+        retry_io(try_once, self.path)
+
+
+# ------------------------------------------------------------------------- one process per folder
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """The process that holds a lock, as it is written into the lock file for others to read."""
+
+    host: str
+    boot: str  # of the host, and of a container on it: within one of them, a process has one number
+    pid: int
+    started: str  # when the process started, in ticks since the boot: numbers of processes are used again
+    since: str
+    job: str = ""  # Slurm's
+    job_restarts: int = 0
+
+    @classmethod
+    def of_this_process(cls) -> "LockHolder":
+        return cls(
+            host=socket.gethostname(),
+            boot=boot_id(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()),
+            since=time.strftime("%F %T %z"),
+            job=os.environ.get("SLURM_JOB_ID", ""),
+            job_restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        )
+
+    def __str__(self) -> str:
+        job = f" of Slurm job {self.job}" if self.job else ""
+        return f"process {self.pid}{job} on {self.host}, since {self.since}"
+
+    def is_alive(self) -> bool | None:
+        """Whether the process still runs; None if nothing here can tell."""
+        me = self.of_this_process()
+
+        # The same host and boot: look at the process itself. The same host after a reboot: it is gone.
+        if self.host == me.host and self.boot and me.boot:
+            if self.boot == me.boot:
+                return bool(self.started) and process_start(self.pid) == self.started
+            if self.boot.split()[0] != me.boot.split()[0]:
+                return False
+
+        # An earlier start of this job: Slurm ends all processes of one start before the next one.
+        if self.job and self.job == me.job and self.job_restarts < me.job_restarts:
+            return False
+
+        # Another job: Slurm knows.
+        if self.job and self.job != me.job:
+            return is_slurm_job_running(self.job)
+        return None
+
+
+def boot_id() -> str:
+    """A name for this boot of this machine and, in a container, for its own numbering of processes; "" if unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in ticks since the boot; "" if it does not run, or on a machine without /proc."""
+    with suppress(OSError, IndexError):
+        # The second field is the program's name in parentheses, which may hold spaces: count from its end.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = stat.rpartition(")")[2].split()
+        return "" if fields[0] == "Z" else fields[19]
+    return ""
+
+
+def is_slurm_job_running(job: str) -> bool | None:
+    """Whether a Slurm job has processes, as squeue says; None if squeue is not here or does not know."""
+    try:
+        command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    # squeue forgets a job some minutes after its end.
+    if "Invalid job id" in done.stderr:
+        return False
+    if done.returncode != 0:
+        return None
+    # It lists a job only if it waits, runs or is ending. One that waits, such as after a requeue, has no processes.
+    return done.stdout.strip() not in ("", "PENDING")
+
+
+def read_holder(path: Path) -> LockHolder | None:
+    """Who a lock file says holds it; None if it does not say."""
+    try:
+        return LockHolder(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_holder(descriptor: int) -> None:
+    """Replace the content of a lock file by who this process is."""
+    content = json.dumps(asdict(LockHolder.of_this_process())).encode() + b"\n"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, content, 0)
+
+
+class FolderLock:
+    """A lock on a folder, taken with flock on the file `.lock` in it. Where the file system has no flock, it is the
+    existence of a second file, `.lock.held`, which a killed process leaves behind; the next one takes it over once the
+    process that it names is known to be gone."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / ".lock"
+        self.marker = folder / ".lock.held"
+        self.file: BinaryIO | None = None  # open while the lock is held with flock
+        self.has_marker = False  # whether this process holds the lock with its marker
+
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free. Raises OSError if the folder cannot be written to."""
+        file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        try:
+            is_locked = self._lock_file(file)
+        except OSError as e:
+            file.close()
+            if e.errno in NO_FLOCK_ERRNOS:
+                return self._take_marker()
+            raise
+        if not is_locked:
+            file.close()
+            return False
+
+        # Who holds it is only for messages: a full disk is no reason not to lock.
+        self.file = file
+        with suppress(OSError):
+            write_holder(file.fileno())
+        return True
+
+    def _lock_file(self, file: BinaryIO) -> bool:
+        """Take the lock with flock if it is free."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+
+        # Whoever removed the folder has left this file without a name.
+        if os.fstat(file.fileno()).st_nlink == 0:
+            return False
+        # Where flock is local to each node (Lustre with -o localflock) two nodes get it: then Slurm knows the holder.
+        holder = read_holder(self.path)
+        is_elsewhere = holder is not None and holder.host != socket.gethostname()
+        return not (is_elsewhere and holder.is_alive())
+
+    def describe_holder(self) -> str:
+        """Who holds the lock, since when and, if nothing here can tell whether it still runs, what to do."""
+        holder = read_holder(self.marker) or read_holder(self.path)
+        text = f" ({holder})" if holder else ""
+        if self.marker.exists():
+            text += f". This file system has no flock: if that process no longer runs, remove {self.marker}"
+        return text
+
+    def release(self) -> None:
+        """Give the lock back."""
+        # A lock file that cannot be emptied names a process that no longer runs, which does no harm.
+        with suppress(OSError):
+            if self.has_marker:
+                self.marker.unlink(missing_ok=True)
+            if self.file is not None:
+                os.ftruncate(self.file.fileno(), 0)
+        with suppress(OSError):
+            if self.file is not None:
+                self.file.close()
+        self.file = None
+        self.has_marker = False
+
+    def _take_marker(self) -> bool:
+        """Create the marker file if there is none, or only one of a process that is gone."""
+        content = None
+        with suppress(FileNotFoundError):
+            content = self.marker.read_bytes()
+        if content is not None:
+            holder = read_holder(self.marker)
+            if holder is None or holder.is_alive() is not False:
+                return False
+            # Another process may have taken it over since it was read: then this is that one's, and goes back.
+            aside = self.marker.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
+            try:
+                os.rename(self.marker, aside)
+            except FileNotFoundError:
+                return False
+            if aside.read_bytes() != content:
+                os.rename(aside, self.marker)
+                return False
+            aside.unlink()
+            tell(f"{self.path.parent} was locked by {holder}, which no longer runs: taking it over")
+
+        # One process can create a file with O_EXCL, on NFS and Lustre as well.
+        try:
+            descriptor = os.open(self.marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            write_holder(descriptor)
+        except OSError:
+            # Without its content, nobody could take it over.
+            self.marker.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self.has_marker = True
+        return True
 
 
 @contextmanager
 def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
     """Lock `folder`, which is created if missing, for this process. If another process holds the lock, wait for it
-    (`wait`) or raise UserError. The lock ends with the process, however the process ends. A folder that was created
-    here is removed again if an error leaves it empty."""
-    import filelock
-
+    (`wait`, at most LOCK_WAIT_HOURS) or raise UserError. The lock ends with the process, however the process ends;
+    where the file system has no flock, see FolderLock. A folder that was created here is removed again if an error
+    leaves it empty."""
     is_new = not folder.exists()
-    lock = filelock.FileLock(folder / ".lock")
+    lock = FolderLock(folder)
+
+    def try_acquire() -> bool:
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock.try_acquire()
 
     # Take the lock at once if it is free.
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    # Somebody else holds it: for a download that is worth waiting for, a second run in one folder is a mistake.
-    except filelock.Timeout:
-        require(wait, f"{folder} is in use by another process; wait for it or choose another folder")
-        print(f"{folder} is in use by another process: waiting for it", flush=True)
-        lock.acquire()
+        is_locked = retry_io(try_acquire, folder)
+        if not is_locked:
+            in_use = f"{folder} is in use by another process{lock.describe_holder()}"
+            # For a download that is worth waiting for; a second run in one folder is a mistake.
+            require(wait, f"{in_use}; wait for it or choose another folder")
+            print(f"{in_use}: waiting for it, at most {LOCK_WAIT_HOURS} hours", flush=True)
+            wait_for_lock(try_acquire, folder, lock)
     except OSError as e:
-        raise UserError(f"cannot write to {folder}: {e.strerror}; choose another folder") from None
+        if may_pass(e):
+            raise
+        reason = explain_write_error(e, folder)
+        raise UserError(f"cannot write to {folder}: {reason}; fix that, or choose another folder") from None
 
     try:
         yield
     except BaseException:
         # A mistyped --out-dir should not leave an empty folder. A process that waits here would lose its lock file.
-        if is_new and not wait and [p.name for p in folder.iterdir()] == [".lock"]:
-            (folder / ".lock").unlink()
-            folder.rmdir()
+        with suppress(OSError):
+            own_files = {".lock", ".lock.held"}
+            if is_new and not wait and {p.name for p in folder.iterdir()} <= own_files:
+                for name in own_files:
+                    (folder / name).unlink(missing_ok=True)
+                folder.rmdir()
         raise
     finally:
         lock.release()
+
+
+def wait_for_lock(try_acquire: Callable[[], bool], folder: Path, lock: FolderLock) -> None:
+    """Wait until try_acquire() succeeds. Raises UserError after LOCK_WAIT_HOURS."""
+    end_time = time.monotonic() + LOCK_WAIT_HOURS * 3600
+    pause = 0.1
+    while not retry_io(try_acquire, folder):
+        problem = f"{folder} is still in use by another process{lock.describe_holder()}"
+        require(time.monotonic() < end_time, f"{problem}; {LOCK_WAIT_HOURS} hours are over")
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_LOCK_PAUSE)

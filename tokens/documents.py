@@ -15,6 +15,7 @@ of a csv file with one long row, and took 7.6 GB of memory for a row group of 4 
 
 import bz2
 import csv
+import glob
 import gzip
 import io
 import json
@@ -22,11 +23,15 @@ import lzma
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
 from system.cli import UserError, require
+from system.files import may_pass
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
@@ -111,7 +116,7 @@ def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
                 problem = f"line {line_number} is not an object with text in {field!r}"
                 if not isinstance(row, dict) or not row:
                     raise ValueError(problem) from None
-                fields = _format_names(row)
+                fields = format_names(row)
                 raise UserError(f"{problem}; choose a field with --text-column: {fields}") from None
         yield Chunk(texts, len(texts))
         lines = file.readlines(CHUNK_BYTES)
@@ -124,7 +129,7 @@ def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
 
     # The header tells where the text is.
     names = next(rows, [])
-    fix = f"choose one with --text-column: {_format_names(names)}"
+    fix = f"choose one with --text-column: {format_names(names)}"
     require(column in names, f"its column {column!r} is missing; {fix}")
     column_index = names.index(column)
 
@@ -173,11 +178,61 @@ def _check_column(name: str, schema) -> None:
     # A number or a list would otherwise fail later, in the tokenizer, with an error that names no column.
     found = str(schema.field(name).type) if name in schema.names else "missing"
     is_text = found in ("string", "large_string", "string_view")
-    fix = f"choose one with --text-column: {_format_names(schema.names)}"
+    fix = f"choose one with --text-column: {format_names(schema.names)}"
     require(is_text, f"its column {name!r} is {found}, not text; {fix}")
 
 
-def _format_names(names: Iterable[str]) -> str:
+def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str) -> Iterator[Chunk]:
+    """One document per row of a file that only `datasets` reads; null is an empty document.
+
+    builder: one of DATASETS_BUILDERS. settings: of its configuration, as the card of the dataset gives them.
+    """
+    # Both may come from a manifest of anybody: a builder such as pandas would unpickle the file.
+    require(builder in DATASETS_BUILDERS, f"its reader {builder!r} is not one of {', '.join(DATASETS_BUILDERS)}")
+    if builder == "csv":
+        # Text stays as it stands: pandas would take NA for nothing and 007 for a number.
+        settings = {**settings, "converters": {column: str}}
+
+    # A file is streamed, so that little of it is in memory. Its path is meant literally.
+    datasets = import_datasets()
+    path = glob.escape(os.path.abspath(file.name))
+    with tempfile.TemporaryDirectory() as cache:
+        loaded = datasets.load_dataset_builder(builder, data_files={"train": path}, cache_dir=cache, **settings)
+        rows = loaded.as_streaming_dataset("train")
+
+        # How much of the file a text takes up is not known: about as many bytes as it has characters.
+        unread_bytes = os.fstat(file.fileno()).st_size
+        texts = []
+        characters = 0
+        for row in rows:
+            names = format_names(row)
+            require(column in row, f"its column {column!r} is missing; choose one with --text-column: {names}")
+            text = "" if row[column] is None else row[column]
+            fix = f"choose one with --text-column: {names}"
+            require(isinstance(text, str), f"its column {column!r} is {type(text).__name__}, not text; {fix}")
+            texts.append(text)
+            characters += len(text)
+            if characters > CHUNK_BYTES:
+                source_bytes = min(characters, unread_bytes)
+                yield Chunk(texts, len(texts), source_bytes)
+                unread_bytes -= source_bytes
+                texts = []
+                characters = 0
+        yield Chunk(texts, len(texts), unread_bytes)
+
+
+def import_datasets() -> ModuleType:
+    """The package `datasets`, without its progress bars and warnings, and without the request by which it counts uses:
+    on a machine without that network, each would wait for seconds."""
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets
+
+
+def format_names(names: Iterable[str]) -> str:
     """The columns or fields of a file for an error message, which a hostile file must not make long."""
     listed = ", ".join(names)
     return listed if len(listed) <= MAX_NAMES_CHARACTERS else listed[:MAX_NAMES_CHARACTERS] + "..."
@@ -194,6 +249,9 @@ READERS: dict[str, Reader] = {
     ".csv": read_csv,
     ".json": read_json,
 }
+
+# Formats of `datasets` whose rows have text. Its other ones are pictures and the like, or pickles, which run code.
+DATASETS_BUILDERS = ("parquet", "json", "csv", "arrow", "text", "webdataset")
 
 # Prose and source code: formats whose every character is meant to be learned. Markup and data formats (html, xml, yaml,
 # tsv, ...) are left out on purpose: tokenized as they are, they would train a model on tags and separators in silence.
@@ -256,19 +314,28 @@ def open_compressed(path: Path, compression: str) -> tuple[BinaryIO, BinaryIO]:
 
 
 def read_files(
-    paths: Iterable[Path], first_index: int, column: str, on_file_read: Callable[[Path], None] = lambda path: None
+    paths: Iterable[Path],
+    first_index: int,
+    column: str,
+    on_file_read: Callable[[Path], None] = lambda path: None,
+    datasets_reader: dict | None = None,
 ) -> Iterator[Chunk]:
     """Chunks of the files in turn. Raises UserError for a file that cannot be read.
 
     first_index: the index in the source of the first of `paths`, which may be those that are left to read.
     column: the column (parquet, csv) or field (jsonl) with the text.
     on_file_read: is called with each path after the last chunk of that file.
+    datasets_reader: arguments of read_with_datasets, for a source whose files no reader here takes.
     """
     for file_index, path in enumerate(paths, first_index):
-        # Refused by its name: nothing is read.
-        reader = choose_reader(path)
-        try:
+        # Refused by its name: nothing is read. `datasets` decompresses by itself.
+        if datasets_reader:
+            reader = partial(read_with_datasets, datasets_reader["builder"], datasets_reader["settings"])
+            compression = ""
+        else:
+            reader = choose_reader(path)
             compression = split_suffixes(path.name)[1].lower()
+        try:
             on_disk, content = open_compressed(path, compression)
             with on_disk:
                 position = 0
@@ -282,6 +349,8 @@ def read_files(
         except UserError as e:  # says what to do
             raise UserError(f"cannot read {path}: {e}") from e
         except Exception as e:  # every library has errors of its own for a file that is not what it should be
+            if may_pass(e):  # the disk, not the file
+                raise
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e
         # The last chunk has been taken, so a downloaded file may be deleted.
         on_file_read(path)

@@ -22,6 +22,7 @@ import json
 import re
 import shlex
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -29,7 +30,7 @@ from typing import BinaryIO
 import numpy as np
 
 from system.cli import UserError, require
-from system.files import atomic_write
+from system.files import may_pass, retry_io, write_file
 from tokens.tokenizer import EOT
 
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
@@ -90,17 +91,21 @@ def _make_command(data_dir: str | Path) -> str:
 
 def _read_header(path: Path) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) of a complete, well-formed shard. Raises UserError."""
-    try:
-        # What the header states.
+
+    def read() -> tuple[int, int, int]:
+        """The file's size, and what its header states."""
         size = path.stat().st_size
         with open(path, "rb") as f:
             match path.suffix:
                 case ".npy":
-                    offset, count = _read_npy_header(f)
+                    return size, *_read_npy_header(f)
                 case ".bin":
-                    offset, count = _read_bin_header(f)
+                    return size, *_read_bin_header(f)
                 case _:
                     raise ValueError(f"suffix {path.suffix!r} is neither .npy nor .bin")
+
+    try:
+        size, offset, count = retry_io(read, path)
 
         # A file that was cut, or whose header is damaged, has another size: no memory is allocated for it.
         expected_size = offset + 2 * count
@@ -108,6 +113,8 @@ def _read_header(path: Path) -> tuple[int, int]:
         promise = f"{count:,} tokens ({expected_size:,} bytes)"
         require(is_complete, f"its header promises {promise} but it has {size:,} bytes")
     except OSError as e:
+        if may_pass(e):
+            raise
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
     except Exception as e:  # numpy raises a dozen kinds for headers that are damaged
         problem = str(e) if isinstance(e, UserError) else f"its header is unreadable ({type(e).__name__}: {e!s:.300})"
@@ -150,16 +157,24 @@ def count_tokens(path: str | Path) -> int:
 
 
 def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
-    """All tokens of a shard, (n_tokens,) uint16. Not memory-mapped: truncating a mapped file would crash the process.
-    Raises UserError if the shard is incomplete or its sha256 is not the one given."""
+    """All tokens of a shard, (n_tokens,) uint16. Raises UserError if the shard is incomplete or its sha256 is not the
+    one given, and OSError if the disk cannot be read for a minute.
+
+    Not memory-mapped: a mapped file that is truncated, or whose volume fails, ends the process with SIGBUS.
+    """
     offset, count = _read_header(Path(path))
     size = offset + 2 * count
 
-    # Header and tokens in one read, so that the hash is that of the bytes which are used.
+    # Header and tokens in one buffer, so that the hash is that of the bytes which are used. The buffer is made once:
+    # its pages are the larger part of the cost.
+    buffer = np.empty(size, np.uint8)
     try:
-        data = np.fromfile(path, np.uint8, size)
+        read_bytes = retry_io(lambda: _read_into(path, buffer), path)
     except OSError as e:
+        if may_pass(e):
+            raise
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
+    data = buffer[:read_bytes]
     require(len(data) == size, f"{path} was cut to {len(data):,} bytes while being read; make it again")
 
     # A bit that flipped on disk leaves the size as it was: only the hash can tell.
@@ -168,6 +183,20 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
         fix = "it is damaged or replaced; remove it and run the command that made or pulled the folder again"
         require(actual == sha256, f"{path} has sha256 {actual}, but {MANIFEST} says {sha256}: {fix}")
     return data[offset:].view("<u2")  # (2 * n,) bytes -> (n,) ids
+
+
+def _read_into(path: str | Path, buffer: np.ndarray) -> int:
+    """Fill `buffer`, (n,) uint8, from the beginning of a file; returns how many bytes the file had for it. np.fromfile
+    would take an error of the disk for the end of the file."""
+    filled = 0
+    with open(path, "rb", buffering=0) as f:
+        while filled < len(buffer):
+            # One read returns at most 2 GB.
+            count = f.readinto(memoryview(buffer)[filled:])
+            if not count:
+                break
+            filled += count
+    return filled
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
@@ -193,9 +222,11 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
             raise ValueError(f"{path}: a shard's suffix is .npy or .bin")
 
     # Write and hash from memory: the file is not read again.
-    with atomic_write(path) as f:
+    def write(f: BinaryIO) -> None:
         f.write(header)
         f.write(tokens.data)
+
+    write_file(path, write)
     digest = hashlib.sha256(header)
     digest.update(tokens.data)
     return digest.hexdigest()
@@ -245,8 +276,8 @@ class Manifest:
 
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
     """Write the manifest of a folder, all or nothing."""
-    with atomic_write(Path(data_dir) / MANIFEST) as f:
-        f.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
+    content = json.dumps(asdict(manifest), indent=1).encode() + b"\n"
+    write_file(Path(data_dir) / MANIFEST, lambda f: f.write(content))
 
 
 def read_manifest(data_dir: str | Path) -> Manifest | None:
@@ -255,12 +286,14 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     path = Path(data_dir) / MANIFEST
     try:
         # A missing or unknown field is an error of the dataclass.
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(retry_io(path.read_bytes, path))
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
         _check_manifest(manifest)
     except FileNotFoundError:
         return None
     except Exception as e:  # json, dataclass and checks raise errors of many kinds for content that is not a manifest
+        if may_pass(e):
+            raise
         problem = f"{path} is not a manifest of this program ({type(e).__name__}: {e!s:.300})"
         raise UserError(f"{problem}; move it away, or get the folder again") from None
     return manifest
@@ -337,8 +370,7 @@ def create_manifest(data_dir: str | Path) -> Manifest:
         except UserError as e:
             problems.append(str(e))
             continue
-        with open(path, "rb") as f:
-            sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+        sha256 = retry_io(partial(_hash_file, path), path)
         entries.append(Shard(path.name, tokens, documents, sha256, end={}))
     require(not problems, "\n".join(problems))
 
@@ -349,6 +381,12 @@ def create_manifest(data_dir: str | Path) -> Manifest:
     manifest = Manifest(source, formats.pop(), shard_tokens, complete=True, shards=entries)
     write_manifest(data_dir, manifest)
     return manifest
+
+
+def _hash_file(path: Path) -> str:
+    """The sha256 of a file."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _refuse_existing_manifest(data_dir: Path) -> None:

@@ -39,13 +39,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
-from system.files import atomic_write
+from system.files import explain_write_error, may_pass, retry_io, write_file
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -79,11 +79,18 @@ def optim_path(run_dir: str | Path, step: int) -> Path:
 def is_complete(path: Path) -> bool:
     """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
     last. The content is not read; read_file checks it."""
-    # The directory names every record with its place; a file that was cut off has none at its end.
-    try:
+
+    def read_directory() -> bool:
         with zipfile.ZipFile(path) as archive:
             return bool(archive.infolist())
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a zip version of the future
+
+    # The directory names every record with its place; a file that was cut off has none at its end.
+    try:
+        return retry_io(read_directory, path)
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:  # the last: a zip version of the future
+        # A volume that fails says nothing about the file: a run must not start anew because of it.
+        if may_pass(e):
+            raise
         return False
 
 
@@ -208,11 +215,17 @@ def read_file(path: Path) -> dict[str, Any]:
 def find_damage(path: Path) -> str | None:
     """The part of a .pt file that is damaged, or None. It reads the whole file and compares the CRC-32 of every record,
     which torch.load does not do: without this, a flipped bit on a disk becomes a wrong weight."""
+
     # testzip returns the name of the first bad record, or None.
-    try:
+    def test() -> str | None:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
+
+    try:
+        return retry_io(test, path)
     except Exception as e:  # zipfile raises many exception types for damaged archives
+        if may_pass(e):
+            raise
         return f"its directory ({type(e).__name__})"
 
 
@@ -233,15 +246,18 @@ def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with torch.save, completely or not at all. Raises OSError if, for example, the disk is full."""
+
     # A temporary name, fsync, then the rename: see the picture at the top.
-    try:
-        with atomic_write(path) as f:
+    def save(f: BinaryIO) -> None:
+        try:
             torch.save(content, f)
-    except RuntimeError as e:
-        # torch's zip writer reports an unexpected position in the file; the file's own error is the cause.
-        if isinstance(e.__context__, OSError):
-            raise e.__context__ from None
-        raise
+        except RuntimeError as e:
+            # torch's zip writer reports an unexpected position in the file; the file's own error is the cause.
+            if isinstance(e.__context__, OSError):
+                raise e.__context__ from None
+            raise
+
+    write_file(path, save)
 
 
 def copy_to_host(tree: Any, copies: dict) -> Any:
@@ -274,6 +290,7 @@ class CheckpointWriter:
         self.keep = keep
         self.thread: threading.Thread | None = None
         self.newest_save: int | None = None  # the step
+        self.save_bytes = 0  # of its tensors
         self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
@@ -295,6 +312,7 @@ class CheckpointWriter:
         copies: dict = {}
         model_copy = copy_to_host(model, copies)
         train_copy = copy_to_host({"format": FORMAT, **train}, copies)
+        self.save_bytes = sum(copy.nbytes for copy in copies.values())
 
         # The thread gets its own copies, so it shares nothing with training but the fields below.
         self.newest_save = step
@@ -302,21 +320,31 @@ class CheckpointWriter:
         self.thread.start()
 
     def wait(self, best_step: int | None = None) -> None:
-        """Wait for the write in progress, if any. Raises UserError if the last write failed.
+        """Wait for the write in progress, if any. Raises UserError if the last write failed, or OSError if that may
+        pass.
 
         `best_step` is the final one: the last evaluation may come after the last save, and then the earlier best goes.
         """
         self._join()
 
         if self.error is not None:
+            if may_pass(self.error):
+                raise self.error
             # A disk is the user's to fix. Any other error, such as weights that are not finite, names its own fix.
             fix = "; free space or choose another --out-dir" if isinstance(self.error, OSError) else ""
             newest = f"Newest complete step there: {latest_step(self.run_dir)}"
-            raise UserError(f"could not write the checkpoint in {self.run_dir}: {self.error}{fix}. {newest}")
+            problem = f"could not write the checkpoint in {self.run_dir}: {self._describe_error()}"
+            raise UserError(f"{problem}{fix}. {newest}")
 
         # Only a best step that is known now can free the checkpoint of an earlier best.
         if self.newest_save is not None and best_step is not None:
             self._delete_old(self.newest_save, best_step)
+
+    def _describe_error(self) -> str:
+        """Why the last write failed."""
+        if isinstance(self.error, OSError):
+            return explain_write_error(self.error, self.run_dir, self.save_bytes)
+        return str(self.error)
 
     def _join(self) -> None:
         """Wait until no write is in progress."""
@@ -342,7 +370,8 @@ class CheckpointWriter:
         except Exception as e:
             # An error in a thread ends nothing by itself: print it now, and let `wait` raise it.
             self.error = e
-            print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
+            reason = self._describe_error()
+            print0(f"warning: could not write the checkpoint of step {step} ({reason}); the next save tries again")
 
     def _delete_old(self, step: int, best_step: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.

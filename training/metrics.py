@@ -9,16 +9,16 @@ training/metrics_file.py reads it. Trackers (TensorBoard, wandb) get the same va
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from system import cards
 from system.cli import UserError, print0
-from system.files import atomic_write
+from system.files import AppendFile, explain_write_error, may_pass, write_file
 from system.units import cost_usd, format_duration
 from training.metrics_file import read_metrics
 from training.trackers import Tracker, make_tracker
@@ -48,12 +48,11 @@ class MetricsLogger:
         # Drop the lines of steps that this run will repeat.
         path = self.cfg.run_dir / "metrics.jsonl"
         old_rows = read_metrics(path)
-        with atomic_write(path) as f:
-            kept = [json.dumps(row) + "\n" for row in old_rows if row["step"] < run.start_step]
-            f.write("".join(kept).encode())
+        kept = [json.dumps(row) + "\n" for row in old_rows if row["step"] < run.start_step]
+        write_file(path, lambda f: f.write("".join(kept).encode()))
 
-        # Unbuffered: one write per line, and nothing held back that could fail later.
-        self.file = open(path, "ab", buffering=0)
+        # One write per line, and nothing held back that could fail later.
+        self.file = AppendFile(path)
         last_logged_step = max([-1, *(row["step"] for row in old_rows)])
         self.tracker = make_tracker(self.cfg, run.start_step, last_logged_step)
 
@@ -92,7 +91,8 @@ class MetricsLogger:
         return " | ".join(parts)
 
     def write(self, measured: dict[str, Any]) -> None:
-        """Append one line: `step` and whatever was measured there. Raises UserError if it cannot be written."""
+        """Append one line: `step` and whatever was measured there. Raises UserError if it cannot be written, or OSError
+        if that may pass."""
         if not self.is_main:
             return
         # JSON has no NaN and no infinity, which a refused update may contain.
@@ -100,13 +100,8 @@ class MetricsLogger:
         line = json.dumps(row).encode() + b"\n"
 
         # One write for the whole line. A full disk may take a part of it; readers skip a torn line.
-        try:
-            written = self.file.write(line)
-            if written != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as e:
-            problem = f"cannot write to {self.file.name}: {e.strerror}"
-            raise UserError(f"{problem}; fix that, then continue with --resume auto") from None
+        with self._explain_errors(len(line)):
+            self.file.append(line)
 
         # The tracker gets what can be drawn.
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
@@ -119,15 +114,23 @@ class MetricsLogger:
 
     def flush(self) -> None:
         """Bring everything to storage. Called before a checkpoint is written: a run that resumes from it rewrites the
-        steps after it, but not those before.
-
-        The file is closed and opened again because a bucket mounted as a folder holds a file back until it is closed.
-        TensorBoard holds its points back for minutes.
+        steps after it, but not those before. TensorBoard holds its points back for minutes.
         """
-        os.fsync(self.file.fileno())
-        self.file.close()
-        self.file = open(self.file.name, "ab", buffering=0)
+        # A network file system may find only now that its quota is full.
+        with self._explain_errors():
+            self.file.sync()
         self.tracker.flush()
+
+    @contextmanager
+    def _explain_errors(self, needed: int | None = None) -> Iterator[None]:
+        """Turn an error of the disk into a UserError, unless it is one that may pass."""
+        try:
+            yield
+        except OSError as e:
+            if may_pass(e):
+                raise
+            problem = f"cannot write to {self.file.path}: {explain_write_error(e, self.file.path, needed)}"
+            raise UserError(f"{problem}; fix that, then continue with --resume auto") from None
 
     def close(self) -> None:
         if self.is_main:

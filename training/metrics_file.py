@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from system.files import retry_io
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics.jsonl, each a dict with at least `step`. A line torn by a kill, or not ours, is
@@ -18,7 +20,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in retry_io(lambda: path.read_text(errors="replace"), path).splitlines():
         # A run may be writing the last line right now, or have been killed while it did.
         try:
             row = json.loads(line, parse_int=parse_integer)
