@@ -62,6 +62,37 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item())
 
 
+def test_a_vocabulary_is_padded_on_a_gpu_alone_and_only_where_its_rows_are_not_aligned():
+    assert head.padded_columns(50257, "cuda") == 50304
+    assert head.padded_columns(50304, "cuda") == 50304
+    assert head.padded_columns(50257, "cpu") == 50257
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_padding_the_vocabulary_changes_neither_loss_nor_gradients(options, precision, monkeypatch):
+    """As on a GPU, with a vocabulary of 320 that becomes 384."""
+    model, idx, targets = make(**OPTIONS[options])
+    in_chunks = Forward(model, compiles=False)
+    loss, gradients = loss_and_gradients(model, in_chunks, idx, targets, precision)
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    asked = []
+
+    def pad(columns, device_type):
+        asked.append(columns)
+        return 384
+
+    monkeypatch.setattr(head, "padded_columns", pad)
+    padded_loss, padded_gradients = loss_and_gradients(model, in_chunks, idx, targets, precision)
+
+    assert asked == [320]
+    assert padded_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            padded_gradients[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item()
+        )
+
+
 @pytest.mark.parametrize("precision, weights, scale", [
     (torch.bfloat16, torch.float32, 1.0), (torch.bfloat16, torch.bfloat16, 1.0),
     (torch.float16, torch.float32, 2.0**16),

@@ -9,6 +9,7 @@ et al. 2024) does this in kernels of its own; here a small compiled graph does t
 products do the rest. Called by training/step.py for training and validation.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,25 @@ def num_chunks(rows: int, device_type: str) -> int:
     pass over the weight's gradient in memory, so chunks are larger there: assumed, not measured."""
     rows_per_chunk = 512 if device_type == "cpu" else 8192
     return max(1, rows // rows_per_chunk)
+
+
+def padded_columns(columns: int, device_type: str) -> int:
+    """The number of columns that the logits get in memory, for a vocabulary of this size. On a GPU a multiple of 64:
+    cuBLAS documents its tensor-core kernels as fastest where the bytes of a row are a multiple of 16, and OpenAI's
+    GPT-2 has 50,257 columns of two bytes."""
+    if device_type == "cpu":
+        return columns
+    return math.ceil(columns / 64) * 64
+
+
+def cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    """tensor (n, ...) in this precision, with rows of zeros after its own up to `rows`; `tensor` itself if that changes
+    nothing."""
+    if len(tensor) == rows:
+        return tensor.to(dtype)
+    padded = tensor.new_zeros(rows, *tensor.shape[1:], dtype=dtype)
+    padded[: len(tensor)] = tensor
+    return padded
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> Tensor:
@@ -60,37 +80,44 @@ class ChunkedHeadLoss(torch.autograd.Function):
         # Autocast does not cast the inputs of a custom function.
         device_type = x.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
-        cast_weight = weight.to(dtype)  # (V, C)
-        cast_bias = None if bias is None else bias.to(dtype)
+
+        # P >= V columns. The logits of the padding are products with zeros, so they are 0, and chunk_loss leaves them
+        # alone: they are their own gradient, which adds nothing to the products of the backward pass.
+        V = len(weight)
+        P = padded_columns(V, device_type)
+        cast_weight = cast_and_pad(weight, dtype, P)  # (P, C)
+        cast_bias = None if bias is None else cast_and_pad(bias, dtype, P)
 
         # Gradients are computed along with the loss. Without them (validation) only the loss is.
         total = torch.zeros((), device=x.device)
         d_x = torch.empty_like(x)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if backward else None
+        d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if backward else None  # (P, C)
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if backward and bias is not None else None
 
         n = num_chunks(len(x), device_type)
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_x.chunk(n), strict=True):
-            # Logits of this chunk: (R, C) @ (C, V) -> (R, V)
+            # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)
             logits = rows @ cast_weight.T if bias is None else torch.addmm(cast_bias, rows, cast_weight.T)
-            total += chunk_loss(logits, row_targets, cap, backward)
+            total += chunk_loss(logits[:, :V], row_targets, cap, backward)
             if backward:
                 d_logits = logits  # chunk_loss has overwritten them
-                d_rows.copy_(d_logits @ cast_weight)  # (R, V) @ (V, C) -> (R, C)
+                d_rows.copy_(d_logits @ cast_weight)  # (R, P) @ (P, C) -> (R, C)
                 if dtype == d_weight.dtype:
-                    d_weight.addmm_(d_logits.T, rows)  # (V, R) @ (R, C) -> (V, C)
+                    d_weight.addmm_(d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
                 else:
                     # addmm_ cannot add a product in bfloat16 to a float32 sum.
                     d_weight += d_logits.T @ rows
                 if bias is not None:
-                    d_bias += d_logits.sum(0, dtype=torch.float32)  # (R, V) -> (V,)
+                    d_bias += d_logits[:, :V].sum(0, dtype=torch.float32)  # (R, V) -> (V,)
                 del d_logits
             # Free this chunk's logits before the next chunk's are made.
             del logits
 
         # The mean is over the targets that count, on the device: reading the number here would wait for the GPU.
         count = (targets >= 0).sum()
+        if backward:
+            d_weight = d_weight[:V]  # (P, C) -> (V, C)
         ctx.save_for_backward(d_x, d_weight, d_bias, count)
         return total / count
 
