@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from system.cli import print0, require, run_cli
-from system.hub_client import open_to_write, pull, push
+from system.cli import UserError, print0, require, run_cli
+from system.hub_client import hold_files, open_to_write, pull, push, staging_folder
 from tokens.hub_data import pull_data, push_data
 from training import convert, metrics_file
 
@@ -49,6 +49,7 @@ def push_model(
     public: bool = False,
     with_optimizer: bool = False,
     steps: Literal["newest", "best", "all"] = "newest",
+    temporary: bool = False,
 ) -> None:
     """Upload a .pt file, checkpoints of a run, or an export.
 
@@ -58,14 +59,59 @@ def push_model(
         public: push where all can read.
         with_optimizer: also what --resume needs: a run's newest step with its optimizer.
         steps: which of a run's: the newest, the one with the lowest val loss, or all.
+        temporary: a later push of a newer step of the run may remove these checkpoints from the repository.
     """
-    from training import checkpoint
-
     # An export has its own card and is pushed as it is.
     if (path / "model.safetensors").is_file():
         files = [p for p in path.iterdir() if CHECKPOINT_FILE.fullmatch(p.name) or OTHER_FILE.fullmatch(p.name)]
-        push(repo, "model", files, card="", public=public)
+        with staging_folder(path) as folder:
+            hold_files(files, folder)
+            push(repo, "model", folder, card="", public=public)
         return
+
+    with staging_folder(path if path.is_dir() else path.parent) as folder:
+        described = hold_checkpoints(path, folder, steps, with_optimizer)
+
+        # Loading the model also checks it: a damaged checkpoint is not pushed.
+        _, card = load_with_card(folder / described)
+        card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
+
+        # What was pushed as temporary is superseded by a newer step of the run.
+        pushed = {p.name for p in folder.glob("*.pt")}
+        newest = max(step_of(name) for name in pushed)
+
+        def is_superseded(name: str) -> bool:
+            return 0 <= step_of(name) < newest
+
+        marks = pushed if temporary else set()
+        push(repo, "model", folder, card, public, temporary=marks, is_superseded=is_superseded)
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint by its file's name; -1 for any other file."""
+    match = CHECKPOINT_FILE.fullmatch(name)
+    return int(match["step"]) if match else -1
+
+
+def hold_checkpoints(path: Path, folder: Path, steps: str, with_optimizer: bool) -> str:
+    """Put what is pushed of `path`, a .pt file or a run folder, into the folder of the push. Returns the name of the
+    model file that the card describes."""
+    # A run that is training may delete a checkpoint (--keep) between the choice and the links: then choose again.
+    for _ in range(10):
+        described, files = list_pushed_files(path, steps, with_optimizer)
+        try:
+            hold_files(files, folder)
+            return described.name
+        except FileNotFoundError:
+            for held in folder.iterdir():
+                held.unlink()
+    raise UserError(f"{path} deletes its checkpoints as fast as they can be listed; use a larger --keep")
+
+
+def list_pushed_files(path: Path, steps: str, with_optimizer: bool) -> tuple[Path, list[Path]]:
+    """What a push of `path`, a .pt file or a run folder, consists of: the model file that the card describes, and all
+    files. pushed_bytes adds up the same before there are any."""
+    from training import checkpoint
 
     # The models to push, and the one that the card describes. --steps is a choice among those of a run folder.
     newest = checkpoint.newest_model(path) if path.is_dir() else path
@@ -84,16 +130,13 @@ def push_model(
                 raise ValueError(f"--steps {steps!r} must be newest, best or all")
 
     # What belongs to them: the curves, the config and, if asked for, what --resume needs.
-    files = models | {described.with_name(name) for name in ("metrics.jsonl", "curves.png", "config.json")}
+    others = [described.with_name(name) for name in ("metrics.jsonl", "curves.png", "config.json")]
+    files = models | {p for p in others if p.is_file()}
     if with_optimizer:
         optim = newest.with_name(newest.name.replace("model_", "optim_"))
         require(optim.is_file(), f"{optim} does not exist; push without --with-optimizer")
         files |= {newest, optim}
-
-    # Loading the model also checks it: a damaged checkpoint is not pushed.
-    _, card = load_with_card(described)
-    card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
-    push(repo, "model", sorted(p for p in files if p.is_file()), card, public)
+    return described, sorted(files)
 
 
 def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step: bool = False) -> None:

@@ -2,7 +2,9 @@
 
     with open_hub("OWNER/NAME") as (api, repo):              # any failure inside becomes a UserError
         folder = api.snapshot_download(repo)
-    push("OWNER/NAME", "dataset", files, card, public=False)
+    with staging_folder(run_dir) as folder:
+        hold_files(files, folder)                            # what is uploaded can no longer be deleted or change
+        push("OWNER/NAME", "dataset", folder, card, public=False)
     with pull("OWNER/NAME", "model", out_dir, revision=None) as (remote, fetch):
         fetch({"model_00500.pt": None})                      # its hash is checked before it gets its name
 
@@ -13,13 +15,16 @@ HF_HOME, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
+import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +38,10 @@ CONNECT_TIMEOUT = 10  # seconds
 READ_TIMEOUT = 300  # seconds without a byte; the Hub may take minutes to accept a commit of large files
 
 STAGING_FOLDER = ".incoming"  # inside the target folder: renaming works only within one file system
+PUSH_FOLDER = ".pushing-"  # beside what is pushed: hard links work only within one file system; the rest is random
+
+# In a repository: which of its checkpoints a later push may remove, and the stored objects of those that were removed.
+TEMPORARY_LIST = ".temporary-checkpoints.json"
 
 # ------------------------------------------------------------------------- connecting
 
@@ -73,7 +82,7 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
 
 def explain_failure(error: Exception, name: str) -> str:
     """What an exception of huggingface_hub, or one that caused it, means for a user who asked for the repo `name`."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import constants
 
     # The exception and those that caused it. huggingface_hub wraps what the network library raises.
     chain = [error]
@@ -95,23 +104,35 @@ def explain_failure(error: Exception, name: str) -> str:
     if "HFValidationError" in class_names:
         return f"{name!r} is not a valid repository name; use OWNER/NAME"
 
-    # The Hub answered with an HTTP error.
+    # The Hub answered with an HTTP error. Its own words are the diagnosis ("Private repository storage limit reached"),
+    # and our advice is only a guess.
+    reason = next((e.server_message for e in chain if getattr(e, "server_message", None)), "")
+    answer = f"{endpoint} answered {status} for {name}"
+    if reason:
+        answer += f": {hide_token(' '.join(reason.split()))}"
     if status in (401, 403, 404):
         fix = "check the name; run `hf auth login`, or set HF_TOKEN to a token with access (write, to push)"
-        return f"{endpoint} answered {status} for {name}; {fix}"
+        # A full account is no matter of tokens.
+        if "storage" in reason.lower():
+            fix = "delete what is no longer needed on the Hub (a repository's history counts, too), or upgrade its plan"
+        return f"{answer}; {fix}"
     if status:
-        return f"{endpoint} answered {status} for {name}; wait a moment"
+        return f"{answer}; wait a moment"
 
     # Something answered, but not in the Hub's format.
     if class_names & {"JSONDecodeError", "FileMetadataError"}:
         return f"{endpoint} did not answer like a Hub for {name}; is there a log-in page or a proxy in between?"
 
-    # Anything else keeps its own message, in which the token must not appear.
-    message = str(error)
+    # Anything else keeps its own message.
+    return hide_token(str(error))
+
+
+def hide_token(message: str) -> str:
+    """The message without the user's token."""
+    from huggingface_hub import get_token
+
     token = get_token()
-    if token:
-        message = message.replace(token, "***")
-    return message
+    return message.replace(token, "***") if token else message
 
 
 # ------------------------------------------------------------------------- push
@@ -135,28 +156,180 @@ def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, s
         yield api, repo
 
 
-def push(repo: str, kind: str, files: list[Path], card: str, public: bool, last: Path | None = None) -> None:
-    """Upload `files` to a repository of `kind` ("model" or "dataset"), made if missing, then `last` on its own.
+@contextmanager
+def staging_folder(parent: Path) -> Iterator[Path]:
+    """Yield an empty folder inside `parent` for the files of a push (see hold_files). It is removed afterwards, and so
+    are those that pushes left there which were killed: hard links in them hold disk space."""
+    for leftover in parent.glob(f"{PUSH_FOLDER}*"):
+        if is_abandoned(leftover):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    # A folder that may only be read, such as shards that several users share, is pushed from /tmp.
+    try:
+        root = Path(tempfile.mkdtemp(prefix=PUSH_FOLDER, dir=parent))
+    except OSError:
+        root = Path(tempfile.mkdtemp(prefix=PUSH_FOLDER))
+    folder = root / "files"
+    try:
+        # The lock ends with this process, however the process ends.
+        with open(root / "lock", "w") as lock:
+            with suppress(OSError):  # a file system without locks: is_abandoned goes by the age
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            folder.mkdir()
+            yield folder
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def hold_files(files: list[Path], folder: Path) -> None:
+    """Put `files`, as they are now, into the folder of a push.
+
+    Checkpoints and shards are hard links: --keep of a run that is training may delete a checkpoint while it is
+    uploaded, and a link holds it. Where links fail, checkpoints are copied. Shards, files of another disk and
+    checkpoints without room for a copy are then symbolic links, which hold nothing. Other files are small and may
+    change in place, such as metrics.jsonl: they are copied. Raises FileNotFoundError if a file is deleted before it is
+    linked.
+    """
+    for path in files:
+        target = folder / path.name
+        if path.suffix not in (".pt", ".npy", ".bin", ".safetensors"):
+            shutil.copy(path, target)
+            continue
+        # `path` may itself be a symbolic link, to another volume.
+        source = path.resolve(strict=True)
+        try:
+            os.link(source, target)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another file system, or one without hard links
+            is_same_disk = source.stat().st_dev == folder.stat().st_dev
+            may_vanish = source.suffix == ".pt" and is_same_disk
+            if not (may_vanish and copy_if_there_is_room(source, target)):
+                target.symlink_to(source)
+
+
+def copy_if_there_is_room(source: Path, target: Path) -> bool:
+    """Copy a file. False, with nothing left behind, if the disk has no room."""
+    try:
+        shutil.copy(source, target)
+        return True
+    except FileNotFoundError:
+        raise
+    except OSError:
+        target.unlink(missing_ok=True)
+        return False
+
+
+def is_abandoned(root: Path) -> bool:
+    """Whether the process that made this folder of a push has ended."""
+    try:
+        with open(root / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    # No lock file yet, or no locks on this file system: nobody pushes for days.
+    except OSError:
+        with suppress(OSError):
+            return time.time() - root.stat().st_mtime > 3 * 24 * 3600
+        return False
+
+
+def push(
+    repo: str,
+    kind: str,
+    folder: Path,
+    card: str,
+    public: bool,
+    last: Path | None = None,
+    temporary: set[str] | None = None,
+    is_superseded: Callable[[str], bool] | None = None,
+) -> None:
+    """Upload the files in `folder`, a staging_folder, to a repository of `kind` ("model" or "dataset"), made if
+    missing, then `last` on its own.
 
     `card`, if not empty, becomes README.md; REPO in it stands for the repository's name. `last` is the file whose
-    presence says that the set is complete. Raises UserError.
+    presence says that the set is complete. With `is_superseded`, files that an earlier push marked as `temporary` are
+    removed in the same commit if they are superseded, and so is their part of the history. Raises UserError.
     """
-    with open_to_write(repo, kind, public) as (api, repo), tempfile.TemporaryDirectory() as folder:
-        # upload_folder takes one folder: gather the files in it as links.
-        for path in files:
-            if path.suffix == ".jsonl":
-                # A run may still be appending to its metrics, and the Hub refuses a file that changes: take a snapshot.
-                shutil.copy(path, folder)
-            else:
-                Path(folder, path.name).symlink_to(path.resolve())
+    with open_to_write(repo, kind, public) as (api, repo):
         if card:
-            Path(folder, "README.md").write_text(card.replace("REPO", repo))
+            (folder / "README.md").write_text(card.replace("REPO", repo))
+
+        superseded, objects = set(), set()
+        if is_superseded:
+            superseded, objects = choose_superseded(api, repo, folder, temporary or set(), is_superseded)
 
         # One commit for the files, and a second one for the file that completes them.
-        api.upload_folder(folder_path=folder, repo_id=repo, repo_type=kind, commit_message="Add files")
+        api.upload_folder(
+            folder_path=folder,
+            repo_id=repo,
+            repo_type=kind,
+            commit_message="Add files",
+            delete_patterns=sorted(superseded) or None,
+        )
         if last:
             api.upload_file(path_or_fileobj=last, path_in_repo=last.name, repo_id=repo, repo_type=kind)
+
+        # The old objects count for the account's quota as long as the history has them. A failure here is not one of
+        # the push: the list has them, and the next push tries again.
+        if objects:
+            try:
+                free_objects(api, repo, objects)
+            except Exception as error:
+                print0(f"warning: old checkpoints still count in {repo}'s storage: {explain_failure(error, repo)}")
     print0(f"{repo} is complete; to pull: python hub.py pull-{kind.removesuffix('set')} {repo} DIR")
+
+
+def choose_superseded(
+    api: HfApi, repo: str, folder: Path, temporary: set[str], is_superseded: Callable[[str], bool]
+) -> tuple[set[str], set[str]]:
+    """Which files of a model repository the push of `folder` removes, and the sha256 of stored objects to delete after
+    it. Writes the new list of temporary files into `folder`: committed together, list and files always agree."""
+    # The temporary files of earlier pushes which this one supersedes. What is pushed now is not removed.
+    marked, removed_objects = read_temporary_list(api, repo)
+    pushed = {path.name for path in folder.iterdir()}
+    superseded = {name for name in marked - pushed if is_superseded(name)}
+
+    # Their stored objects, and those which an earlier push could not delete.
+    infos = api.get_paths_info(repo, sorted(superseded)) if superseded else []
+    objects = {info.lfs.sha256 for info in infos if info.lfs}
+    if removed_objects:
+        objects |= removed_objects & {stored.file_oid for stored in api.list_lfs_files(repo)}
+
+    still_marked = (marked - pushed - superseded) | temporary
+    if marked or removed_objects or still_marked:
+        content = {"temporary": sorted(still_marked), "removed_objects": sorted(objects)}
+        (folder / TEMPORARY_LIST).write_text(json.dumps(content) + "\n")
+    return superseded, objects
+
+
+def read_temporary_list(api: HfApi, repo: str) -> tuple[set[str], set[str]]:
+    """Which files of a model repository may be removed by a later push, and the sha256 of stored objects whose files
+    were removed. Both are empty for a repository without such a list."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = api.hf_hub_download(repo, TEMPORARY_LIST, local_dir=folder)
+            content = json.loads(Path(path).read_text())
+            return set(map(str, content["temporary"])), set(map(str, content["removed_objects"]))
+        except EntryNotFoundError:
+            return set(), set()
+        except (ValueError, KeyError, TypeError):
+            print0(f"warning: {TEMPORARY_LIST} in {repo} cannot be read: no older checkpoint is removed there")
+            return set(), set()
+
+
+def free_objects(api: HfApi, repo: str, objects: set[str]) -> None:
+    """Delete stored objects, given by sha256, that no file of the model repository has any more, with the entries of
+    its history that name them."""
+    tree = api.list_repo_tree(repo, recursive=True)
+    in_use = {entry.lfs.sha256 for entry in tree if getattr(entry, "lfs", None)}
+    stored = [stored for stored in api.list_lfs_files(repo) if stored.file_oid in objects - in_use]
+    if stored:
+        api.permanently_delete_lfs_files(repo, stored)
+        print0(f"{sum(file.size for file in stored) / 1e9:.2f} GB of superseded checkpoints removed from {repo}")
 
 
 # ------------------------------------------------------------------------- pull

@@ -5,12 +5,14 @@ Most tests call run("push-data", ...), which is hub.py's main in this process.
 """
 
 import json
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
 from faults import hub_server
@@ -21,7 +23,7 @@ import fineweb
 import hub as hub_script
 from model import GPT, GPTConfig
 from system.cli import UserError
-from system.hub_client import open_hub
+from system.hub_client import is_abandoned, open_hub
 from tokens import shards, tokenizer
 from training import checkpoint, metrics_file
 from training.open_model import open_model
@@ -486,6 +488,123 @@ def test_a_run_is_pushed_while_it_writes_its_metrics(run, tiny, run_folder, tmp_
     assert {row["step"] for row in metrics_file.read_metrics(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
     run("pull-model", "tester/grows", tmp_path / "all", "--every-step")
     assert checkpoint.complete_steps(tmp_path / "all") == [10, 30]
+
+
+def test_a_newer_push_removes_what_train_sh_pushed_before_and_frees_its_storage(run, hub, tiny, run_folder):
+    repo = hub.root / "models/tester/run"
+    stored = lambda: sum(path.stat().st_size for path in (hub.root / ".lfs").glob("*"))
+
+    def names():
+        return {p.stem for p in repo.glob("*.pt")}
+
+    def save_another(step):
+        save_checkpoint(run_folder, tiny, step)
+        # other weights are another object
+        with torch.no_grad():
+            next(tiny.parameters()).mul_(1.001)
+
+    # pushed by hand: stays, whatever comes later
+    save_another(20)
+    run("push-model", run_folder / "model_00020.pt", "tester/run")
+    save_another(30)
+    run("push-model", run_folder, "tester/run", "--with-optimizer", "--temporary")
+    size_of_two = stored()
+    commits = hub.count("POST", "/commit/")
+    save_another(40)
+    output = run("push-model", run_folder, "tester/run", "--with-optimizer", "--temporary")
+
+    # removed in the commit that brings the new step, from the repository and from what counts for the quota
+    assert names() == {"model_00020", "model_00040", "optim_00040"}
+    assert hub.count("POST", "/commit/") == commits + 1
+    assert "superseded checkpoints removed" in output and stored() < size_of_two * 1.1
+
+    # the Hub cannot delete the objects for now: the push succeeds with a warning, and the next one deletes them
+    save_another(50)
+    hub.faults.append(Fault("status", "lfs-files/batch", code=500, method="POST"))
+    assert "still count" in run("push-model", run_folder, "tester/run", "--with-optimizer", "--temporary")
+    assert names() == {"model_00020", "model_00050", "optim_00050"} and stored() > size_of_two * 1.1
+
+    # the last push of a run is not temporary; of the step that both pushed, the optimizer stays
+    run("push-model", run_folder, "tester/run")
+    assert names() == {"model_00020", "model_00050", "optim_00050"} and stored() < size_of_two * 1.1
+    save_another(60)
+    run("push-model", run_folder, "tester/run")
+    assert names() == {"model_00020", "model_00050", "model_00060"}
+
+
+def test_the_message_of_the_hub_is_shown_beside_the_advice(run, hub, run_folder):
+    hub.quota = 1000
+    message = run("push-model", run_folder, "tester/full", fails_with="403")
+    assert "Private repository storage limit reached, please upgrade your plan" in message
+    assert "delete what is no longer needed" in message and "auth login" not in message
+
+    # with room, the same command succeeds
+    hub.quota = None
+    run("push-model", run_folder, "tester/full")
+
+
+# ------------------------------------------------------------------------- what happens to files during a push
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_a_checkpoint_that_is_deleted_while_it_is_uploaded_arrives(run, hub, run_folder, monkeypatch, can_link):
+    """--keep of a run that is training deletes old checkpoints at any time."""
+    from huggingface_hub import HfApi
+
+    def refuse(*_):
+        raise PermissionError("no hard links here")
+
+    if not can_link:
+        monkeypatch.setattr("os.link", refuse)
+    content = (run_folder / "model_00010.pt").read_bytes()
+    upload = HfApi.upload_folder
+
+    def delete_and_upload(*args, **kwargs):
+        for path in run_folder.glob("*.pt"):
+            path.unlink()
+        return upload(*args, **kwargs)
+
+    monkeypatch.setattr(HfApi, "upload_folder", delete_and_upload)
+    run("push-model", run_folder, "tester/model", "--with-optimizer")
+
+    assert (hub.root / "models/tester/model/model_00010.pt").read_bytes() == content
+    assert not list(run_folder.glob(".pushing*"))
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_linked_is_not_the_newest_any_more(
+    run, hub, tiny, run_folder, monkeypatch
+):
+    choose = hub_script.list_pushed_files
+
+    def choose_and_replace(*args):
+        chosen = choose(*args)
+        if (run_folder / "model_00010.pt").exists():
+            save_checkpoint(run_folder, tiny, 30)
+            (run_folder / "model_00010.pt").unlink()
+        return chosen
+
+    monkeypatch.setattr(hub_script, "list_pushed_files", choose_and_replace)
+    run("push-model", run_folder, "tester/model")
+
+    assert [p.name for p in (hub.root / "models/tester/model").glob("*.pt")] == ["model_00030.pt"]
+
+
+def test_what_a_killed_push_leaves_is_removed_by_the_next_one(run, run_script, hub, run_folder, tmp_path):
+    # a push that is killed in the middle of its upload
+    hub.faults.append(Fault("status", "/preupload/", code=503, times=1000))
+    killed = processes.start("hub", "push-model", run_folder, "tester/model", log=tmp_path / "log", env=hub.env())
+    assert killed.wait_until(lambda: hub.count("POST", "/preupload/"))
+
+    # another one does not touch what is in use
+    staged = list(run_folder.glob(".pushing-*"))
+    assert not any(is_abandoned(path) for path in staged)
+    killed.send(signal.SIGKILL)
+    killed.wait()
+    assert len(staged) == 1 and (staged[0] / "files" / "model_00010.pt").exists()
+
+    hub.faults.clear()
+    run("push-model", run_folder, "tester/model")
+    assert not list(run_folder.glob(".pushing*"))
 
 
 def test_an_export_loads_in_transformers_and_is_pushed_as_it_is(run, tiny, run_folder, tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from system.cli import print0, require
-from system.hub_client import pull, push
+from system.hub_client import hold_files, pull, push, staging_folder
 from tokens import shards
 from tokens.shards import Manifest
 
@@ -27,7 +27,9 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
 
     # The manifest last and on its own: a push that was cut off has none, and a pull without one cannot seem complete.
     files = [data_dir / shard.file for shard in manifest.shards]
-    push(repo, "dataset", files, card, public, last=data_dir / shards.MANIFEST)
+    with staging_folder(data_dir) as folder:
+        hold_files(files, folder)
+        push(repo, "dataset", folder, card, public, last=data_dir / shards.MANIFEST)
 
 
 def read_or_create_manifest(data_dir: Path) -> Manifest:

@@ -12,13 +12,15 @@ datasets; in download and Git LFS addresses a model's has no prefix.
     GET  /api/whoami-v2                            the token's user
     POST /api/repos/create                         make a repository
     GET  /api/KIND/OWNER/NAME[/revision/REV]       the commit, whether it is private, the names of the files
-    GET  /api/KIND/OWNER/NAME/tree/REV[/FOLDER]    the files with sizes and hashes
+    GET  /api/KIND/OWNER/NAME/tree/REV[/FOLDER]    the folders, and the files with sizes and hashes
     POST /api/KIND/OWNER/NAME/paths-info/REV       the same for some files
     GET  /api/KIND/OWNER/NAME/auth-check/write     whether the token may write
     POST /api/KIND/OWNER/NAME/preupload/REV        for each file of a commit: as LFS object, or inside the commit
     POST /OWNER/NAME.git/info/lfs/objects/batch    for each LFS object: where to upload it, unless it is here already
     PUT  /lfs/SHA256                               the upload of one object
-    POST /api/KIND/OWNER/NAME/commit/REV           add files to the repository; lines of JSON
+    POST /api/KIND/OWNER/NAME/commit/REV           add files to the repository, or remove some; lines of JSON
+    GET  /api/KIND/OWNER/NAME/lfs-files            the stored objects, those of removed files included
+    POST /api/KIND/OWNER/NAME/lfs-files/batch      delete stored objects for good
     GET  /OWNER/NAME/resolve/REV/FILE              a download, whole or a range of bytes; HEAD for its size and hash
     POST /api/validate-yaml                        the check of a model card: always fine
 
@@ -34,11 +36,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
 USER = "tester"  # the token's user, who may write to tester/* and nothing else
 INVALID_TOKEN = "Invalid credentials in Authorization header"
+STORAGE_LIMIT = "Private repository storage limit reached, please upgrade your plan"
 
 # Files that the Hub stores as LFS objects, by sha256. The others are stored in git itself, by git's own hash.
 LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
@@ -46,7 +49,8 @@ LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 # /api/models/OWNER/NAME, then perhaps an action with its revision, then perhaps a path.
 REPO_URL = re.compile(
     r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+?)"
-    r"(?:/(?P<action>revision|tree|paths-info|preupload|commit|auth-check)/(?P<revision>[^/]+)(?:/(?P<folder>.+))?)?"
+    r"(?:/(?P<action>revision|tree|paths-info|preupload|commit|auth-check)/(?P<revision>[^/]+)(?:/(?P<folder>.+))?"
+    r"|/(?P<objects>lfs-files(?:/batch)?))?"
 )
 DOWNLOAD_URL = re.compile(
     r"/(?P<kind>datasets/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)",
@@ -78,9 +82,11 @@ class Hub:
     url: str = ""
     faults: list[Fault] = field(default_factory=list)
     private: set[str] = field(default_factory=set)  # "datasets/OWNER/NAME" seen only with the token
+    objects: dict[str, dict[str, str]] = field(default_factory=dict)  # of each repository, by sha256: a file's name
     read_only: bool = False  # whether the token may read, but not write
     log: list[tuple[str, str, int, str]] = field(default_factory=list)  # method, path, status, Range
     extra_tree: list[dict] = field(default_factory=list)  # hostile entries added to every listing
+    quota: int | None = None  # bytes of stored objects that the account may have; None: no limit
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def env(self, token: bool = True) -> dict[str, str]:
@@ -113,6 +119,11 @@ def list_file(name: str, path: Path) -> dict:
     if path.suffix in LFS_SUFFIXES:
         listed["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
     return listed
+
+
+def list_folder(name: str) -> dict:
+    """A folder as the Hub lists it."""
+    return {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
 
 
 def content_hash(path: Path) -> str:
@@ -236,6 +247,8 @@ class Handler(BaseHTTPRequestHandler):
 
         # One repository.
         if match := REPO_URL.fullmatch(path):
+            if match["objects"]:
+                return self.manage_objects(match["kind"], match["repo"], data)
             action, revision = match["action"] or "revision", match["revision"] or "main"
             return self.call_api(match["kind"], match["repo"], action, revision, match["folder"] or "", data)
 
@@ -266,9 +279,7 @@ class Handler(BaseHTTPRequestHandler):
             private = f"{kind}/{repo}" in self.hub.private
             return self.answer({"id": repo, "sha": commit, "private": private, "siblings": siblings, "tags": []})
         if action == "tree":
-            prefix = f"{folder_name}/" if folder_name else ""
-            listed = [list_file(name, path) for name, path in files.items() if name.startswith(prefix)]
-            return self.answer(listed + self.hub.extra_tree)
+            return self.list_tree(files, folder_name)
         if action == "paths-info":
             wanted = parse_qs(data.decode()).get("paths", [])
             return self.answer([list_file(name, files[name]) for name in wanted if name in files])
@@ -320,6 +331,11 @@ class Handler(BaseHTTPRequestHandler):
     def offer_uploads(self, request: dict) -> None:
         """For each LFS object: where to upload it, unless it is here already."""
         offers = []
+        # A full account is refused before anything is uploaded.
+        new = [wanted for wanted in request["objects"] if not self.object_path(wanted["oid"]).is_file()]
+        stored = sum(path.stat().st_size for path in (self.hub.root / ".lfs").glob("*"))
+        if self.hub.quota is not None and new and stored + sum(wanted["size"] for wanted in new) > self.hub.quota:
+            return self.answer_error(403, message=STORAGE_LIMIT)
         for lfs_object in request["objects"]:
             href = f"{self.hub.url}/lfs/{lfs_object['oid']}"
             if self.object_path(lfs_object["oid"]).is_file():
@@ -354,6 +370,10 @@ class Handler(BaseHTTPRequestHandler):
                     if not stored.is_file():
                         return self.answer_error(400, message=f"LFS object {value['oid']} was not uploaded")
                     content = stored.read_bytes()
+                    self.hub.objects.setdefault(f"{folder.parent.parent.name}/{repo}", {})[value["oid"]] = value["path"]
+                case "deletedFile":
+                    target.unlink()
+                    continue
                 case key:
                     return self.answer_error(400, message=f"the stand-in cannot commit {key!r}")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -363,7 +383,45 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.hub.url}/{repo}/commit/{commit}"
         return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
 
+    def manage_objects(self, kind: str, repo: str, data: bytes) -> None:
+        """List the stored objects of a repository, or delete some for good."""
+        found = self.find_repo(kind, repo, "main")
+        if found is None:
+            return None
+        objects = self.hub.objects.setdefault(f"{kind}/{repo}", {})
+        if self.command == "GET":
+            listed = []
+            for sha256, name in objects.items():
+                entry = {"fileOid": sha256, "oid": sha256, "filename": name, "pushedAt": "2026-11-01T00:00:00.000Z"}
+                listed.append({**entry, "size": self.object_path(sha256).stat().st_size})
+            return self.answer(listed)
+
+        if not self.authorized or self.hub.read_only:
+            return self.answer_error(403, message="no write permission")
+        for sha256 in json.loads(data)["deletions"]["sha"]:
+            del objects[sha256]
+            self.object_path(sha256).unlink()
+        return self.answer({})
+
     # ------------------------------------------------------------------------- reading
+
+    def list_tree(self, files: dict[str, Path], folder_name: str) -> None:
+        """The files and folders below a folder, or without recursive=true only those directly in it."""
+        prefix = f"{folder_name}/" if folder_name else ""
+        below = [name for name in files if name.startswith(prefix)]
+        if folder_name and not below:
+            return self.answer_error(404, "EntryNotFound", "Entry not found")
+
+        folders = {parent.as_posix() for name in below for parent in PurePosixPath(name).parents if parent.name}
+        inside = [name for name in (*sorted(folders), *below) if name.startswith(prefix)]
+        if parse_qs(urlsplit(self.path).query).get("recursive", [""])[0].lower() != "true":
+            inside = [name for name in inside if "/" not in name.removeprefix(prefix)]
+
+        listed = []
+        for name in inside:
+            is_file = name in files
+            listed.append(list_file(name, files[name]) if is_file else list_folder(name))
+        return self.answer(listed + self.hub.extra_tree)
 
     def download(self, kind: str, repo: str, revision: str, name: str) -> None:
         """A file or a range of its bytes. The hash is in ETag, the commit in X-Repo-Commit."""
