@@ -76,12 +76,23 @@ def optim_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / f"optim_{step:05d}.pt"
 
 
+def open_archive(path: Path) -> zipfile.ZipFile:
+    """Open a .pt file, which is a zip archive. Raises BadZipFile for another file, or OSError if it cannot be read."""
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as e:
+        # zipfile takes an error of the disk at the end of the file for a file that is no archive.
+        if isinstance(e.__context__, OSError) and may_pass(e.__context__):
+            raise e.__context__ from None
+        raise
+
+
 def is_complete(path: Path) -> bool:
     """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
     last. The content is not read; read_file checks it."""
 
     def read_directory() -> bool:
-        with zipfile.ZipFile(path) as archive:
+        with open_archive(path) as archive:
             return bool(archive.infolist())
 
     # The directory names every record with its place; a file that was cut off has none at its end.
@@ -218,7 +229,7 @@ def find_damage(path: Path) -> str | None:
 
     # testzip returns the name of the first bad record, or None.
     def test() -> str | None:
-        with zipfile.ZipFile(path) as archive:
+        with open_archive(path) as archive:
             return archive.testzip()
 
     try:
