@@ -253,9 +253,9 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(local_data(cfg, rt), "val", T, model.config.vocab_size)
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
-    loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
+    result = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
-    print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
+    print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | {result.summary_line()}")
 
     # HellaSwag, if its rows are here.
     if cfg.hellaswag_every or cfg.hellaswag_data:

@@ -1,16 +1,218 @@
-"""Evaluations that fail: each is reported with its rank, its reason and a way to turn it off, and training continues on
-all ranks as if nothing had happened."""
+"""What evaluations measure: bits per byte, and the verdict on or off track. And evaluations that fail: each is reported
+with its rank, its reason and a way to turn it off, and training continues on all ranks as if nothing had happened."""
 
+import math
 import os
 import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from helpers import load_curve, load_metrics, load_weights, same_bits, train_quickstart
+from helpers import (
+    CPU,
+    load_curve,
+    load_metrics,
+    load_weights,
+    make_shards,
+    parse_config,
+    same_bits,
+    train_quickstart,
+)
 
+from model import GPT
 from system.cli import UserError
+from system.distributed import Runtime
+from tokens import shards
+from tokens.loader import Loader
+from tokens.tokenizer import EOT, encoding, token_bytes
 from training import checkpoint, evaluator, hellaswag_eval
+from training.run_state import RunState
+from training.step import Forward
 from training.stop import StopRequest
+
+# ------------------------------------------------------------------------- bits per byte
+
+SMALL_GPT2 = "--model.vocab-size 50304 --model.n-embd 8".split()
+
+
+def write_val_text(folder, documents) -> np.ndarray:
+    """A folder whose val shard has these documents, each behind <|endoftext|>; returns the tokens."""
+    tokens = [token for text in documents for token in (EOT, *encoding().encode_ordinary(text))]
+    folder.mkdir()
+    shards.write_shard(folder / "text_val_000000.npy", np.array(tokens, np.uint16))
+    return np.array(tokens)
+
+
+def validate_on_ranks(model, data, cfg, world_size, B) -> list[evaluator.Validation]:
+    """The result on each of these ranks, which run one after another here: first to learn every rank's part of each
+    sum, then with the sums."""
+    ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = {rank: [] for rank in range(world_size)}
+    forward = Forward(model, compiles=False)
+
+    def keep(rt, tensor, op="sum"):
+        parts[rt.rank].append(tensor.clone())
+        return tensor
+
+    def add(rt, tensor, op="sum"):
+        position[rt.rank] += 1
+        return sum(parts[rank][position[rt.rank] - 1] for rank in parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "all_reduce", keep)
+        for rt in ranks:
+            evaluator.validate(forward, data, cfg, rt, B)
+        position = dict.fromkeys(parts, 0)
+        patch.setattr(Runtime, "all_reduce", add)
+        return [evaluator.validate(forward, data, cfg, rt, B) for rt in ranks]
+
+
+def test_bits_per_byte_are_those_of_the_text_whatever_the_ranks(tiny_args, tmp_path):
+    """As nanochat counts them: <|endoftext|> has no bytes, and its loss does not count. Characters are cut into tokens
+    here, of which decoding one alone would give other bytes."""
+    text = "naïve café — “quotes” 日本語の文章 👩‍👩‍👧‍👦 and plain words. "
+    tokens = write_val_text(tmp_path / "text", [text * n for n in (1, 3, 2, 1, 1, 8)])
+    cfg = parse_config("quickstart", *tiny_args, *SMALL_GPT2, "--val-tokens", 13 * 32)
+    torch.manual_seed(0)
+    model = GPT(cfg.model)
+    data = Loader(tmp_path / "text", "val", 32, cfg.model.vocab_size)
+
+    # The same from the logits: sum over the targets that are text, over the bytes of these targets.
+    count = 13 * 32
+    targets = torch.from_numpy(tokens[1 : count + 1])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens[:count]).view(13, 32))[0].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").double()
+    is_text = targets != EOT
+    assert 2 < (~is_text).sum() < 10
+    num_bytes = len(encoding().decode_bytes(targets[is_text].tolist()))
+    expected = losses[is_text].sum().item() / (math.log(2) * num_bytes)
+
+    alone = evaluator.validate(Forward(model, compiles=False), data, cfg, CPU, 4)
+    assert alone.bits_per_byte == pytest.approx(expected, rel=1e-6)
+    for world_size, B in ((3, 2), (2, 16)):
+        results = validate_on_ranks(model, data, cfg, world_size, B)
+        assert len(set(results)) == 1  # on every rank the same bits
+        assert tuple(results[0]) == pytest.approx(tuple(alone), rel=1e-6)  # to the rounding of a batch's float32 mean
+
+
+def test_tokens_that_are_not_gpt2s_have_no_bits_per_byte(tiny_args, tiny_data):
+    cfg = parse_config("quickstart", *tiny_args)
+    data = Loader(tiny_data, "val", 32, 256)
+
+    result = evaluator.validate(Forward(GPT(cfg.model), compiles=False), data, cfg, CPU, 4)
+
+    assert result.metrics() == {"val_loss": result.loss}
+    assert result.summary_line() == f"val loss: {result.loss:.4f}"
+
+
+def test_bits_per_byte_leave_the_loss_as_it_is(tiny_args):
+    """The loss of a batch is that of training's forward pass, to the bit, whatever else is asked for."""
+    cfg = parse_config("quickstart", *tiny_args)
+    torch.manual_seed(0)
+    forward = Forward(GPT(cfg.model), compiles=False)
+    x, y = torch.randint(0, 256, (2, 4, 32))
+    y[3] = -100  # a row of padding
+
+    with torch.no_grad():
+        loss, chosen_loss = forward.validation_losses(x, y, torch.tensor([3, 64]))
+        logits = forward.model(x)[0].flatten(0, 1)[[3, 64]]
+
+    assert torch.equal(loss, forward(x, y)[1])
+    expected = torch.nn.functional.cross_entropy(logits, y.flatten()[[3, 64]], reduction="sum")
+    assert chosen_loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_every_token_has_the_bytes_of_its_text():
+    sizes = token_bytes()
+    assert sizes.shape == (1 << 16,)
+    assert sizes[:EOT].tolist() == [len(encoding().decode_single_token_bytes(i)) for i in range(EOT)]
+    assert sizes[EOT:].sum() == 0
+
+
+def test_bits_per_byte_are_logged_beside_the_loss(tiny_args, tmp_path, capsys):
+    data = make_shards(tmp_path / "data", size=2000)
+    flags = [*tiny_args, *SMALL_GPT2, "--data-dir", data, "--max-steps", "1", "--val-tokens", "64"]
+    flags += ["--total-batch-size", "64", "--micro-batch-size", "2"]
+
+    run = train_quickstart(flags, tmp_path / "run")
+
+    output = capsys.readouterr().out
+    last = load_metrics(run)[-1]
+    assert f"step     1/1 | val loss: {last['val_loss']:.4f} | bits per byte: {last['val_bpb']:.4f}\n" in output
+
+
+# ------------------------------------------------------------------------- on track or off track
+
+
+def validate_once(cfg, monkeypatch, capsys, max_steps=19_073, step=500, shard="fineweb-edu_train_000001.npy") -> str:
+    """What two validations of a run with these settings print about a loss of 9 nats, which is off every track."""
+    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(9.0, None))
+    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=None, forward=None, micro_batch_size=4)
+    found = evaluator.Evaluator(train_step, SimpleNamespace(paths=[Path(shard)]), None)
+    capsys.readouterr()
+    for _ in range(2):
+        assert found.evaluate(RunState(max_steps, "", step=step), lambda: None) == {"val_loss": 9.0}
+    return capsys.readouterr().out
+
+
+def evaluated_config(*words):
+    """A config whose evaluations need nothing but `validate`."""
+    return parse_config(*words, "--hellaswag-every", "0", "--sample-every", "0")
+
+
+@pytest.mark.parametrize("flags", ["", "--seed 7", "--no-shuffle", "--model.vocab-size 50257", "--val-tokens 1048576"])
+def test_a_run_of_a_preset_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
+    output = validate_once(evaluated_config("gpt2-124m", *flags.split()), monkeypatch, capsys)
+    assert output.count("off track") == 2
+    assert "no reference" not in output
+
+
+@pytest.mark.parametrize("flags, reason", [
+    ("--init-from gpt2", "--init-from gpt2 does not begin from scratch"),
+    ("--init-from log/old", "--init-from log/old does not begin from scratch"),
+    ("--schedule trapezoid", "--schedule differs from preset gpt2-124m"),
+    ("--optimizer muon", "--optimizer differs from preset gpt2-124m"),
+    ("--max-lr 1e-3 --warmup-steps 256", "--max-lr, --warmup-steps differ from preset gpt2-124m"),
+    ("--model.n-layer 6", "--model.n-layer differs from preset gpt2-124m"),
+    ("--total-batch-size 262144", "--total-batch-size differs from preset gpt2-124m"),
+    ("--overfit-single-batch", "--overfit-single-batch differs from preset gpt2-124m"),
+])  # fmt: skip
+def test_a_run_of_other_settings_has_no_verdict_and_says_so_once(monkeypatch, capsys, flags, reason):
+    output = validate_once(evaluated_config("gpt2-124m", *flags.split()), monkeypatch, capsys)
+    assert output.count(f"no reference: {reason}\n") == output.count("no reference") == 1
+    assert "track" not in output
+
+
+def test_a_run_on_other_data_or_of_other_length_has_no_verdict(monkeypatch, capsys):
+    cfg = evaluated_config("gpt2-124m")
+    output = validate_once(cfg, monkeypatch, capsys, shard="books_train_000001.npy")
+    assert output.count("no reference: the public runs of gpt2-124m are on fineweb-edu, not on books_train_0000") == 1
+    output = validate_once(cfg, monkeypatch, capsys, max_steps=9000)
+    assert output.count("no reference: no public run of gpt2-124m has 9,000 steps\n") == 1
+    assert "track" not in output
+
+
+def test_a_preset_without_public_runs_says_nothing_of_them(monkeypatch, capsys):
+    output = validate_once(evaluated_config("quickstart", "--max-lr", "1"), monkeypatch, capsys, step=80)
+    assert "track" not in output and "reference" not in output
+
+
+def test_a_second_epoch_is_judged_by_the_public_second_epoch(monkeypatch, capsys):
+    """./train.sh log/gpt2-124m/model_19073.pt 2"""
+    cfg = evaluated_config("gpt2-124m", "--epochs", "2")
+    assert cfg.total_steps(0) == 38_146
+
+    output = validate_once(cfg, monkeypatch, capsys, max_steps=38_146, step=25_000)
+
+    assert output.count("step 25000: val 9.000, reference 3.0") == 2
+    assert "track" not in validate_once(cfg, monkeypatch, capsys, max_steps=38_146, step=5000)
+
+
+# ------------------------------------------------------------------------- evaluations that fail
 
 
 def without_validation_of(curve, *steps) -> dict:

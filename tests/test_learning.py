@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,8 +29,7 @@ from training import checkpoint, convert, evaluator
 from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.run_state import RunState
-from training.step import TrainStep
+from training.step import Forward, TrainStep
 from training.stop import StopRequest
 
 # What a user may choose: a new name is trained below as soon as TrainConfig's Literal has it.
@@ -183,37 +180,18 @@ def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, 
         logits = model(tokens[:-1].view(43, 32))[0]  # (43, 32, vocabulary)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
 
+    forward = Forward(model, compiles=False)
     for world_size, B in ((1, 4), (3, 2), (2, 64)):
         ranks = [dataclasses.replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
         checks = []  # the ranks that looked for a stop request, in order
         with pytest.MonkeyPatch.context() as patch:
             # The ranks run one after another here, so each keeps its part of the sum.
             patch.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
-            parts = [evaluator.validate(model, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in ranks]
-        assert sum(parts) == pytest.approx(expected, rel=1e-5)
+            parts = [evaluator.validate(forward, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in ranks]
+        assert sum(part.loss for part in parts) == pytest.approx(expected, rel=1e-5)
         # Every rank looks as often as the others, or one of them would wait for ever.
         counts = {checks.count(rank) for rank in range(world_size)}
         assert len(counts) == 1 and counts.pop() >= 1
-
-
-EDU_SHARD = "fineweb-edu_train_000001.npy"
-
-
-@pytest.mark.parametrize(
-    "preset, shard, is_compared",
-    [("gpt2-124m", "tiny_train_000001.npy", False), ("quickstart", EDU_SHARD, False), ("gpt2-124m", EDU_SHARD, True)],
-)
-def test_only_a_run_like_the_public_ones_is_told_whether_it_is_on_track(
-    tiny_args, monkeypatch, capsys, preset, shard, is_compared
-):
-    monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
-    cfg = parse_config("quickstart", *tiny_args, "--total-batch-size", 524_288)
-    cfg = dataclasses.replace(cfg, preset=preset)
-    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=None, forward=None, micro_batch_size=4)
-    data = SimpleNamespace(paths=[Path(shard)])
-    found = evaluator.Evaluator(train_step, data, None).evaluate(RunState(19_073, "", step=500), lambda: None)
-    assert found == {"val_loss": 9.0}
-    assert ("off track" in capsys.readouterr().out) == is_compared
 
 
 def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, capsys):

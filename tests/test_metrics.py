@@ -191,9 +191,9 @@ def test_tensorboard_has_every_curve_and_resumes_without_doubled_points(tiny_arg
 
     # Every curve has the points of metrics.jsonl, in one of the two groups that TensorBoard opens.
     events, lines = EventAccumulator(str(run / "tensorboard")).Reload(), load_metrics(run)
-    keys = "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss hellaswag_acc hellaswag_acc_norm"
+    keys = "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss val_bpb hellaswag_acc hellaswag_acc_norm"
     for key in keys.split():
-        group = "loss" if key.endswith("_loss") else "run"
+        group = "loss" if key.endswith(("_loss", "_bpb")) else "run"
         drawn = [(event.step, pytest.approx(event.value)) for event in events.Scalars(f"{group}/{key}")]
         assert drawn, key
         assert drawn == [(line["step"], line[key]) for line in lines if key in line], key

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import numpy as np
+
 from system.cli import require
 
 if TYPE_CHECKING:
@@ -52,6 +54,16 @@ def load_ranks() -> dict[bytes, int]:
     # TIKTOKEN_CACHE_DIR makes it read the files directly.
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
         return load.data_gym_to_mergeable_bpe_ranks(*map(str, files.values()))
+
+
+@functools.cache
+def token_bytes() -> np.ndarray:
+    """How many bytes of text each id stands for, (65536,) int64: any uint16 is an index. 0 for <|endoftext|> and for
+    ids that no text has, such as the padding rows of a vocabulary. Raises UserError."""
+    sizes = np.zeros(1 << 16, np.int64)
+    for token, i in load_ranks().items():
+        sizes[i] = len(token)
+    return sizes
 
 
 @functools.cache

@@ -7,13 +7,13 @@
 Called by train_gpt2.py between two steps. Nothing here changes the model, the gradients or the order of the data.
 """
 
+import math
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from model import VOCAB_SIZE
 from system.cli import print0, printable
@@ -21,10 +21,11 @@ from system.distributed import Runtime, is_lost_rank_error
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training import hellaswag_eval, sampling
-from training.config import TrainConfig
-from training.reference import find_reference
+from training.config import TrainConfig, config_drift
+from training.presets import PRESETS
+from training.reference import DATASETS, Reference, find_reference, recognize_dataset
 from training.run_state import RunState
-from training.step import TrainStep
+from training.step import Forward, TrainStep
 from training.stop import EvaluationFailedElsewhere, Stopped, report_failed_evaluation
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
@@ -42,6 +43,10 @@ class Evaluator:
         self.data = data
         self.val_data = val_data
 
+        # The public runs to compare with: chosen at the first validation, with the reason if there are none.
+        self.reference: Reference | None = None
+        self.reference_is_chosen = False
+
         # Without rows, or with a model that cannot read them, HellaSwag is off, and the reason is printed.
         self.examples = hellaswag_eval.available_examples(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
 
@@ -52,8 +57,8 @@ class Evaluator:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
     def evaluate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
-        """Measure what is due at this step: any of val_loss, hellaswag_acc, hellaswag_acc_norm. Every rank must call
-        it.
+        """Measure what is due at this step: any of val_loss, val_bpb, hellaswag_acc, hellaswag_acc_norm. Every rank
+        must call it.
 
         An evaluation that fails is printed, with its reason and a way to turn it off, and training continues. All
         ranks abandon the same evaluation: `check_stop` (StopRequest.check), which is called between batches, tells
@@ -100,15 +105,19 @@ class Evaluator:
 
     def _validate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
         cfg, train_step = self.cfg, self.train_step
-        loss = validate(train_step.forward, self.val_data, cfg, self.rt, train_step.micro_batch_size, check_stop)
-        print0(f"step {run.step:5d}/{run.max_steps} | val loss: {loss:.4f}")
+        result = validate(train_step.forward, self.val_data, cfg, self.rt, train_step.micro_batch_size, check_stop)
+        print0(f"step {run.step:5d}/{run.max_steps} | {result.summary_line()}")
 
-        # How public runs of the same recipe stood at this step.
-        reference = find_reference(cfg.preset, run.max_steps, cfg.total_batch_size, self.data.paths[0].name)
-        verdict = reference.judge(run.step, loss) if reference else None
+        # How public runs of the same recipe stood at this step. That a run has no such runs is printed once.
+        if not self.reference_is_chosen:
+            self.reference, reason = choose_reference(cfg, run.max_steps, self.data.paths[0].name)
+            self.reference_is_chosen = True
+            if reason:
+                print0(f"no reference: {reason}")
+        verdict = self.reference.judge(run.step, result.loss) if self.reference else None
         if verdict:
             print0(verdict)
-        return {"val_loss": loss}
+        return result.metrics()
 
     def _score_hellaswag(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
         model, rt = self.train_step.model, self.rt
@@ -152,22 +161,86 @@ def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
     return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
 
 
+# Settings that shape the result, and yet leave a run comparable with the public runs of its preset: the margin allows
+# for another seed or order, weights in bfloat16 made no difference (bench/RESULTS.md), and the rows that pad the
+# vocabulary are not used.
+COMPARABLE_SETTINGS = ("seed", "shuffle", "weights", "model.vocab_size")
+
+
+def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple[Reference | None, str]:
+    """The public runs by which a run of `max_steps` on data with this shard is judged, and "". Or None and the reason;
+    the reason is empty for a preset without public runs, which needs no explanation.
+
+    They apply to a run from scratch whose settings are its preset's, on their data, for as many steps.
+    """
+    if cfg.preset not in DATASETS or cfg.preset not in PRESETS:
+        return None, ""
+
+    # Weights of another run begin far ahead of random ones.
+    if cfg.init_from != "scratch":
+        return None, f"--init-from {cfg.init_from} does not begin from scratch"
+
+    # Settings that shape the result; config_drift gives them as "max_lr: 0.0006 -> 0.001".
+    _, changes = config_drift(PRESETS[cfg.preset], cfg)
+    changed = [change.split(":")[0] for change in changes]
+    flags = ["--" + name.replace("_", "-") for name in changed if name not in COMPARABLE_SETTINGS]
+    if flags:
+        return None, f"{', '.join(flags)} {'differs' if len(flags) == 1 else 'differ'} from preset {cfg.preset}"
+
+    # The data, by the names of their files.
+    if recognize_dataset(shard_name) != DATASETS[cfg.preset]:
+        return None, f"the public runs of {cfg.preset} are on {DATASETS[cfg.preset]}, not on {shard_name}"
+
+    reference = find_reference(cfg.preset, max_steps, cfg.total_batch_size, shard_name)
+    return reference, "" if reference else f"no public run of {cfg.preset} has {max_steps:,} steps"
+
+
+class Validation(NamedTuple):
+    """What a validation measured."""
+
+    loss: float  # mean cross-entropy, nats per token
+    bits_per_byte: float | None  # of the text; None if the tokens are not GPT-2's
+
+    def summary_line(self) -> str:
+        """As training and --eval-only print it."""
+        line = f"val loss: {self.loss:.4f}"
+        return line if self.bits_per_byte is None else f"{line} | bits per byte: {self.bits_per_byte:.4f}"
+
+    def metrics(self) -> dict[str, float]:
+        """The keys of metrics.jsonl."""
+        measured = {"val_loss": self.loss}
+        return measured if self.bits_per_byte is None else measured | {"val_bpb": self.bits_per_byte}
+
+
 @torch.no_grad()
 def validate(
-    forward: nn.Module, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None] = lambda: None
-) -> float:
-    """Mean cross-entropy (nats per token) over the first val_tokens of the val split, whatever the number of ranks and
-    B, the sequences of a forward pass.
+    forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None] = lambda: None
+) -> Validation:
+    """The loss over the first val_tokens of the val split, whatever the number of ranks and B, the sequences of a
+    forward pass.
+
+    Bits per byte compare models with different tokenizers: the nats of all targets that are text, over ln 2 and the
+    bytes of these targets. As in nanochat (evaluate_bpb in its nanochat/loss_eval.py), <|endoftext|> is no text:
+    neither its loss nor any byte of it counts. The bytes are those of the tokens, not of decoded text, where a part of
+    a character would become another one.
 
     All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
     `check` is called before each batch, equally often on all ranks. Every rank must call this.
     """
+    # A smaller vocabulary than GPT-2's is another tokenizer's, and the bytes of its tokens are unknown: none is text.
+    token_bytes = np.zeros(1 << 16, np.int64)
+    has_text = data.vocab_size >= VOCAB_SIZE
+    if has_text:
+        token_bytes = tokenizer.token_bytes()
+
     # The first sequences of the split, in order. Float64 sums, where the device has them, keep thousands of batches
     # exact enough that the result does not depend on the number of ranks.
     count = num_val_sequences(data, cfg)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
+    no_text_total = torch.zeros_like(total)  # of the targets that are not text
+    text_bytes = 0
     for i in range(0, count, stride):
         check()
         # The ranks take turns within a stride, so that the last one is shared, too.
@@ -175,13 +248,28 @@ def validate(
         if len(own) == 0:
             continue
 
+        # The bytes of the targets, and which of the n * T targets have none.
+        target_bytes = token_bytes[own[:, 1:]].ravel()  # (n * T,)
+        text_bytes += int(target_bytes.sum())
+        no_text = np.flatnonzero(target_bytes == 0) if has_text else np.empty(0, np.int64)
+
         # Pad to B rows, whose targets the loss ignores.
         padded = np.zeros((B, data.T + 1), np.uint16)
         padded[: len(own)] = own
         x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each
         y[len(own) :] = -100  # ignored by the loss, as in F.cross_entropy
         with rt.autocast():
-            _, loss = forward(x, y)  # the mean over the rows that count
+            # The mean over the rows that count, and the sum over the targets that are not text.
+            loss, no_text_loss = forward.validation_losses(x, y, torch.from_numpy(no_text).to(rt.device))
         total += loss.to(total.dtype) * len(own)
+        no_text_total += no_text_loss.to(total.dtype)
     check()
-    return rt.all_reduce(total).item() / count
+
+    # A split with nothing but ends of documents has no byte of text.
+    loss = rt.all_reduce(total).item() / count
+    no_text_nats = rt.all_reduce(no_text_total).item()
+    text_bytes = rt.all_reduce(torch.tensor(text_bytes, device=rt.device)).item()
+    if text_bytes == 0:
+        return Validation(loss, None)
+    text_nats = loss * count * data.T - no_text_nats
+    return Validation(loss, text_nats / (math.log(2) * text_bytes))

@@ -26,7 +26,7 @@ from training.open_model import open_model
 from training.presets import is_network_from_init
 from training.run_state import RunState
 
-EVALUATION_KEYS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
+EVALUATION_KEYS = ("val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm")
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:

@@ -213,6 +213,20 @@ class Forward(nn.Module):
         x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
         return None, head.mean_loss(self.model, x, targets, self.chunk_loss)
 
+    def validation_losses(self, idx: Tensor, targets: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy of idx, targets (B, T), to the bit as forward gives it, and the summed cross-entropy
+        of the `chosen` (n,) among the B * T targets, in nats."""
+        x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
+        loss = head.mean_loss(self.model, x, targets, self.chunk_loss)
+
+        # The chosen targets are few. Their number differs from batch to batch, so this is not compiled.
+        x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
+        chosen_loss = torch.zeros_like(loss)
+        for start in range(0, len(chosen), 512):
+            rows = chosen[start : start + 512]
+            chosen_loss += head.mean_loss(self.model, x[None, rows], targets[None, rows]) * len(rows)
+        return loss, chosen_loss
+
 
 def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     """The forward pass of training and validation, compiled where that is possible. HellaSwag, sampling and checkpoints

@@ -36,7 +36,7 @@ class Tracker:
 
 def tensorboard_tag(key: str) -> str:
     """Where TensorBoard shows a curve. TensorBoard opens the first two groups of tags, and these are the only two."""
-    return f"{'loss' if key.endswith('_loss') else 'run'}/{key}"
+    return f"{'loss' if key.endswith(('_loss', '_bpb')) else 'run'}/{key}"
 
 
 class TensorBoardTracker(Tracker):
