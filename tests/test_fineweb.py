@@ -1,8 +1,10 @@
 """Text to shards: every document as tiktoken encodes it, and the same bytes whatever happens on the way."""
 
 import bz2
+import contextlib
 import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -11,12 +13,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import processes
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -971,7 +976,7 @@ def test_hub_files_are_downloaded_ahead_by_one_and_deleted(tmp_path, hub, run_sc
     assert read_bytes(kept) == before
 
 
-def test_hub_datasets_of_other_formats(tmp_path, hub, run_in_fork):
+def test_hub_datasets_of_other_formats(tmp_path, card_hub, run_commands):
     """Without parquet, jsonl is taken, also compressed; without that, csv. One format, not all that are there."""
     repo = tmp_path / "hub" / "datasets" / "owner" / "lines"
     (repo / "data").mkdir(parents=True)
@@ -980,11 +985,14 @@ def test_hub_datasets_of_other_formats(tmp_path, hub, run_in_fork):
         with gzip.open(repo / "data" / f"{i}.jsonl.gz", "wt") as file:
             file.writelines(json.dumps({"text": document}) + "\n" for document in make_documents(30 + i, 5))
 
-    for subset, documents in (("", make_documents(30, 5) + make_documents(31, 5)), ("scores", ["not this"])):
-        out = tmp_path / f"out{subset}"
-        run_in_fork("fineweb.py", "--source", "owner/lines", "--subset", subset, "--out", out, env=hub.env())
-        assert read_tokens(out) == encode_with_tiktoken(documents)
-        assert not (out / ".source").exists()
+    cases = {"": make_documents(30, 5) + make_documents(31, 5), "scores": ["not this"]}
+    run_commands(
+        [("--source", "owner/lines", "--subset", subset, "--out", tmp_path / f"out{subset}") for subset in cases]
+    )
+
+    for subset, documents in cases.items():
+        assert read_tokens(tmp_path / f"out{subset}") == encode_with_tiktoken(documents)
+        assert not (tmp_path / f"out{subset}" / ".source").exists()
 
 
 def test_hub_killed_and_run_again(tmp_path, hub):
@@ -1030,3 +1038,309 @@ def test_a_hostile_listing_leads_nowhere(tmp_path, hub):
     assert start_fineweb(*args, env={**os.environ, **hub.env()}).wait() == 0
 
     assert all(".." not in file["path"] for file in shards.read_manifest(tmp_path / "out").source["files"])
+
+
+# ------------------------------------------------------------------------- as the page of a dataset defines it
+
+
+def write_repo(tmp_path, name, files, card=""):
+    """A dataset on the Hub: {path: documents} in the formats of WRITERS, and a card that begins with this YAML."""
+    repo = tmp_path / "hub" / "datasets" / "owner" / name
+    for path, documents in files.items():
+        write_documents(repo / path, documents)
+    if card:
+        (repo / "README.md").write_text(f"---\n{card}---\n# A dataset\n")
+    return repo
+
+
+# Two configurations, three splits. Only the card says which files are whose; the order of the patterns is not by name.
+CARD = """
+configs:
+- config_name: english
+  data_files:
+  - split: train
+    path: [part-b/*.parquet, part-a/*.parquet]
+  - split: validation
+    path: held-out/one.parquet
+  - split: test
+    path: held-out/two.parquet
+- config_name: french
+  data_files:
+  - split: train
+    path: fr/*.parquet
+"""
+CARD_FILES = {
+    "part-a/0.parquet": ["a zero"],
+    "part-a/1.parquet": ["a one"],
+    "part-b/0.parquet": ["b zero"],
+    "held-out/one.parquet": ["validation"],
+    "held-out/two.parquet": ["test"],
+    "fr/0.parquet": ["du texte"],
+    "fr-old/0.parquet": ["vieux"],
+}
+
+
+@pytest.fixture
+def card_hub(tmp_path):
+    """A Hub with owner/card, whose card is CARD."""
+    with hub_server.start(tmp_path / "hub") as server:
+        write_repo(tmp_path, "card", CARD_FILES, CARD)
+        yield server
+
+
+def run_each_command():
+    """fineweb.py's main for each list of arguments in argv[1], in one process, as `datasets` takes a second to import.
+    Prints a list of what each of them printed, its error included."""
+    outputs = []
+    for arguments in json.loads(sys.argv[1]):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            try:
+                run_fineweb(*arguments)
+            except UserError as error:
+                print(f"error: {error}")
+        outputs.append(output.getvalue())
+    print(json.dumps(outputs))
+
+
+@pytest.fixture
+def run_commands(card_hub, new_log_path):
+    """run_commands([flags of fineweb.py, ...]) -> what each command printed, with card_hub as the Hub."""
+
+    def run(commands):
+        commands = [[str(word) for word in command] for command in commands]
+        log, out = new_log_path(), new_log_path()
+        script = processes.start(run_each_command, json.dumps(commands), log=log, out=out, env=card_hub.env())
+        script.wait_for_success()
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_the_card_of_a_dataset_says_which_files_a_split_has(tmp_path, card_hub, run_commands):
+    # (flags, documents, configuration and split in the manifest); a path has no configuration.
+    cases = [
+        (("--subset", "english"), ["b zero", "a zero", "a one"], ("english", "train")),
+        (("--subset", "english", "--split", "validation"), ["validation"], ("english", "validation")),
+        (("--subset", "french"), ["du texte"], ("french", "train")),
+        (("--subset", "fr/"), ["du texte"], (None, None)),
+        (("--subset", "fr"), ["vieux", "du texte"], (None, None)),
+    ]
+    commands = [("--source", "owner/card", "--out", tmp_path / str(i), *cases[i][0]) for i in range(len(cases))]
+
+    run_commands(commands)
+
+    for i, (flags, documents, choice) in enumerate(cases):
+        tokens, manifest = read_folder(tmp_path / str(i))
+        assert tokens.tolist() == encode_with_tiktoken(documents)
+        source = manifest.source
+        assert (source.get("config"), source.get("split")) == choice
+        assert source["subset"] == flags[1] and len(source["revision"]) == 40 and "reader" not in source
+
+    # A finished folder asks the Hub nothing, and keeps its bytes. Another choice needs another folder.
+    before = read_bytes(tmp_path / "0")
+    requests = len(card_hub.log)
+    other_split, other_subset = (*commands[0], "--split", "test"), (*commands[0][:-1], "part-a/")
+    outputs = run_commands([commands[0]])
+    assert "nothing left" in outputs[0] and len(card_hub.log) == requests
+    outputs = run_commands([other_split, other_subset])
+    assert "made with split train, not test" in outputs[0]
+    assert "made with subset english, not part-a/" in outputs[1]
+    assert read_bytes(tmp_path / "0") == before
+
+
+def test_a_choice_that_the_page_does_not_offer_is_an_error_that_lists_what_it_does(tmp_path, run_commands):
+    # Arrange: datasets with a script in place of a card, with files elsewhere, and with a card that is none.
+    marker = tmp_path / "marker"
+    script = write_repo(tmp_path, "script", {"x/a.parquet": ["text"]}) / "script.py"
+    script.write_text(f"open({str(marker)!r}, 'w')")
+    (tmp_path / "text.txt").write_text("text")
+    elsewhere = f"configs:\n- config_name: x\n  data_files: {tmp_path / 'text.txt'}\n"
+    write_repo(tmp_path, "elsewhere", {"a.parquet": ["text"]}, elsewhere)
+    write_repo(tmp_path, "broken", {"a.parquet": ["text"]}, "configs: 3\n")
+    write_repo(tmp_path, "tables", {})
+    (tmp_path / "hub/datasets/owner/tables").mkdir(parents=True)
+    (tmp_path / "hub/datasets/owner/tables/a.h5").write_bytes(b"hdf5")
+    cases = [
+        ("owner/card", (), ["several configurations", "--subset: english, french"]),
+        ("owner/card", ("--subset", "german"), ["'german'", "--subset: english, french"]),
+        ("owner/card", ("--subset", "french", "--split", "test"), ["no split 'test'", "--split: train"]),
+        ("owner/card", ("--subset", "fr/", "--split", "test"), ["--split test", "path"]),
+        (tmp_path / "text.txt", ("--split", "test"), ["OWNER/NAME", "leave them out"]),
+        ("owner/script", (), ["scripts are no longer supported", "--subset FOLDER/"]),
+        ("owner/elsewhere", (), ["owner/elsewhere", "Data files don't belong"]),
+        ("owner/broken", (), ["owner/broken", "--subset FOLDER/"]),
+        ("owner/tables", (), ["the format of owner/tables is hdf5", ".parquet", "webdataset"]),
+    ]
+    out = tmp_path / "out"
+
+    outputs = run_commands([("--source", source, *flags, "--out", out) for source, flags, _ in cases])
+
+    for (source, flags, mentions), output in zip(cases, outputs, strict=True):
+        missing = [words for words in mentions if words not in output]
+        assert output.startswith("error: ") and missing == [], (source, flags, output)
+    assert not marker.exists() and not list(out.glob("*_*"))
+
+
+def test_without_a_card_the_names_of_files_tell_the_splits(tmp_path, run_commands):
+    documents = make_documents(40, 9)[:9]
+    files = {f"data/train-0000{i}-of-00003.parquet": documents[3 * i : 3 * i + 3] for i in range(3)}
+    files["data/validation-00000-of-00001.parquet"] = ["held out"]
+    files["data/test-00000-of-00001.parquet"] = ["never trained on"]
+    repo = write_repo(tmp_path, "bare", files)
+    train = ("--source", "owner/bare", "--out", tmp_path / "train", "--shard-size", "40")
+    validation = ("--source", "owner/bare", "--split", "validation", "--out", tmp_path / "validation")
+
+    run_commands([train, validation])
+
+    assert read_tokens(tmp_path / "train") == encode_with_tiktoken(documents)
+    assert read_tokens(tmp_path / "validation") == encode_with_tiktoken(["held out"])
+
+    # A folder of an older version took every file, and its manifest has no split: it is resumed with its own files.
+    manifest = shards.read_manifest(tmp_path / "train")
+    source = {key: value for key, value in manifest.source.items() if key not in ("config", "split")}
+    test_file = "data/test-00000-of-00001.parquet"
+    source["files"].append({"path": test_file, "bytes": (repo / test_file).stat().st_size})
+    kept = [shard for shard in manifest.shards if shard.tokens == manifest.shard_tokens]
+    shards.write_manifest(tmp_path / "train", replace(manifest, source=source, shards=kept, complete=False))
+    run_commands([train])
+    assert read_tokens(tmp_path / "train") == encode_with_tiktoken([*documents, "never trained on"])
+
+
+def test_fineweb_is_the_same_files_in_the_same_order_by_path_and_by_configuration(tmp_path, run_commands):
+    # Arrange: a repository like FineWeb's, whose configuration sample-10BT is the folder sample/10BT.
+    names = [f"sample/10BT/{i:03d}_00000.parquet" for i in range(12)]
+    card = "configs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n"
+    repo = write_repo(tmp_path, "fineweb-edu", {name: [name] for name in reversed(names)}, card)
+    repo.parent.rename(repo.parent.with_name("HuggingFaceFW"))
+    limit = ("--limit-tokens", "50", "--out")
+
+    run_commands(
+        [
+            ("--source", "fineweb-edu", *limit, tmp_path / "path"),
+            ("--source", "HuggingFaceFW/fineweb-edu", "--subset", "sample-10BT", *limit, tmp_path / "config"),
+        ]
+    )
+
+    # The manifest of FineWeb has the fields that it always had.
+    by_path, by_config = (shards.read_manifest(tmp_path / name).source for name in ("path", "config"))
+    assert list(by_path) == ["name", "subset", "revision", "files", "column"] and by_path["subset"] == "sample/10BT/"
+    assert [file["path"] for file in by_path["files"]] == names
+    assert by_config["files"] == by_path["files"] and by_config["config"] == "sample-10BT"
+    assert read_tokens(tmp_path / "path") == read_tokens(tmp_path / "config") == encode_with_tiktoken(names)[:50]
+
+
+# ------------------------------------------------------------------------- formats that `datasets` reads
+
+
+def write_arrow(path, documents):
+    """As `datasets` saves to disk, in record batches of seven rows."""
+    table = pa.table({"text": documents})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=7)
+
+
+def write_tsv(path, documents):
+    """With tabs between the columns n and text."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t").writerows([("n", "text"), *enumerate(documents)])
+
+
+def write_tar(path, documents):
+    """A tar of one .text file per document, as webdataset names them."""
+    with tarfile.open(path, "w") as archive:
+        for i, document in enumerate(documents):
+            info = tarfile.TarInfo(f"{i:06d}.text")
+            info.size = len(document.encode())
+            archive.addfile(info, io.BytesIO(document.encode()))
+
+
+def write_zip(path, documents):
+    """A zip with a jsonl file in it."""
+    write_documents_jsonl(path.with_suffix(".jsonl"), documents)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(path.with_suffix(".jsonl"), "inside.jsonl")
+    path.with_suffix(".jsonl").unlink()
+
+
+STREAMED = {  # suffix: what writes it, the builder of `datasets` that reads it, its settings
+    ".arrow": (write_arrow, "arrow", {}),
+    ".tsv": (write_tsv, "csv", {"sep": "\t"}),
+    ".tar": (write_tar, "webdataset", {}),
+    ".zip": (write_zip, "json", {}),
+}
+# Words that pandas takes for nothing, for numbers or for dates.
+ODD_TEXTS = ["NA", "null", "1.0", "007", "2020-01-01", 'a "quoted", one', "two\nlines", " x "]
+
+
+def read_streamed(suffix, path):
+    """The chunks of a file of STREAMED."""
+    _, builder, settings = STREAMED[suffix]
+    reader = {"builder": builder, "settings": settings}
+    return list(readers.read_files([path], 0, "text", datasets_reader=reader))
+
+
+@pytest.mark.parametrize("suffix", STREAMED)
+def test_formats_that_datasets_streams(tmp_path, monkeypatch, suffix):
+    """Every text as it stands, in small chunks, the same ones when read again."""
+    chunk_bytes = 2000
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+    documents = [*ODD_TEXTS[2:4], *(f"document {i} " * 9 for i in range(300)), *(ODD_TEXTS if suffix != ".zip" else [])]
+    path = tmp_path / f"a [b]{suffix}"
+    STREAMED[suffix][0](path, documents)
+
+    chunks = read_streamed(suffix, path)
+
+    assert [text for chunk in chunks for text in chunk.texts] == documents
+    assert max(sum(map(len, chunk.texts)) for chunk in chunks) < 2 * chunk_bytes
+    assert sum(chunk.source_bytes for chunk in chunks) == path.stat().st_size
+    assert read_streamed(suffix, path) == chunks
+
+
+def test_a_streamed_file_that_cannot_be_read_ends_in_one_message(tmp_path):
+    write_tsv(tmp_path / "a.tsv", ["text"])
+    reader = {"builder": "csv", "settings": {"sep": "\t"}}
+
+    def expect(message, column="text", reader=reader, path=tmp_path / "a.tsv"):
+        with pytest.raises(UserError, match=message):
+            list(readers.read_files([path], 0, column, datasets_reader=reader))
+
+    expect("'body' is missing.*--text-column: n, text", column="body")
+    (tmp_path / "bad.arrow").write_bytes(b"not arrow" * 9)
+    arrow = {"builder": "arrow", "settings": {}}
+    expect(r"cannot read .*bad\.arrow.*leave it out", reader=arrow, path=tmp_path / "bad.arrow")
+    write_arrow(tmp_path / "numbers.arrow", [1, 2])
+    expect("'text' is int, not text", reader=arrow, path=tmp_path / "numbers.arrow")
+
+    # A manifest of anybody names no builder that runs code.
+    expect("'pandas' is not one of", reader={"builder": "pandas", "settings": {}})
+
+
+def test_a_streamed_dataset_is_resumed_with_the_same_bytes(tmp_path, run_commands):
+    # Arrange: two files of tab-separated values, which only the streaming mode of `datasets` reads.
+    documents = make_documents(50, 30)[:30]
+    repo = write_repo(tmp_path, "tabs", {})
+    repo.mkdir(parents=True)
+    for i in range(2):
+        write_tsv(repo / f"train-{i}.tsv", documents[15 * i : 15 * i + 15])
+    command = ("--source", "owner/tabs", "--shard-size", "500", "--out")
+    expected = tmp_path / "expected"
+    run_commands([(*command, expected)])
+    tokens, manifest = read_folder(expected)
+    assert tokens.tolist() == encode_with_tiktoken(documents)
+    assert manifest.source["reader"] == {"builder": "csv", "settings": {"sep": "\t"}}
+
+    # Act: resume after the first shard and, in the second file, before the last one.
+    assert manifest.shards[0].end["file"] == 0 and manifest.shards[-2].end["file"] == 1
+    outs = []
+    for kept in (manifest.shards[:1], manifest.shards[:-1]):
+        out = tmp_path / f"{len(kept)}-kept"
+        out.mkdir()
+        for shard in kept:
+            shutil.copy(expected / shard.file, out)
+        shards.write_manifest(out, replace(manifest, shards=kept, complete=False))
+        outs.append(out)
+    run_commands([(*command, out) for out in outs])
+
+    for out in outs:
+        assert read_bytes(out) == read_bytes(expected)

@@ -191,7 +191,7 @@ def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str
     require(builder in DATASETS_BUILDERS, f"its reader {builder!r} is not one of {', '.join(DATASETS_BUILDERS)}")
     if builder == "csv":
         # Text stays as it stands: pandas would take NA for nothing and 007 for a number.
-        settings = {**settings, "converters": {column: str}}
+        settings = {"keep_default_na": False, **settings, "converters": {column: str}}
 
     # A file is streamed, so that little of it is in memory. Its path is meant literally.
     datasets = import_datasets()

@@ -8,24 +8,35 @@ fineweb.py resolves its --source here:
 and, for a dataset on the Hugging Face Hub:
 
     name, paths = choose_source(("fineweb-edu",))           # "fineweb-edu", {}
-    source = describe_hub("fineweb-edu", subset=None, previous=None)
+    source = describe_hub("fineweb-edu", subset=None, split=None, previous=None)
     for path in download_files(source, first_index=0, folder=Path("data/fineweb-edu/.source")):
         ...
+
+The page of a dataset defines configurations and splits, in its card or by the names of its files. `datasets` knows
+these rules, so it chooses the files of a configuration and split; it downloads no data here and runs no code of the
+dataset. A path after --subset, such as FineWeb's sample/10BT/, chooses files without it.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import sysconfig
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from system.cli import require
+from system.cli import UserError, require
 from system.hub_client import open_hub
 from tokens import shards
-from tokens.documents import READERS, choose_reader, split_suffixes
+from tokens.documents import DATASETS_BUILDERS, READERS, choose_reader, format_names, import_datasets, split_suffixes
+
+if TYPE_CHECKING:
+    from datasets import BuilderConfig
 
 HUB_DATASETS = {  # name: (dataset, prefix of the paths of its files)
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/"),
@@ -35,6 +46,15 @@ HUB_DATASETS = {  # name: (dataset, prefix of the paths of its files)
 }
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+DEFAULT_SPLIT = "train"
+# Builders of `datasets` whose files have a reader in tokens/documents.py.
+OWN_FORMATS = ("parquet", "json", "csv", "text")
+# Fields of their settings that do not change which texts there are, or that are not about reading.
+NOT_READER_SETTINGS = set(
+    "name version data_dir data_files description features columns batch_size chunksize block_size use_threads "
+    "keep_linebreaks".split()
+)
+MAX_ERROR_CHARACTERS = 300  # of a message of `datasets`, which may print a whole card
 CONTROL_CHARACTERS = r"[\0-\x1f\x7f-\x9f\\]"
 FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 
@@ -122,33 +142,139 @@ def describe_local(name: str, paths: dict[Path, str]) -> dict:
     return {"name": name, "subset": "", "revision": digest.hexdigest()[:16], "files": files}
 
 
-def describe_hub(name: str, subset: str | None, previous: dict | None) -> dict:
-    """The files of a Hub dataset as the manifest's `source`: parquet, or else the next format of READERS that it has.
+def describe_hub(name: str, subset: str | None, split: str | None, previous: dict | None) -> dict:
+    """The files of a Hub dataset as the manifest's `source`.
 
-    A folder that was begun earlier has a `previous` source. If it is the same dataset, it stays as it is, whatever the
+    subset: a configuration of the dataset or, if there is none of this name, the first characters of its files' paths.
+    split: of the configuration; None means train.
+    previous: the source of a folder that was begun earlier. If it is the same dataset, it stays as it is, whatever the
     Hub has now. Raises UserError.
     """
+    from huggingface_hub.errors import EntryNotFoundError
+
     # Which dataset, and which part of it.
     repo, default_subset = HUB_DATASETS.get(name, (name, ""))
     subset = default_subset if subset is None else subset
     if previous and (previous["name"], previous["subset"]) == (repo, subset):
-        return previous
+        # Files that were chosen by their paths have no split.
+        same_split = split is None if "split" not in previous else previous["split"] == (split or DEFAULT_SPLIT)
+        if same_split:
+            return previous
 
     # List the files at one revision, so that an upload in the meantime changes nothing.
     folder = subset.rpartition("/")[0] or None
     with open_hub(repo, hint="; without network: python fineweb.py --source stdlib") as (api, repo):
         revision = api.dataset_info(repo, expand=["sha"], timeout=10).sha
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
-        # Folders have no size; a path that leads out of the download folder is left out.
-        sizes = {f.path: f.size for f in tree if hasattr(f, "size") and shards.RELATIVE_PATH.fullmatch(f.path)}
+        try:
+            # Folders have no size; a path that leads out of the download folder is left out.
+            sizes = {f.path: f.size for f in tree if hasattr(f, "size") and shards.RELATIVE_PATH.fullmatch(f.path)}
+        except EntryNotFoundError:  # no such folder
+            sizes = {}
 
+        # A subset with a slash is a path, as names of configurations have none; other names may be either.
+        configs = [] if "/" in subset else list_configs(repo, revision)
+        is_path = "/" in subset or (subset not in ("", *configs) and any(path.startswith(subset) for path in sizes))
+        if is_path:
+            rule = f"--split {split} is for a configuration, but --subset {subset} is a path in {repo}"
+            require(split is None, f"{rule}; leave out one of the two")
+            paths = select_by_path(repo, subset, list(sizes))
+            selection = {}
+        else:
+            config = choose_config(repo, revision, subset, configs)
+            paths, selection = select_by_config(repo, revision, config, split or DEFAULT_SPLIT, sizes)
+
+    files = [{"path": path, "bytes": sizes[path]} for path in paths]
+    return {"name": repo, "subset": subset, **selection, "revision": revision, "files": files}
+
+
+def select_by_path(repo: str, prefix: str, paths: list[str]) -> list[str]:
+    """The files whose path starts with `prefix`: parquet, or else the next format of READERS that there is."""
     # One format only: datasets often hold the same documents in several.
-    formats = {path: split_suffixes(path)[0].lower() for path in sorted(sizes) if path.startswith(subset)}
+    formats = {path: split_suffixes(path)[0].lower() for path in sorted(paths) if path.startswith(prefix)}
     available = [suffix for suffix in READERS if suffix in formats.values()]
-    rule = f"whose path starts with {subset!r}; choose with --subset FOLDER/"
+    rule = f"whose path starts with {prefix!r}; choose with --subset FOLDER/"
     require(available, f"{repo} has no file of {', '.join(READERS)} {rule}")
-    files = [{"path": path, "bytes": sizes[path]} for path, suffix in formats.items() if suffix == available[0]]
-    return {"name": repo, "subset": subset, "revision": revision, "files": files}
+    return [path for path, suffix in formats.items() if suffix == available[0]]
+
+
+@contextmanager
+def explain_datasets_errors(repo: str) -> Iterator[None]:
+    """Turn an error of `datasets` about the dataset, such as a card that it cannot read, into a UserError. An error of
+    the network or the Hub stays what it is: open_hub explains it."""
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except (UserError, HfHubHTTPError, LocalEntryNotFoundError, httpx2.TransportError, ConnectionError):
+        raise
+    except Exception as e:  # of many kinds: the card, its patterns and the listing are anybody's
+        message = " ".join(str(e).split())[:MAX_ERROR_CHARACTERS]
+        fix = "to choose files by their paths instead, give --subset FOLDER/"
+        raise UserError(f"`datasets` finds no data in {repo} ({type(e).__name__}: {message}); {fix}") from None
+
+
+def list_configs(repo: str, revision: str) -> list[str]:
+    """The configurations of a Hub dataset; one that its page does not define is called "default"."""
+    datasets = import_datasets()
+    with explain_datasets_errors(repo):
+        return datasets.get_dataset_config_names(repo, revision=revision)
+
+
+def choose_config(repo: str, revision: str, subset: str, configs: list[str]) -> str:
+    """The configuration that --subset names or, without it, the only one or the one that the page calls the default.
+    Raises UserError."""
+    datasets = import_datasets()
+    listed = format_names(configs)
+    if subset:
+        unknown = f"{repo} has no configuration and no path {subset!r}"
+        require(subset in configs, f"{unknown}; choose with --subset: {listed}")
+        return subset
+    with explain_datasets_errors(repo):
+        default = datasets.get_dataset_default_config_name(repo, revision=revision)
+    require(default, f"{repo} has several configurations; choose one with --subset: {listed}")
+    return default
+
+
+def select_by_config(
+    repo: str, revision: str, config_name: str, split: str, sizes: dict[str, int]
+) -> tuple[list[str], dict]:
+    """The files of a configuration's split, and what the manifest says of the choice. Raises UserError."""
+    # `datasets` resolves the card's patterns to files. Its cache would remember what the Hub had at an earlier time.
+    datasets = import_datasets()
+    with explain_datasets_errors(repo), tempfile.TemporaryDirectory() as cache:
+        builder = datasets.load_dataset_builder(repo, config_name, revision=revision, cache_dir=cache)
+    data_files = {str(split_name): urls for split_name, urls in builder.config.data_files.items()}
+    fix = f"choose with --split: {format_names(data_files)}"
+    require(split in data_files, f"{repo} has no split {split!r} in its configuration {config_name}; {fix}")
+
+    # As paths in the repository. Patterns may overlap: each file once.
+    base = f"hf://datasets/{repo}@{revision}/"
+    paths = list(dict.fromkeys(url.removeprefix(base) for url in data_files[split]))
+    for path in paths:
+        require(path in sizes, f"{path!r}, which the card of {repo} names, is not among its files")
+
+    # This project's readers come first; what none of them reads as the page says, `datasets` streams.
+    selection = {"config": config_name, "split": split}
+    settings = changed_settings(builder.config)
+    suffixes = {split_suffixes(path)[0].lower() for path in paths}
+    has_own_reader = builder.name in OWN_FORMATS and suffixes <= {*READERS, ".txt"} and not settings
+    if not has_own_reader:
+        known = f"text is read from {', '.join(READERS)}, .txt and what `datasets` calls {', '.join(DATASETS_BUILDERS)}"
+        require(builder.name in DATASETS_BUILDERS, f"the format of {repo} is {builder.name}; {known}")
+        selection["reader"] = {"builder": builder.name, "settings": settings}
+    return paths, selection
+
+
+def changed_settings(config: "BuilderConfig") -> dict:
+    """What the card of a dataset says on how to read its files, such as the separator of a csv file, as JSON values."""
+    settings = {}
+    for field in dataclasses.fields(config):
+        is_default = getattr(config, field.name) == field.default
+        if field.name not in NOT_READER_SETTINGS and not is_default:
+            settings[field.name] = getattr(config, field.name)
+    return json.loads(json.dumps(settings, default=str))
 
 
 def download_files(source: dict, first_index: int, folder: Path) -> Iterator[Path]:
