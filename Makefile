@@ -2,11 +2,16 @@
 # make help: all targets.
 
 # Settings that may be given on the command line, as in: make install PYTHON=python3.12
-PYTHON ?= python3
+PYTHON ?= $(eval PYTHON := $(FIND_PYTHON))$(PYTHON)
 PYTEST_ARGS ?= -n 3 --dist worksteal
 TRAIN_ARGS ?=
 PY := .venv/bin/python
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# PyTorch's own index has a part for each of its builds: cpu, cu126 (CUDA 12.6), ...
+TORCH_INDEX ?= https://download.pytorch.org/whl
+TORCH_CPU_INDEX ?= $(TORCH_INDEX)/cpu
+# make install TORCH_BUILD=cu126: torch built for an older CUDA than the usual build, for an older driver. Later installs
+# into this .venv keep it.
+TORCH_BUILD ?= $(shell cat .venv/.torch-build 2>/dev/null)
 
 # Not empty if torch should be installed with CUDA: this machine has an NVIDIA driver (the second path is that of the
 # Windows Subsystem for Linux), or it is the login node of a Slurm cluster, whose GPUs are in other machines.
@@ -18,10 +23,15 @@ CUDA = $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)$(shell command -v nv
 UV ?= $(eval UV := $(shell { env; $(PYTHON) -m pip config list; } 2>/dev/null | \
   grep -qiE '^(pip_|global|install|:env:).*(index|find.links)' || command -v uv))$(UV)
 
+# The first Python here that is new enough; python3 if none is, for the message. (eval, as for UV.)
+FIND_PYTHON = $(or $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done),python3)
+
 # Show progress bars on a terminal only, not in a log.
 QUIET = $(shell [ -t 2 ] || echo --quiet)
 
-PIP = $(PY) -m pip install --disable-pip-version-check $(QUIET)
+# PIP_CONSTRAINT, which NVIDIA's containers set, pins versions of their own; those of this project are pinned here.
+PIP = env -u PIP_CONSTRAINT $(PY) -m pip install --disable-pip-version-check $(QUIET)
 INSTALL = $(if $(UV),$(UV) pip install --python $(PY) $(QUIET),$(PIP))
 
 .PHONY: help install quickstart test lint torture clean
@@ -31,14 +41,19 @@ help: ## print this list
 
 install: .venv/.installed ## create .venv with the pinned packages (SYSTEM_TORCH=1: use the torch that this machine has)
 
+# If a build of torch is asked for that is not the one in .venv, what is there is not up to date.
+ANOTHER_BUILD = $(if $(filter-out $(shell cat .venv/.torch-build 2>/dev/null),$(TORCH_BUILD)),another-build)
+.PHONY: another-build
+
 # The file .venv/.installed is written last, so that an interrupted install starts again.
 #
 # SYSTEM_TORCH=1 is for a machine whose image brings a torch built for its driver. The .venv then sees the system's
 # packages, and torch is left out of what is installed. The .venv gets a torchrun of its own: the system's torchrun
 # would start the system's Python, which lacks the other packages.
-.venv/.installed: requirements.txt constraints.txt
+.venv/.installed: requirements.txt constraints.txt $(ANOTHER_BUILD)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make install PYTHON=python3.12"; exit 1; }
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: install one (with uv: uv python" \
+	    "install 3.11), then: make install PYTHON=python3.12, or PYTHON=\"\$$(uv python find --system 3.11)\""; exit 1; }
 ifeq ($(SYSTEM_TORCH),1)
 	@$(PYTHON) -c 'import sys, torch; v = torch.__version__.split("+")[0]; print("using the torch here:", torch.__version__); \
 	  sys.exit(tuple(map(int, v.split(".")[:2])) < (2, 11))' || { \
@@ -51,10 +66,19 @@ ifeq ($(SYSTEM_TORCH),1)
 else
 	@echo "installing into .venv: some minutes, most of them for torch"
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) .venv
-	$(if $(filter Linux,$(shell uname)),$(if $(CUDA),,$(if $(TORCH_CPU_INDEX),$(CPU_TORCH))))
-	$(INSTALL) -r requirements.txt -c constraints.txt
+	$(if $(TORCH_BUILD),$(BUILT_TORCH),$(if $(filter Linux,$(shell uname)),$(if $(CUDA),,$(if $(TORCH_CPU_INDEX),$(CPU_TORCH)))))
+	$(INSTALL) -r requirements.txt -c constraints.txt $(if $(TORCH_BUILD),-c .venv/torch.txt)
+	@$(if $(TORCH_BUILD),echo $(TORCH_BUILD) > .venv/.torch-build,true)
 endif
 	@touch $@
+
+# Install the pinned version of torch in the build TORCH_BUILD. The version has the build's name at its end: an installed
+# torch of another build does not satisfy it, as it would satisfy the version alone, and .venv/torch.txt keeps it.
+define BUILT_TORCH
+sed -n 's/; sys_platform != .*/+$(TORCH_BUILD)/p' requirements.txt > .venv/torch.txt
+UV_INDEX="$$UV_INDEX $(TORCH_INDEX)/$(TORCH_BUILD)" UV_INDEX_STRATEGY=unsafe-best-match \
+  $(INSTALL) --no-deps -r .venv/torch.txt $(if $(UV),,--extra-index-url $(TORCH_INDEX)/$(TORCH_BUILD))
+endef
 
 # Install the CPU build of torch. PyPI's torch for Linux brings CUDA, which is gigabytes; the CPU build is a tenth of
 # that. First look whether PyTorch's own index answers soon and has this version; if not, use the usual index. PyTorch's

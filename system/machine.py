@@ -19,6 +19,9 @@ import torch
 
 from system.cli import UserError, env_rank, require
 
+# A torch for drivers of any CUDA 12, put over one built for CUDA 13 (see the Makefile).
+OLDER_DRIVER_COMMAND = "make install TORCH_BUILD=cu126"
+
 # ------------------------------------------------------------------------- device
 
 
@@ -29,7 +32,7 @@ def unusable_gpu_reason(devices: str = "/dev/nvidia[0-9]*") -> str:
     if torch.version.cuda is None or hidden or not glob(devices) or torch.cuda.is_available():
         return ""
 
-    # torch says why: the driver is too old, or belongs to another CUDA.
+    # torch says why: the driver is too old, or belongs to another CUDA. A "found version 12040" in it is CUDA 12.4.
     try:
         torch.cuda.init()
     except Exception as e:
@@ -55,9 +58,9 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if name in ("auto", "cuda") and (reason := unusable_gpu_reason()):
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({reason}); `nvidia-smi` shows the newest "
-            "CUDA that the driver supports: with .venv/bin/pip install a torch built for that or older or, if the "
-            "machine's own Python has one, run make clean install SYSTEM_TORCH=1; or use a machine with a newer "
-            "driver. To use the CPU: export CUDA_VISIBLE_DEVICES="
+            f"CUDA that the driver supports. If that is CUDA 12: {OLDER_DRIVER_COMMAND}; if the machine's own Python "
+            "has a torch for it: make clean install SYSTEM_TORCH=1; or use a machine with a newer driver. To use the "
+            "CPU: export CUDA_VISIBLE_DEVICES="
         )
 
     # "cuda:1" names a GPU by number; otherwise each rank takes the GPU of its own local rank.

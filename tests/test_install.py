@@ -18,6 +18,8 @@ from helpers import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from system import machine
+
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch brings CUDA on Linux alone")
 
 
@@ -127,11 +129,12 @@ class IndexServer(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def indexes(tmp_path):
-    """A server with two indexes: `cpu`, which has the CPU build of torch and, as PyTorch's index does, old versions of
-    other packages; and `usual`, which has the rest."""
+    """A server with three indexes: `cpu`, which has the CPU build of torch and, as PyTorch's index does, old versions
+    of other packages; `cu126`, with the build for an older driver; and `usual`, which has the rest."""
     root = tmp_path / "indexes"
     write_wheel(root / "cpu", "torch", "2.13.0+cpu")
     write_wheel(root / "cpu", "numpy", "1")
+    write_wheel(root / "cu126", "torch", "2.13.0+cu126")
     for name, version in (("torch", "2.13.0"), ("numpy", "2"), ("pip", "99"), ("setuptools", "99"), ("wheel", "99")):
         write_wheel(root / "usual", name, version)
     with IndexServer(root) as server:
@@ -207,6 +210,30 @@ def test_without_a_gpu_the_cpu_build_is_installed_and_all_else_comes_from_the_us
     assert not any(path.endswith(".whl") for path in indexes.requested)
 
 
+@linux_only
+@pytest.mark.slow  # it installs three times, from indexes of its own
+@pytest.mark.parametrize("tool", ["pip", UV])
+def test_the_command_for_an_older_driver_replaces_the_installed_torch(project, indexes, tmp_path, tool):
+    """`pip install torch==2.13.0` from another index finds the requirement satisfied, and changes nothing."""
+    env = {"HOME": tmp_path, "PIP_NO_CACHE_DIR": "1", "UV_CACHE_DIR": tmp_path / "cache"}
+    env |= {"PIP_INDEX_URL" if tool == "pip" else "UV_DEFAULT_INDEX": indexes.url("usual")}
+    settings = [f"PYTHON={sys.executable}", "CUDA=1", f"TORCH_INDEX={indexes.url('')}"]
+    run_make(project, "install", *settings, **env)
+    assert installed_versions(project)["torch"] == "2.13.0"
+
+    make, *command = machine.OLDER_DRIVER_COMMAND.split()
+    assert make == "make"
+    run_make(project, *command, *settings, **env)
+    assert installed_versions(project)["torch"] == "2.13.0+cu126"
+    assert "nothing" in run_make(project, *command, *settings, **env).stdout.lower()
+
+    # a later install keeps it, also with newer requirements
+    assert "nothing" in run_make(project, "install", *settings, **env).stdout.lower()
+    (project / "requirements.txt").touch()
+    run_make(project, "install", *settings, **env)
+    assert installed_versions(project)["torch"] == "2.13.0+cu126"
+
+
 # ------------------------------------------------------------------------- which install commands are run
 
 
@@ -227,7 +254,8 @@ def run_install(project, tmp_path):
     python = write_stand_in(
         tmp_path / "fake" / "python3",
         f'[ "$1 $2" != "-m venv" ] || {{ {make_venv} "$0" .venv/bin/python; exit; }}\n'
-        f'[ "$1 $2 $3" != "-m pip install" ] || {{ echo "$@" >> {log}; exit $CODE; }}\n'
+        f'[ "$1 $2 $3" != "-m pip install" ] || {{\n'
+        f'  echo "$@" >> {log}; echo "${{PIP_CONSTRAINT-none}}" > {tmp_path / "constraint"}; exit $CODE; }}\n'
         f'exec {sys.executable} "$@"',
     )
     write_stand_in(
@@ -260,6 +288,45 @@ def test_where_cuda_is_wanted_one_command_installs_what_is_pinned(run_install, i
 
     assert call.endswith("-r requirements.txt -c constraints.txt")
     assert not indexes.requested
+
+
+@pytest.mark.parametrize("uv", [False, True])
+def test_the_command_for_an_older_driver_names_the_build_in_the_version(run_install, project, uv):
+    first, *installs = run_install(*machine.OLDER_DRIVER_COMMAND.split()[2:], "CUDA=1", uv=uv)
+    installs = installs if uv else [first, *installs]  # uv makes the .venv, too
+
+    index = "https://download.pytorch.org/whl/cu126"
+    assert (project / ".venv" / "torch.txt").read_text() == "torch==2.13.0+cu126\n"
+    assert "--no-deps -r .venv/torch.txt" in installs[0] and installs[0].endswith(index)
+    assert "-r requirements.txt -c constraints.txt -c .venv/torch.txt" in installs[1]
+
+
+@pytest.mark.parametrize("system_torch", [[], ["SYSTEM_TORCH=1"]])
+def test_the_versions_that_nvidias_containers_pin_do_not_apply(run_install, project, tmp_path, system_torch):
+    """They set PIP_CONSTRAINT to a file of the versions in the image, with which the pinned ones conflict."""
+    (project / "torch.py").write_text("__version__ = '2.13.0'\n")  # the image's
+
+    run_install("CUDA=1", *system_torch, PIP_CONSTRAINT="/etc/pip/constraint.txt", PYTHONPATH=project)
+
+    assert (tmp_path / "constraint").read_text().split() == ["none"]
+
+
+def test_the_first_python_that_is_new_enough_is_taken(project, tmp_path):
+    write_stand_in(tmp_path / "bin" / "python3", '[ "$1" = --version ] && echo Python 3.10.12; exit 1')
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    command = ["make", "-n", "install", "CUDA=1", "UV="]
+
+    # Lambda's and Ubuntu 22.04's: the message names the commands.
+    done = subprocess.run(command[:1] + command[2:], cwd=project, env=clean_environment(PATH=path, PYTHON="python3"),
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode != 0
+    for words in ("python3 is Python 3.10.12", "3.11 or newer", "uv python install 3.11", "make install PYTHON="):
+        assert words in done.stdout
+
+    # With another one beside it, it is taken.
+    write_stand_in(tmp_path / "bin" / "python3.11", f'exec {sys.executable} "$@"')
+    done = subprocess.run(command, cwd=project, env=clean_environment(PATH=path), capture_output=True, text=True)
+    assert "python3.11 -m venv .venv" in done.stdout
 
 
 @linux_only
