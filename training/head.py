@@ -44,12 +44,20 @@ def cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     return padded
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> Tensor:
-    """The summed cross-entropy, in nats, of logits (R, V) before their soft-cap and targets (R,). Rows whose target is
-    -100 are left out. With `backward`, the storage of `logits` is reused for their gradient: it is as large as the
-    logits, which are not needed again."""
+def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, vocab_size: int) -> Tensor:
+    """The summed cross-entropy, in nats, of logits (R, P) before their soft-cap and targets (R,).
+
+    Columns from vocab_size on are padding. Rows whose target is -100 are left out. With `backward`, the storage of
+    `logits` is reused for their gradient: it is as large as the logits, which are not needed again.
+    """
     # The soft-cap and its vector-Jacobian product; without a cap it is the identity.
     capped, softcap_vjp = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
+
+    # Padding has a probability of 0, and so a gradient of 0. (Leaving it out by slicing would be simpler, but then the
+    # compiled kernels read and write one number at a time.)
+    columns = torch.arange(logits.size(-1), device=logits.device)  # (P,)
+    if len(columns) > vocab_size:
+        capped = capped.masked_fill(columns >= vocab_size, -math.inf)
 
     # cross-entropy = logsumexp(logits) - logit of the target, for the rows that count.
     counts = (targets >= 0).float()[:, None]  # (R, 1)
@@ -59,7 +67,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool) -> T
 
     # d loss / d logits = softmax(logits) - one_hot(target), back through the soft-cap.
     if backward:
-        one_hot = (torch.arange(logits.size(-1), device=logits.device) == targets).float()  # (R, V)
+        one_hot = (columns == targets).float()  # (R, P)
         d_capped = ((capped - normalizer).exp() - one_hot) * counts
         (d_logits,) = softcap_vjp(d_capped)
         logits.copy_(d_logits)
@@ -80,9 +88,6 @@ class ChunkedHeadLoss(torch.autograd.Function):
         # Autocast does not cast the inputs of a custom function.
         device_type = x.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
-
-        # P >= V columns. The logits of the padding are products with zeros, so they are 0, and chunk_loss leaves them
-        # alone: they are their own gradient, which adds nothing to the products of the backward pass.
         V = len(weight)
         P = padded_columns(V, device_type)
         cast_weight = cast_and_pad(weight, dtype, P)  # (P, C)
@@ -99,7 +104,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)
             logits = rows @ cast_weight.T if bias is None else torch.addmm(cast_bias, rows, cast_weight.T)
-            total += chunk_loss(logits[:, :V], row_targets, cap, backward)
+            total += chunk_loss(logits, row_targets, cap, backward, V)
             if backward:
                 d_logits = logits  # chunk_loss has overwritten them
                 d_rows.copy_(d_logits @ cast_weight)  # (R, P) @ (P, C) -> (R, C)
