@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "render"]
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+HUB_URL = "hf://Rowan/hellaswag"  # the same rows, where GitHub cannot be reached; their split is called validation
 VAL_ROWS = 10_042
 
 
@@ -47,23 +49,26 @@ class Args:
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     url: str = URL
+    """Where the rows are downloaded from: a .jsonl file, or a dataset on the Hub as hf://OWNER/NAME. If the default
+    cannot be reached: hf://Rowan/hellaswag."""
 
 
 def download(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
-    # Imported here, because only a download needs it.
-    import urllib.request
-    from http.client import HTTPException
-
     fix = f"check the network and run the same command again, or save it as {path}"
-
-    # A broken connection, a bad URL and an error of the server all become one message.
-    try:
-        with urllib.request.urlopen(url, timeout=20) as response:
-            content = response.read()
-    except (OSError, ValueError, HTTPException) as e:
-        raise UserError(f"cannot download {url} ({e}); {fix}") from None
+    if url.startswith("hf://"):
+        content = fetch_from_hub(url)
+    else:
+        try:
+            content = fetch(url)
+        except UserError as error:
+            # The Hub has a mirror in many places where GitHub cannot be reached.
+            if url != URL:
+                raise UserError(f"{error}; {fix}, or try --url {HUB_URL}") from None
+            print0(f"{error}; trying {HUB_URL}")
+            url = HUB_URL
+            content = fetch_from_hub(url)
 
     # An error page or a file that was cut short must not pass for the data set.
     row_count = content.count(b"\n")
@@ -73,6 +78,42 @@ def download(path: Path, url: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as f:
         f.write(content)
+
+
+def fetch(url: str) -> bytes:
+    """The content of a web address, or UserError."""
+    # Imported here, because only a download needs it.
+    import urllib.request
+    from http.client import HTTPException
+
+    # A broken connection, a bad URL and an error of the server all become one message.
+    try:
+        with urllib.request.urlopen(url, timeout=20) as response:
+            return response.read()
+    except (OSError, ValueError, HTTPException) as e:
+        raise UserError(f"cannot download {url} ({e})") from None
+
+
+def fetch_from_hub(url: str) -> bytes:
+    """The rows of a Hub dataset's validation split as lines of JSON, the label a number as in the original file. Raises
+    UserError."""
+    import pyarrow.parquet as pq
+
+    from tokens import sources
+
+    # Its files are a few megabytes.
+    rows = []
+    source = sources.describe_hub(url.removeprefix("hf://"), None, "validation", None)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in sources.download_files(source, 0, Path(folder)):
+            require(file.suffix == ".parquet", f"{url} has its rows in {file.name}, not in parquet; give another --url")
+            rows += pq.read_table(file).to_pylist()
+
+    lines = []
+    for number, row in enumerate(rows, 1):
+        hellaswag_eval.check_row(row, f"{url}: row {number}")
+        lines.append(json.dumps({**row, "label": int(row["label"])}) + "\n")
+    return "".join(lines).encode()
 
 
 def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor) -> None:

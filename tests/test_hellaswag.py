@@ -11,16 +11,19 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import hub_server
 from helpers import make_hellaswag_rows, write_jsonl
 
 import hellaswag
 from model import GPT, GPTConfig
 from system.cli import UserError
 from system.distributed import Runtime
-from tokens import tokenizer
+from tokens import sources, tokenizer
 from training import checkpoint, hellaswag_eval
 from training.convert import save_hf
 from training.hellaswag_eval import Example
@@ -432,3 +435,47 @@ def test_a_download_that_is_not_the_data_set_is_an_error(server, expect_error, t
     expect_error("--data", tmp_path / "few", "--url", server.url, mentions=["5 rows", "10042"])
     expect_error("--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", mentions=["download", "network"])
     assert not (tmp_path / "few").exists()
+
+
+def write_hub_rows(repo, rows):
+    """The splits of Rowan/hellaswag on the Hub: the labels are text there, and those of the test split are empty."""
+    (repo / "data").mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        of_split = rows if split == "validation" else rows[:9]
+        split_rows = [{**row, "label": "" if split == "test" else str(row["label"])} for row in of_split]
+        pq.write_table(pa.Table.from_pylist(split_rows), repo / "data" / f"{split}-00000-of-00001.parquet")
+
+
+def test_rows_from_the_hub_score_as_those_of_the_original_file(tmp_path, run_in_fork):
+    """Where GitHub cannot be reached: a proxy that does not answer."""
+    # Arrange
+    rows = [{"ind": i, "source_id": "x", **row} for i, row in enumerate(make_hellaswag_rows(50))]
+    rows *= hellaswag.VAL_ROWS // 50 + 1
+    rows = rows[: hellaswag.VAL_ROWS]
+    original = write_jsonl(tmp_path / "original.jsonl", rows[:50])
+    path = tmp_path / "data" / "rows.jsonl"
+    with hub_server.start(tmp_path / "hub") as hub:
+        write_hub_rows(tmp_path / "hub/datasets/Rowan/hellaswag", rows)
+
+        # Act
+        env = {**hub.env(), "https_proxy": "http://127.0.0.1:9"}
+        done = run_in_fork("hellaswag.py", "--data", path, env=env)
+
+    # Assert
+    assert "trying hf://Rowan/hellaswag" in done.stdout and "10042 rows" in done.stdout
+    assert hellaswag_eval.load_examples(path, 50) == hellaswag_eval.load_examples(original)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+
+
+def test_rows_of_the_hub_that_are_not_the_data_set_are_an_error(tmp_path, monkeypatch):
+    def expect(rows, message):
+        parquet = tmp_path / "validation.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), parquet)
+        monkeypatch.setattr(sources, "describe_hub", lambda *_: {})
+        monkeypatch.setattr(sources, "download_files", lambda *_: [parquet])
+        with pytest.raises(UserError, match=message):
+            hellaswag.download(tmp_path / "rows.jsonl", "hf://owner/name")
+
+    expect([{**row, "label": "4"} for row in make_hellaswag_rows(2)], "hf://owner/name: row 1: field 'label'")
+    expect(make_hellaswag_rows(3), "hf://owner/name returned 3 rows, not HellaSwag's 10042")
+    assert not (tmp_path / "rows.jsonl").exists()
