@@ -6,7 +6,8 @@
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
 Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
-while a run is still writing, without a display, and without importing torch. plots.ipynb calls read_curves and draw.
+while a run is still writing, without a display, and without importing torch. Curves whose steps have unlike numbers of
+tokens are drawn over tokens. plots.ipynb calls read_curves and draw.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tyro
 from system.cli import UserError, print0, printable, require, run_cli
 from system.files import atomic_write
 from training import metrics_file, trackers
-from training.reference import Reference, find_reference, read_references
+from training.reference import TOKENS_PER_STEP, Reference, find_reference, read_references
 
 # {metrics key: (steps (N,) int64, values (N,) float64)}, steps ascending
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -63,6 +64,12 @@ class PlottedRun(NamedTuple):
     name: str
     color: str
     curves: Curves
+    step_size: int = 1  # how much of the x axis a step is: 1, or its tokens
+
+    def points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """x and y of a curve, each (N,)."""
+        steps, values = self.curves[key]
+        return steps * self.step_size, values
 
 
 # ------------------------------------------------------------------------- reading
@@ -134,11 +141,11 @@ def moving_median(values: np.ndarray, window: int) -> np.ndarray:
 
 def plot_noisy_curve(ax, run: PlottedRun, key: str) -> None:
     """Draw a curve with a value at every step faintly and, over it, its moving median over a fortieth of the run."""
-    steps, values = run.curves[key]
+    x, values = run.points(key)
     # The learning rate has no noise, so its median is of one point: itself.
     window = 1 if key == "lr" else 2 * (len(values) // 80) + 1
-    ax.plot(steps, values, color=run.color, alpha=0.2, lw=0.7, zorder=1)
-    ax.plot(steps, moving_median(values, window), color=run.color, lw=1.6)
+    ax.plot(x, values, color=run.color, alpha=0.2, lw=0.7, zorder=1)
+    ax.plot(x, moving_median(values, window), color=run.color, lw=1.6)
 
 
 def fit_y_axis(ax) -> None:
@@ -156,17 +163,15 @@ def fit_y_axis(ax) -> None:
         ax.set_ylim(low - padding, high + padding)
 
 
-def draw_loss(ax, runs: list[PlottedRun], references: list[Reference]) -> None:
+def draw_loss(ax, runs: list[PlottedRun], references: list[Reference], reference_step_size: int) -> None:
     """The panel of train and validation losses, with a legend for the whole picture."""
     # The curves, and a legend entry for each run with its last loss.
     for run in runs:
         if "train_loss" in run.curves:
             plot_noisy_curve(ax, run, "train_loss")
         if "val_loss" in run.curves:
-            ax.plot(*run.curves["val_loss"], color=run.color, zorder=3, **VAL_STYLE)
-        kind = "val" if "val_loss" in run.curves else "train"
-        steps, losses = run.curves[f"{kind}_loss"]
-        ax.plot([], [], color=run.color, lw=4, label=f"{run.name}: {kind} {losses[-1]:.3f} at step {steps[-1]:,}")
+            ax.plot(*run.points("val_loss"), color=run.color, zorder=3, **VAL_STYLE)
+        ax.plot([], [], color=run.color, lw=4, label=f"{run.name}: {describe_last_loss(run.curves)}")
     fit_y_axis(ax)
 
     # Legend entries that explain the styles of the lines.
@@ -175,11 +180,13 @@ def draw_loss(ax, runs: list[PlottedRun], references: list[Reference]) -> None:
 
     # The range of healthy losses, as far as the runs have come.
     for reference in references:
-        steps = [step for step in reference.step if 0 < step <= ax.get_xlim()[1]]
+        steps = [step for step in reference.step if 0 < step * reference_step_size <= ax.get_xlim()[1]]
         if steps:
             low, high = zip(*map(reference.expected_range, steps), strict=True)
-            label = f"on track: {reference.runs} public run(s) of {reference.preset}'s recipe, with a margin"
-            ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
+            runs_of = "1 public run of" if reference.runs == 1 else f"{reference.runs} public runs of"
+            label = f"{runs_of} {reference.preset}, {reference.max_steps:,} steps, with a margin"
+            x = np.array(steps) * reference_step_size
+            ax.fill_between(x, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
             ax.set_ylim(bottom=min(ax.get_ylim()[0], *low))
 
     # OpenAI's loss is on gpt2-124m's data. The line is drawn once the runs come near it.
@@ -190,12 +197,24 @@ def draw_loss(ax, runs: list[PlottedRun], references: list[Reference]) -> None:
     ax.legend(loc="upper right", fontsize=9)
 
 
-def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference]) -> None:
+def describe_last_loss(curves: Curves) -> str:
+    """The last validation loss, or else train loss, of a run, such as "val 3.077, 1.234 bits per byte, at step 80"."""
+    kind = "val" if "val_loss" in curves else "train"
+    steps, losses = curves[f"{kind}_loss"]
+    text = f"{kind} {losses[-1]:.3f}"
+
+    # Bits per byte, if they were measured at the same step.
+    if kind == "val" and "val_bpb" in curves and curves["val_bpb"][0][-1] == steps[-1]:
+        text += f", {curves['val_bpb'][1][-1]:.3f} bits per byte,"
+    return f"{text} at step {steps[-1]:,}"
+
+
+def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference], reference_step_size: int) -> None:
     """The panel of HellaSwag's acc_norm, with OpenAI's models as lines that the runs come near."""
     best = 0.25  # the accuracy of guessing among four endings
     for run in runs:
-        steps, accuracy = run.curves["hellaswag_acc_norm"]
-        ax.plot(steps, accuracy, color=run.color, lw=1.6, marker="o", ms=2.5)
+        x, accuracy = run.points("hellaswag_acc_norm")
+        ax.plot(x, accuracy, color=run.color, lw=1.6, marker="o", ms=2.5)
         best = max(best, *accuracy)
 
     for name, accuracy in OPENAI_HELLASWAG.items():
@@ -208,7 +227,8 @@ def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference]) -> N
     for reference in references:
         if reference.hellaswag:
             low, high = zip(*reference.hellaswag, strict=True)
-            ax.fill_between(reference.step, low, high, color=GREY, alpha=0.4, lw=0, zorder=0)
+            x = np.array(reference.step) * reference_step_size
+            ax.fill_between(x, low, high, color=GREY, alpha=0.4, lw=0, zorder=0)
 
 
 def draw_curve(ax, runs: list[PlottedRun], key: str) -> None:
@@ -252,7 +272,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     """
     from matplotlib.figure import Figure
 
-    # What to draw: the runs, their public counterparts, and the panels for which at least one run has data.
+    # The runs, and the public runs behind them.
     dirs = list(dict.fromkeys(Path(d).resolve() for d in run_dirs))
     require(dirs, "no run folder given; give one or more: python plots.py log/quickstart")
     runs = []
@@ -260,6 +280,22 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
         name = printable("/".join(folder.parts[-2:]))
         runs.append(PlottedRun(name, COLORS[index % len(COLORS)], read_curves(folder)))
     references = list(dict.fromkeys(map(choose_reference, dirs, runs))) if reference else []
+
+    # The x axis of every panel: steps or, if their sizes differ, tokens. Logs of other trainers do not tell the size.
+    tokens_per_step = [metrics_file.tokens_per_step(folder) for folder in dirs]
+    sizes = {*tokens_per_step, *(TOKENS_PER_STEP for _ in references)}
+    over_tokens = len(sizes) > 1 and None not in sizes
+    reference_step_size = 1
+    x_label = "step"
+    if over_tokens:
+        x_label = "tokens"
+        reference_step_size = TOKENS_PER_STEP
+        runs = [run._replace(step_size=size) for run, size in zip(runs, tokens_per_step, strict=True)]
+    elif len(sizes) == 1 and None not in sizes:
+        x_label = f"step ({sizes.pop():,} tokens each)"
+    last_x = max(steps[-1] * run.step_size for run in runs for steps, _ in run.curves.values())
+
+    # The panels for which at least one run has data.
     runs_by_panel = {
         title: [run for run in runs if any(key in run.curves for key in keys)] for title, (keys, _) in PANELS.items()
     }
@@ -271,40 +307,41 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
     figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")  # pyplot's would need a display
 
-    # The x axis of every panel: to the last step of any run. The size of a step is named if all runs have the same.
-    last_step = max(steps[-1] for run in runs for steps, _ in run.curves.values())
-    step_sizes = [metrics_file.tokens_per_step(folder) for folder in dirs]
-    x_label = "step"
-    if step_sizes[0] and len(set(step_sizes)) == 1:
-        x_label = f"step ({step_sizes[0]:,} tokens each)"
-
     # The panels.
     for title, ax in figure.subplot_mosaic(grid, height_ratios=heights).items():
         (key, *_), y_label = PANELS[title]
-        ax.set_xlim(0, max(1, last_step) * 1.01)
+        ax.set_xlim(0, max(1, last_x) * 1.01)
         if title == "Loss":
-            draw_loss(ax, runs_by_panel[title], references)
+            draw_loss(ax, runs_by_panel[title], references, reference_step_size)
         elif title == "HellaSwag":
-            draw_hellaswag(ax, runs_by_panel[title], references)
+            draw_hellaswag(ax, runs_by_panel[title], references, reference_step_size)
         else:
             draw_curve(ax, runs_by_panel[title], key)
         ax.set(title=title, xlabel=x_label, ylabel=y_label)
-        format_axes(ax, is_wide=[title] in PANEL_ROWS)
+        format_axes(ax, is_wide=[title] in PANEL_ROWS, over_tokens=over_tokens)
 
     out = Path(out)
     save_figure(figure, out)
     return out
 
 
-def format_axes(ax, is_wide: bool) -> None:
-    """Round numbers of steps, written with thousands separators, more of them in a panel that has a row of its own; a
-    faint grid; no frame at the top and the right."""
+def format_axes(ax, is_wide: bool, over_tokens: bool) -> None:
+    """Round numbers of steps (10,000) or tokens (2.5B), more of them in a panel that has a row of its own; a faint
+    grid; no frame at the top and the right."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(8 if is_wide else 5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_major_formatter(format_tokens if over_tokens else "{x:,.0f}")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def format_tokens(tokens: float, position: int | None = None) -> str:
+    """2.5B, 500M or 20k; matplotlib also passes the position of the tick."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(tokens) >= unit:
+            return f"{tokens / unit:g}{letter}"
+    return f"{tokens:g}"
 
 
 def save_figure(figure, out: Path) -> None:

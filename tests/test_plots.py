@@ -199,7 +199,12 @@ def test_several_runs_share_colours_and_names_tell_them_apart(figure, tmp_path):
     colors = [{line.get_color() for line in ax.lines} - {plots.GREY} for ax in fig.axes]
     assert colors[0] == colors[2] == colors[3] == set(plots.COLORS[:2])
     assert colors[1] == {plots.COLORS[0]}  # only one run has HellaSwag, and it keeps its colour
-    assert find_panel(fig, "Loss").get_xlabel() == "step"  # their steps are of different size
+    # Their steps are of different size, so one has come 128 times as far as the other.
+    loss = find_panel(fig, "Loss")
+    assert loss.get_xlabel() == "tokens"
+    ends = [max(line.get_xdata()) for line in loss.lines if len(line.get_xdata()) == 300]
+    assert sorted(set(ends)) == [299 * 4096, 299 * 524_288]
+    assert loss.get_xlim()[1] == pytest.approx(299 * 524_288 * 1.01)
 
 
 @pytest.mark.parametrize("keys", [("train_loss",), ("val_loss",), ("lr", "grad_norm"), ("hellaswag_acc_norm",)])
@@ -228,6 +233,30 @@ def test_the_reference_band_is_what_judge_accepts_and_ends_with_the_run(figure, 
     assert vertices[:, 0].max() == 1000
 
 
+def test_a_run_with_half_the_tokens_a_step_is_drawn_over_tokens_with_the_public_runs(figure, tmp_path):
+    """As untied-124m: its step 2,000 has seen as many tokens as step 1,000 of a public run."""
+    run = write_run(tmp_path / "run", steps=2001, batch=262_144)
+
+    fig = figure([run], reference=True)
+
+    loss = find_panel(fig, "Loss")
+    vertices = loss.collections[0].get_paths()[0].vertices  # (N, 2): tokens, loss
+    losses = vertices[vertices[:, 0] == 1000 * 524_288, 1]
+    assert (losses.min(), losses.max()) == expected_range(1000)
+    assert vertices[:, 0].max() == 1000 * 524_288
+    assert {ax.get_xlabel() for ax in fig.axes} == {"tokens"}
+    assert loss.xaxis.get_major_formatter()(2.5e8, 1) == "250M"
+    assert loss.xaxis.get_major_formatter()(1.5e9, 1) == "1.5B"
+
+
+def test_the_last_loss_has_bits_per_byte_if_both_were_measured_at_that_step(tmp_path):
+    run = write_run(tmp_path / "run", steps=101)
+    without_bits = (run / "metrics.jsonl").read_text()
+    for step, expected in ((50, "val 6.830 at step 100"), (100, "val 6.830, 1.234 bits per byte, at step 100")):
+        (run / "metrics.jsonl").write_text(f'{without_bits}{{"step": {step}, "val_bpb": 1.2345}}\n')
+        assert plots.describe_last_loss(plots.read_curves(run)) == expected
+
+
 @pytest.mark.parametrize(
     "preset, steps, is_known", [("gpt2-124m", 19_073, True), ("record8-124m", 4578, True), ("record8-124m", 99, False)]
 )
@@ -236,7 +265,7 @@ def test_a_run_has_the_public_runs_of_its_recipe_behind_it(figure, tmp_path, cap
     config = {"preset": preset, "total_batch_size": 524_288, "resolved_max_steps": steps}
     (run / "config.json").write_text(json.dumps(config))
     legend = find_panel(figure([run], reference=True), "Loss").get_legend()
-    (label,) = [text.get_text() for text in legend.get_texts() if "on track" in text.get_text()]
+    (label,) = [text.get_text() for text in legend.get_texts() if "with a margin" in text.get_text()]
     assert (preset if is_known else "gpt2-124m") in label
     assert ("no public run has the preset" in capsys.readouterr().out) != is_known
 
@@ -340,7 +369,19 @@ def test_every_reference_accepts_its_own_runs_and_no_broken_one():
         last_step = reference.step[-1]
         assert "too low" in reference.judge(last_step, 2.0)
         assert reference.judge(last_step + 1, 3.0) is None
-    assert find_reference("gpt2-124m", 38_146, 524_288).judge(38_146, 3.0).endswith("on track")
+
+
+def test_the_second_epoch_has_a_reference_of_its_own():
+    """The public run's: 3.017 nats and 0.317 at its end, and nothing to compare with before it began."""
+    second_epoch = find_reference("gpt2-124m", 38_146, 524_288)
+    assert (second_epoch.low[-1], second_epoch.hellaswag[-1]) == (3.0167, (0.3172, 0.3172))
+    assert len(second_epoch.hellaswag) == len(second_epoch.step)
+    for step in (0, 5000, 19_073, 19_249, 38_147):
+        assert second_epoch.judge(step, 3.1) is None
+    # The curve is flat, so the noise of its evaluations does not widen the range.
+    for step in range(19_250, 38_146, 50):
+        low, high = second_epoch.expected_range(step)
+        assert 0.0499 < high - low < 0.08
 
 
 def test_every_reference_is_of_the_data_that_its_preset_trains_on():

@@ -60,13 +60,9 @@ class Reference(NamedTuple):
         if step < self.step[0] or step > self.step[-1] or 0 < step < first_evaluation:
             return None
 
-        # Interpolate both ends of the range between the evaluation before `step` and the one after it.
-        before = max(index for index, evaluated in enumerate(self.step) if evaluated <= step)
-        after = min(before + 1, len(self.step) - 1)
-        steps_between = self.step[after] - self.step[before] or 1  # 1 at the last evaluation: nothing to interpolate
-        steps_since = step - self.step[before]
-        low = self.low[before] + (self.low[after] - self.low[before]) * steps_since / steps_between
-        high = self.high[before] + (self.high[after] - self.high[before]) * steps_since / steps_between
+        # Both ends of the range at this step.
+        low = self._interpolate(self.low, step)
+        high = self._interpolate(self.high, step)
 
         # The margin that the runs themselves suggest.
         if self.runs > 1:
@@ -74,12 +70,22 @@ class Reference(NamedTuple):
             gaps = [highest - lowest for at, lowest, highest in evaluations if abs(at - step) <= GAP_WINDOW_STEPS]
             margin = 2 * max(gaps)
         else:
-            loss_per_step = (self.low[before] - self.low[after]) / steps_between
-            margin = loss_per_step * step / 10
+            # The slope is that around this step: between two neighboring evaluations it is mostly noise.
+            start = max(0.95 * step, first_evaluation)
+            end = min(1.05 * step, self.step[-1])
+            fall = self._interpolate(self.low, start) - self._interpolate(self.low, end)
+            margin = fall / (end - start) * step / 10 if step > 0 else 0
 
         # The least margin.
         margin = max(margin, MIN_MARGIN_STEP_0 if step == 0 else MIN_MARGIN)
         return low - margin, high + margin
+
+    def _interpolate(self, losses: tuple[float, ...], step: float) -> float:
+        """The loss at a step from the losses at the evaluations, linearly."""
+        before = max(index for index, evaluated in enumerate(self.step) if evaluated <= step)
+        after = min(before + 1, len(self.step) - 1)
+        steps_between = self.step[after] - self.step[before] or 1  # 1 at the last evaluation: nothing to interpolate
+        return losses[before] + (losses[after] - losses[before]) * (step - self.step[before]) / steps_between
 
     def judge(self, step: int, val_loss: float) -> str | None:
         """One line on how a run compares at `step` with `val_loss` (nats per token), or None where expected_range is
