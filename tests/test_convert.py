@@ -1,6 +1,7 @@
-"""Models in other layouts (training/convert.py), and opening any model (training/open_model.py).
+"""Models in other layouts (training/convert.py and hf_layouts.py), and opening any model (training/open_model.py).
 
-Equal bits, equal logits, a clear refusal of what is not GPT-2, and no pickled code ever runs.
+Equal bits, equal logits, a clear refusal of what no network here computes, and no pickled code ever runs. What other
+runtimes make of an export is in test_runtimes.py.
 """
 
 import dataclasses
@@ -19,8 +20,50 @@ from system.cli import UserError
 from tokens import tokenizer
 from training import checkpoint, convert
 from training.open_model import open_model
+from training.presets import PRESETS
 
 TINY = GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32)
+
+# The networks of the presets in a tiny size: the class by which transformers runs each, and its GPTConfig.
+RECORD8, SPEEDRUN = PRESETS["record8-124m"].model, PRESETS["speedrun-124m"].model
+NETWORKS = {
+    "gpt2": ("GPT2LMHeadModel", GPTConfig(vocab_size=50304)),
+    "untied": ("GPT2LMHeadModel", PRESETS["untied-124m"].model),
+    "nanogpt": ("GPT2LMHeadModel", GPTConfig(vocab_size=50304, bias=False, activation="gelu_erf")),
+    "record8": ("NanoChatForCausalLM", RECORD8),
+    "record8 tied": ("NanoChatForCausalLM", dataclasses.replace(RECORD8, tied_head=True)),
+    "speedrun": ("GPTForCausalLM", SPEEDRUN),
+    "speedrun tied": ("GPTForCausalLM", dataclasses.replace(SPEEDRUN, tied_head=True)),
+}
+
+
+def make_network(config) -> GPT:
+    """A tiny network of this kind. Its weights are all random, biases and gains included, and large enough that greedy
+    choices are no close calls."""
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(config, block_size=32, n_layer=2, n_head=2, n_embd=32)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+@pytest.fixture
+def no_tokenizer(monkeypatch):
+    """Exports without a tokenizer, whose writing takes longer than everything else."""
+    monkeypatch.setattr(convert, "save_hf_tokenizer", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def modules_cache(tmp_path_factory):
+    """transformers copies the code of a folder to a place of its own before it imports it: here, one for these tests,
+    because what is imported stays so."""
+    from transformers import dynamic_module_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(sys, "path", list(sys.path))
+        yield
 
 
 @pytest.fixture
@@ -71,33 +114,88 @@ def test_a_round_trip_is_equal_bit_for_bit(make_hf, tmp_path, tied):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(idx).logits, hf_model(idx).logits)
 
 
-@pytest.mark.parametrize(
-    "options", [{"bias": False}, {"tied_head": False, "vocab_size": 50304}, {"activation": "gelu_erf"}]
-)
-def test_an_export_runs_in_transformers(tmp_path, options):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_runs_in_transformers(tmp_path, name, no_tokenizer, modules_cache):
+    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    model = GPT(dataclasses.replace(TINY, **options)).eval()
-    convert.save_hf(model, tmp_path / "out")
-    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    class_name, config = NETWORKS[name]
+    model = make_network(config)
+    layout = convert.save_hf(model, tmp_path / "out")
+    hf_model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=layout.needs_code, output_loading_info=True
+    )
 
-    # the network: the rows that pad the vocabulary are dropped, the logits are the same
-    idx = torch.randint(50257, (2, 32))
+    # the class, with every weight from the file; the rows that pad the vocabulary are dropped
+    assert type(hf_model).__name__ == class_name
+    assert not any(report.values()), report
     assert hf_model.config.vocab_size == 50257
-    assert convert.load_hf(tmp_path / "out").config.activation == model.config.activation
-    torch.testing.assert_close(hf_model(idx).logits, model(idx)[0][..., :50257], atol=1e-4, rtol=0)
+    assert hf_model.config.tie_word_embeddings == config.tied_head
+    assert hf_model.generation_config.eos_token_id == tokenizer.EOT
 
-    # the tokenizer: the same tokens, and back to the text
+    # the same logits, alone and in a batch whose shorter row is padded
+    idx = torch.randint(50257, (2, 32))
+    mask = torch.ones_like(idx)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        expected = model(idx)[0][..., :50257]
+        torch.testing.assert_close(hf_model(idx).logits, expected, atol=1e-4, rtol=0)
+        padded = hf_model(idx, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        torch.testing.assert_close(padded[0], expected[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(padded[1, 5:], model(idx[1:, 5:])[0][0, :, :50257], atol=1e-4, rtol=0)
+
+        # the loss is that of predicting each id from those before it
+        loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+        torch.testing.assert_close(hf_model(idx, labels=idx).loss, loss, atol=1e-4, rtol=0)
+
+    # greedy generation with a cache: the same ids
+    prompt = torch.arange(100, 110)[None]
+    generated = hf_model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generated, model.generate(prompt, 12, temperature=0))
+
+    # back to our layout and out again: the same logits and the same bits, also after transformers has saved it
+    again = convert.load_hf(tmp_path / "out")
+    assert torch.equal(again(idx)[0], expected)
+    convert.save_hf(again, tmp_path / "again")
+    assert same_bits(load_tensors(tmp_path / "again"), load_tensors(tmp_path / "out"))
+    hf_model.save_pretrained(tmp_path / "by transformers")
+    assert same_bits(convert.load_hf(tmp_path / "by transformers").state_dict(), again.state_dict())
+
+    # no temporary folder is left
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "again", "by transformers"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "record8", "speedrun"])
+def test_the_pipeline_continues_text_to_the_end_of_the_context(tmp_path, name, modules_cache):
+    """As a user types it: a prompt, and no length. GPT-2's tokenizer is in the folder."""
+    from transformers import AutoTokenizer, pipeline
+
+    layout = convert.save_hf(make_network(NETWORKS[name][1]), tmp_path / "out")
+    pipe = pipeline("text-generation", model=str(tmp_path / "out"), trust_remote_code=layout.needs_code)
+    text = pipe("Hello, world", return_full_text=True)[0]["generated_text"]
+    assert text.startswith("Hello, world") and len(text) > 30
+
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=layout.needs_code)
     text = "Hello, world!  naïve \n\n 你好 🙂 don't"
     tokens = hf_tokenizer(text)["input_ids"]
     assert tokens == tokenizer.encoding().encode_ordinary(text)
     assert hf_tokenizer.decode(tokens) == text
     assert hf_tokenizer("<|endoftext|>")["input_ids"] == [hf_tokenizer.eos_token_id]
-    assert hf_model.generation_config.eos_token_id == tokenizer.EOT
 
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]  # no temporary folder is left
+
+def test_the_folder_says_what_the_converters_of_other_runtimes_read(tmp_path, no_tokenizer):
+    """llama.cpp's converter and CTranslate2's read these keys from the file, without transformers' defaults."""
+    convert.save_hf(GPT(TINY), tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    names = ("n_ctx", "n_positions", "n_embd", "n_head", "n_layer", "layer_norm_epsilon", "activation_function")
+    assert [config[name] for name in names] == [32, 32, 32, 2, 2, 1e-5, "gelu_new"]
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_a_vocabulary_of_another_tokenizer_gets_none(tmp_path):
+    """nanoGPT's models of characters: GPT-2's tokenizer would make nonsense of them."""
+    convert.save_hf(GPT(dataclasses.replace(TINY, vocab_size=65)), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] is None
 
 
 def test_weights_in_several_files_are_read(make_hf):
@@ -182,7 +280,16 @@ def test_without_a_network_the_error_comes_quickly(expect_failure, tmp_path):
     expect_failure("infer.py", "gpt2", "Hi", mentions=["gpt2", "Hub", "network"], env=env, timeout=60)
 
 
-UNSUPPORTED = {
+# Of every field, a value that TINY does not have.
+ANOTHER_VALUE = {
+    "block_size": 24,
+    "vocab_size": 50304,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 48,
+    "bias": False,
+    "tied_head": False,
+    "zero_init_projections": True,
     "positions": "rope",
     "norm": "rmsnorm",
     "activation": "relu2",
@@ -193,38 +300,77 @@ UNSUPPORTED = {
 }
 
 
-# Of every exportable field, a value that TINY does not have.
-EXPORTED = {
-    "block_size": 24,
-    "vocab_size": 50304,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_embd": 48,
-    "bias": False,
-    "tied_head": False,
-    "zero_init_projections": True,
-}
-
-
 @pytest.mark.parametrize("field", dataclasses.fields(GPTConfig), ids=lambda field: field.name)
-def test_every_field_of_the_config_is_exportable_or_refused(tmp_path, field):
-    """Fails for a new field of GPTConfig until it is in UNSUPPORTED here or, with a value in EXPORTED, in
-    EXPORTABLE_FIELDS there."""
-    known = UNSUPPORTED.keys() | set(convert.EXPORTABLE_FIELDS)
-    assert field.name in known, f"add {field.name} to UNSUPPORTED here, or to EXPORTABLE_FIELDS in training/convert.py"
-    if field.name in convert.EXPORTABLE_FIELDS:
-        model = GPT(dataclasses.replace(TINY, **{field.name: EXPORTED[field.name]})).eval()
-        convert.save_hf(model, tmp_path / "out")
+def test_every_field_of_the_config_survives_an_export(tmp_path, no_tokenizer, field):
+    """Fails for a new field of GPTConfig until it has a value in ANOTHER_VALUE, and if a layout of hf_layouts.py takes
+    a network for one that it is not."""
+    assert field.name in ANOTHER_VALUE, f"give {field.name} a value in ANOTHER_VALUE"
+    for base in (TINY, dataclasses.replace(RECORD8, block_size=32, n_layer=2, n_head=2, n_embd=32)):
+        value = ANOTHER_VALUE[field.name]
+        if getattr(base, field.name) == value:
+            value = field.default
+        torch.manual_seed(0)
+        model = GPT(dataclasses.replace(base, **{field.name: value})).eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+        out = tmp_path / f"from {base.norm}"
+        convert.save_hf(model, out)
         idx = torch.arange(20)[None]
-        assert torch.equal(convert.load_hf(tmp_path / "out")(idx)[0], model(idx)[0][..., :50257])
-        return
-    value = UNSUPPORTED[field.name]
-    model = GPT(dataclasses.replace(TINY, **{field.name: value}))
+        assert torch.equal(convert.load_hf(out)(idx)[0], model(idx)[0][..., :50257])
 
-    with pytest.raises(UserError, match=f"{field.name}={value!r}"):
-        convert.save_hf(model, tmp_path / "out")
 
-    assert not (tmp_path / "out").exists()
+def test_a_network_that_no_class_of_transformers_computes_takes_its_code_along(tmp_path, no_tokenizer):
+    convert.save_hf(make_network(SPEEDRUN), tmp_path / "out")
+    assert (tmp_path / "out/model.py").read_bytes() == (ROOT / "model.py").read_bytes()
+    convert.save_hf(make_network(RECORD8), tmp_path / "other")
+    assert not list((tmp_path / "other").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "network, change, words",
+    [
+        (RECORD8, {"final_logit_softcapping": 15.0}, ["final_logit_softcapping", "15.0"]),
+        (RECORD8, {"rms_norm_eps": 1e-6}, ["rms_norm_eps"]),
+        (RECORD8, {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters"]),
+        (RECORD8, {"num_key_value_heads": 1}, ["num_key_value_heads"]),
+        (RECORD8, {"hidden_size": "32"}, ["hidden_size", "numbers"]),
+        (SPEEDRUN, {"network": {}}, ["network"]),
+        (SPEEDRUN, {"network": None}, ["network"]),
+        (SPEEDRUN, {"architectures": ["X"], "model_type": "x"}, ["model_type", "'x'", "gpt2", "nanochat"]),
+    ],
+)
+def test_a_changed_config_is_refused(tmp_path, no_tokenizer, network, change, words):
+    convert.save_hf(make_network(network), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UserError) as error:
+        convert.load_hf(tmp_path)
+
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unheard_of": True},
+        {"positions": "spiral"},
+        {"n_layer": 10**6},
+        {"n_layer": 2.0},
+        {"softcap": "15"},
+        {"n_embd": 64},
+        {"block_size": [32]},
+    ],
+)
+def test_changed_settings_of_a_network_with_code_are_refused(tmp_path, no_tokenizer, change):
+    convert.save_hf(make_network(SPEEDRUN), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["network"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UserError, match=r"config\.json|cannot read the weights"):
+        convert.load_hf(tmp_path)
 
 
 def test_a_weight_that_gpt2_does_not_have_is_not_lost(tmp_path):

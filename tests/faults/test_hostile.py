@@ -166,28 +166,36 @@ def test_a_pickle_among_hugging_face_weights_is_refused(bomb, run_main, tiny_arg
 
 
 def test_a_config_names_no_code_to_transformers(tmp_path, monkeypatch):
-    """What a config.json may name, such as attention from a repository of the Hub, never reaches transformers."""
-    import transformers
-
-    # record what transformers is given
-    hf_class, calls = transformers.GPT2LMHeadModel, []
-    real_from_pretrained = hf_class.from_pretrained
-
-    def record(*args, **kwargs):
-        calls.append(kwargs)
-        return real_from_pretrained(*args, **kwargs)
-
-    monkeypatch.setattr(hf_class, "from_pretrained", record)
+    """What a config.json may name, such as attention from a repository of the Hub, never reaches transformers, because
+    reading a folder does not use it."""
     fuzz.make_hf(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel", "transformers_weights": "x"}
     config |= {"quantization_config": {"quant_method": "evil"}, "custom_generate": "evil/generate"}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import would fail
+
     assert convert.load_hf(tmp_path).config == fuzz.SMALL
 
-    given = calls[0]["config"]
-    assert "evil" not in json.dumps(given.to_dict()) and given._attn_implementation == "eager"
+
+def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_path, monkeypatch):
+    """A network without a class in transformers is exported with its code. Nothing here runs it, whatever it is."""
+    monkeypatch.chdir(tmp_path)
+    speedrun = replace(PRESETS["speedrun-124m"].model, block_size=16, n_layer=2, n_head=2, n_embd=16)
+    monkeypatch.setattr(convert, "save_hf_tokenizer", lambda *_: None)
+    folder = tmp_path / "theirs"
+    convert.save_hf(GPT(speedrun), folder)
+    for name in (*convert.CODE_FILES, "__init__.py", "conftest.py"):
+        (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")
+    fuzz.make_rows(tmp_path)
+
+    run_main(infer, folder, "Hi", "--max-new-tokens", 2)
+    run_main(hellaswag, "--model", folder, "--data", tmp_path / "rows.jsonl")
+
+    # exported again, it has our code and not theirs
+    convert.save_hf(open_model(folder), tmp_path / "ours")
+    assert b"os.mkdir" not in b"".join((tmp_path / "ours" / name).read_bytes() for name in convert.CODE_FILES)
 
 
 # ------------------------------------------------------------------------- repositories of the Hub

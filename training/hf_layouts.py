@@ -1,0 +1,364 @@
+"""How transformers names the networks of model.py: the entries of config.json, and the weights.
+
+    layout = layout_of(model.config)                    # GPT2, NanoChat or CustomCode
+    hf_config = layout.to_hf_config(config)             # what config.json says about the network
+    weights = layout.to_hf_weights(state_dict)          # what model.safetensors holds
+
+Called by training/convert.py, which reads and writes the files. The networks that transformers computes with a class of
+its own are exported for that class; every other one takes its code along: model.py itself, behind the class in
+training/modeling_gpt.py. Every layout maps in both directions, and a round trip preserves every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from system.cli import UserError, require
+from tokens import tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model import GPTConfig
+
+# The epsilon of torch's RMSNorm, which our networks leave at its default: that of float32.
+RMSNORM_EPS = 2.0**-23
+
+# Our name of each activation, and transformers' in a GPT-2: OpenAI's tanh approximation, and nanoGPT's exact one.
+GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
+
+# OpenAI's GPT-2 has Conv1D layers, which store their weight as (in, out). Ours are nn.Linear: (out, in).
+CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+# Fields of GPTConfig that choose sizes, or that only matter when a training run begins: any value can be exported.
+# Every other field decides what the network computes, and has to be named by the layout that accepts it.
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "zero_init_projections")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to store a network for transformers."""
+
+    model_type: str  # the entry of config.json by which transformers finds the class
+    class_name: str
+    needs_code: bool  # whether the folder brings its own code, which transformers runs with trust_remote_code=True
+    accepts: Callable[[GPTConfig], bool]
+    to_hf_config: Callable[[GPTConfig], dict[str, Any]]
+    from_hf_config: Callable[[dict[str, Any]], GPTConfig]
+    to_hf_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    from_hf_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def layout_of(config: GPTConfig) -> Layout:
+    """The layout for a network: the first that can express it."""
+    return next(layout for layout in LAYOUTS if layout.accepts(config))
+
+
+def layout_named(model_type: object) -> Layout:
+    """The layout of a config.json with this model_type. Raises UserError if there is none."""
+    for layout in LAYOUTS:
+        if layout.model_type == model_type:
+            return layout
+    names = ", ".join(repr(layout.model_type) for layout in LAYOUTS)
+    raise UserError(f"model_type is {model_type!r:.99}; only {names} are supported")
+
+
+def computes_like(config: GPTConfig, **free: tuple) -> bool:
+    """Whether every field of `config` has its default, apart from SIZES and the fields in `free`, which may have any of
+    the values given there. A field that is added to GPTConfig later must have its default, too."""
+    for field in fields(config):
+        allowed = free.get(field.name, (field.default,))
+        if field.name not in SIZES and getattr(config, field.name) not in allowed:
+            return False
+    return True
+
+
+def require_fixed(hf_config: dict[str, Any], fixed: dict[str, Any]) -> None:
+    """Raise UserError unless each entry of a config.json that our network implements with one value only is absent or
+    has that value."""
+    for name, supported in fixed.items():
+        value = hf_config.get(name, supported)
+        require(value == supported, f"{name} is {value!r:.99}; only {supported!r} is supported")
+
+
+def read_sizes(hf_config: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
+    """{field of GPTConfig: size} from a config.json. `names` has its name of each. Raises UserError."""
+    # `type() is int`, because isinstance would accept True.
+    sizes = {field: hf_config.get(name) for field, name in names.items()}
+    not_numbers = [names[field] for field, size in sizes.items() if type(size) is not int]
+    require(not not_numbers, f"{', '.join(not_numbers)} must be numbers")
+    return sizes
+
+
+def special_tokens(config: GPTConfig) -> dict[str, int | None]:
+    """The ids of the tokens that begin and end a text, if the vocabulary is GPT-2's."""
+    eot = tokenizer.EOT if config.vocab_size > tokenizer.EOT else None
+    return {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": None}
+
+
+# ------------------------------------------------------------------------- GPT-2
+
+# Our name of each size, and GPT2Config's.
+GPT2_SIZES = {
+    "block_size": "n_positions",
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+}
+
+# Entries of a config.json that our network implements with one value only. Any other value means a different network.
+GPT2_FIXED = {
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+
+
+def is_gpt2(config: GPTConfig) -> bool:
+    any_bool = (False, True)
+    return computes_like(config, bias=any_bool, tied_head=any_bool, activation=tuple(GPT2_ACTIVATIONS))
+
+
+def to_gpt2_config(config: GPTConfig) -> dict[str, Any]:
+    return {
+        **{name: getattr(config, field) for field, name in GPT2_SIZES.items()},
+        # llama.cpp's converter reads the context length under its oldest name, and every value from the file alone.
+        "n_ctx": config.block_size,
+        "n_inner": None,
+        "activation_function": GPT2_ACTIVATIONS[config.activation],
+        "layer_norm_epsilon": GPT2_FIXED["layer_norm_epsilon"],
+        "scale_attn_weights": True,
+        "tie_word_embeddings": config.tied_head,
+        # Our network has no dropout.
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
+    from model import GPTConfig
+
+    sizes = read_sizes(hf_config, GPT2_SIZES)
+
+    # transformers' default applies if the config names no activation.
+    hf_name = hf_config.get("activation_function", "gelu_new")
+    ours = [name for name, supported in GPT2_ACTIVATIONS.items() if supported == hf_name]
+    rule = f"only {' and '.join(repr(supported) for supported in GPT2_ACTIVATIONS.values())} are supported"
+    require(ours, f"activation_function is {hf_name!r:.99}; {rule}")
+
+    tied_head = hf_config.get("tie_word_embeddings") is not False
+    config = GPTConfig(**sizes, tied_head=tied_head, activation=ours[0])
+    require_fixed(hf_config, GPT2_FIXED)
+
+    # The width of the MLP: absent, null, or GPT-2's four times the model's width, spelled out.
+    n_inner = hf_config.get("n_inner")
+    require(n_inner in (None, 4 * config.n_embd), f"n_inner is {n_inner!r:.99}; only None is supported")
+    return config
+
+
+def transpose_conv1d(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of one layout as the other layout stores them. Works in both directions."""
+    # (in, out) <-> (out, in); for c_attn: (C, 3C) <-> (3C, C)
+    return {name: w.t() if name.endswith(CONV1D_WEIGHTS) else w for name, w in weights.items()}
+
+
+def to_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    import torch
+
+    # transformers' GPT-2 always has biases: zeros for a network without. The head has none in either.
+    complete = {}
+    for name, weight in weights.items():
+        complete[name] = weight
+        bias = name.removesuffix("weight") + "bias"
+        is_embedding = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight"))
+        if name.endswith(".weight") and not is_embedding and bias not in weights:
+            complete[bias] = torch.zeros(len(weight))  # ours are (out, in)
+    return transpose_conv1d(complete)
+
+
+def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    # The first GPT-2 files have neither a head nor the prefix.
+    if not any(name.startswith("transformer.") for name in weights):
+        weights = {name if name == "lm_head.weight" else f"transformer.{name}": w for name, w in weights.items()}
+    return transpose_conv1d(weights)
+
+
+# ------------------------------------------------------------------------- NanoChat: the network of record8-124m
+
+# Our name of each size, and NanoChatConfig's.
+NANOCHAT_SIZES = {
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+}
+
+# transformers applies RoPE before the norm of queries and keys, we after it: a rotation changes no norm. Its soft-cap
+# is a tanh, which ours is not.
+NANOCHAT_FIXED = {
+    "hidden_act": "relu2",
+    "rms_norm_eps": RMSNORM_EPS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "final_logit_softcapping": None,
+    "attention_bias": False,
+}
+
+# The names of a block's weights apart from c_attn, ours and transformers'.
+NANOCHAT_BLOCK = {
+    "attn.c_proj.weight": "self_attn.o_proj.weight",
+    "mlp.c_fc.weight": "mlp.fc1.weight",
+    "mlp.c_proj.weight": "mlp.fc2.weight",
+}
+NANOCHAT_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+
+
+def is_nanochat(config: GPTConfig) -> bool:
+    recipe = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
+    has_recipe = all(getattr(config, name) == value for name, value in recipe.items())
+    free = {name: (value,) for name, value in recipe.items()}
+    return has_recipe and computes_like(config, tied_head=(False, True), **free)
+
+
+def to_nanochat_config(config: GPTConfig) -> dict[str, Any]:
+    return {
+        **{name: getattr(config, field) for field, name in NANOCHAT_SIZES.items()},
+        "num_key_value_heads": config.n_head,
+        "intermediate_size": 4 * config.n_embd,
+        "tie_word_embeddings": config.tied_head,
+        **NANOCHAT_FIXED,
+    }
+
+
+def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
+    from model import GPTConfig
+
+    config = GPTConfig(
+        **read_sizes(hf_config, NANOCHAT_SIZES),
+        tied_head=hf_config.get("tie_word_embeddings") is True,
+        bias=False,
+        positions="rope",
+        norm="rmsnorm",
+        activation="relu2",
+        qk_norm=True,
+    )
+    # Absent entries would have transformers' defaults, which mean another network: all must be there.
+    missing = [name for name in NANOCHAT_FIXED if name not in hf_config]
+    require(not missing, f"{', '.join(missing)} is missing")
+    sizes = {"num_key_value_heads": config.n_head, "intermediate_size": 4 * config.n_embd}
+    require_fixed(hf_config, {**NANOCHAT_FIXED, **sizes})
+    return config
+
+
+def to_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, weight in weights.items():
+        if name == "lm_head.weight":
+            renamed[name] = weight
+        elif name == "transformer.wte.weight":
+            renamed["model.embed_tokens.weight"] = weight
+        else:
+            _, _, layer, part = name.split(".", 3)  # transformer.h.LAYER.PART
+            if part == "attn.c_attn.weight":
+                # (3C, C) -> three of (C, C)
+                for hf_part, w in zip(NANOCHAT_QKV, weight.chunk(3), strict=True):
+                    renamed[f"model.layers.{layer}.{hf_part}"] = w
+            else:
+                renamed[f"model.layers.{layer}.{NANOCHAT_BLOCK[part]}"] = weight
+    return renamed
+
+
+def from_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    import torch
+
+    # A copy, from which each weight is taken. What remains has a name that the network does not know.
+    weights = dict(weights)
+    renamed = {}
+    layers = {name.split(".")[2] for name in weights if name.startswith("model.layers.")}
+    for layer in layers:
+        theirs, ours = f"model.layers.{layer}.", f"transformer.h.{layer}."
+        qkv = [theirs + part for part in NANOCHAT_QKV]
+        if all(name in weights for name in qkv):
+            # three of (C, C) -> (3C, C)
+            renamed[f"{ours}attn.c_attn.weight"] = torch.cat([weights.pop(name) for name in qkv])
+        for our_part, hf_part in NANOCHAT_BLOCK.items():
+            if theirs + hf_part in weights:
+                renamed[ours + our_part] = weights.pop(theirs + hf_part)
+    if "model.embed_tokens.weight" in weights:
+        renamed["transformer.wte.weight"] = weights.pop("model.embed_tokens.weight")
+    return renamed | weights
+
+
+# ------------------------------------------------------------------------- any other network: with its code
+
+# The attribute of GPTForCausalLM (training/modeling_gpt.py) that holds the network.
+CODE_PREFIX = "network."
+
+
+def to_code_config(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "auto_map": {
+            "AutoConfig": "modeling_gpt.GPTHubConfig",
+            "AutoModelForCausalLM": "modeling_gpt.GPTForCausalLM",
+        },
+        "network": asdict(config),
+        "tie_word_embeddings": config.tied_head,
+    }
+
+
+def from_code_config(hf_config: dict[str, Any]) -> GPTConfig:
+    from model import GPTConfig
+    from training.config import check_choices
+
+    # The entry has every field of GPTConfig; the code that the folder also brings is not looked at.
+    network = hf_config.get("network")
+    names = {field.name for field in fields(GPTConfig)}
+    require(isinstance(network, dict) and names <= network.keys(), "network has not every setting of a GPTConfig")
+    sizes = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+    not_numbers = [name for name in sizes if type(network[name]) is not int]
+    require(not not_numbers, f"{', '.join(not_numbers)} must be numbers")
+    config = GPTConfig.from_dict(network)
+    check_choices(config)
+    return config
+
+
+def to_code_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {CODE_PREFIX + name: weight for name, weight in weights.items()}
+
+
+def from_code_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(CODE_PREFIX): weight for name, weight in weights.items()}
+
+
+# ------------------------------------------------------------------------- all layouts
+
+LAYOUTS = (
+    Layout(
+        "gpt2", "GPT2LMHeadModel", False,
+        is_gpt2, to_gpt2_config, from_gpt2_config, to_gpt2_weights, from_gpt2_weights,
+    ),
+    Layout(
+        "nanochat", "NanoChatForCausalLM", False,
+        is_nanochat, to_nanochat_config, from_nanochat_config, to_nanochat_weights, from_nanochat_weights,
+    ),
+    # The last: it accepts every network.
+    Layout(
+        "gpt-with-code", "GPTForCausalLM", True,
+        lambda config: True, to_code_config, from_code_config, to_code_weights, from_code_weights,
+    ),
+)  # fmt: skip
+
+
+def without_padding(config: GPTConfig, weights: dict[str, Tensor]) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """A network without the rows that only pad its vocabulary to a round size, which no token has."""
+    from model import VOCAB_SIZE
+
+    # (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)
+    padded = ("transformer.wte.weight", "lm_head.weight", "lm_head.bias")
+    weights = {name: w[:VOCAB_SIZE] if name in padded else w for name, w in weights.items()}
+    return replace(config, vocab_size=min(config.vocab_size, VOCAB_SIZE)), weights

@@ -1,0 +1,125 @@
+"""The class by which transformers runs a network that it has no class for. An export (python hub.py export) gets a copy
+of this file and of model.py, which computes the network; nothing of the project imports this file.
+
+    model = AutoModelForCausalLM.from_pretrained("my-export", trust_remote_code=True)
+    model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=20)
+"""
+
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .model import GPT, GPTConfig, has_rope, rope_table
+
+
+class GPTHubConfig(PreTrainedConfig):
+    """config.json. `network` has the fields of model.py's GPTConfig; the standard names are read from it."""
+
+    model_type = "gpt-with-code"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(self, network: dict | None = None, **kwargs):
+        self.network = network or {field.name: field.default for field in fields(GPTConfig)}
+        super().__init__(**kwargs)
+
+    vocab_size = property(lambda self: self.network["vocab_size"])
+    hidden_size = property(lambda self: self.network["n_embd"])
+    num_hidden_layers = property(lambda self: self.network["n_layer"])
+    num_attention_heads = property(lambda self: self.network["n_head"])
+    max_position_embeddings = property(lambda self: self.network["block_size"])
+
+
+class CacheOfTransformers:
+    """A cache of transformers, with the interface of model.py's KVCache."""
+
+    def __init__(self, cache, weight: torch.Tensor):
+        self.cache = cache
+        self.length = cache.get_seq_length()  # positions of the earlier calls
+        self.k = self.v = weight  # for their precision, which the keys and values take
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
+        return self.cache.update(k, v, layer)
+
+
+class GPTForCausalLM(PreTrainedModel, GenerationMixin):
+    """model.py's GPT behind transformers' interface: forward, loss, generation with a cache, padded batches."""
+
+    config_class = GPTHubConfig
+    base_model_prefix = "network"
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _tied_weights_keys = {"network.lm_head.weight": "network.transformer.wte.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GPTHubConfig):
+        super().__init__(config)
+        self.network = GPT(GPTConfig.from_dict(config.network))
+
+        # transformers empties the buffers that are in no file when it loads a model. RoPE's table becomes a plain
+        # attribute, which it leaves alone, and which forward moves to where the ids are.
+        if has_rope(self.network.config):
+            del self.network.cos_sin
+            self.network.cos_sin = rope_table(self.network.config)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Nothing: GPT draws its own weights when it is built."""
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.network.transformer.wte
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.network.lm_head
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """input_ids (B, T) -> logits (B, T, V), or (B, logits_to_keep, V) of the last positions.
+
+        attention_mask (B, S): 0 where the text is padded, S being T and the positions in the cache. labels (B, T):
+        the ids themselves, -100 where no loss is wanted; the loss is that of predicting each from those before it.
+        """
+        T = input_ids.shape[1]
+        if use_cache is None:
+            use_cache = not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        cache = None
+        if past_key_values is not None:
+            cache = CacheOfTransformers(past_key_values, self.network.transformer.wte.weight)
+
+        # A padded batch: each row counts its positions from its first token, and attends to no padding.
+        positions = mask = None
+        if attention_mask is not None and not attention_mask.all():
+            start = cache.length if cache else 0
+            S = start + T
+            is_text = attention_mask[:, :S].bool()  # (B, S)
+            positions = (is_text.cumsum(-1) - 1).clamp(min=0)[:, start:]  # (B, S) -> (B, T)
+            # Query i, which is position start + i, sees the text up to itself. Padding sees itself, so that no softmax
+            # is over nothing.
+            causal = torch.ones(T, S, dtype=torch.bool, device=input_ids.device).tril(start)  # (T, S)
+            itself = torch.eye(S, dtype=torch.bool, device=input_ids.device)[start:]  # (T, S)
+            mask = (causal & is_text[:, None, :] | itself)[:, None]  # (B, 1, T, S)
+
+        if has_rope(self.network.config):
+            self.network.cos_sin = self.network.cos_sin.to(input_ids.device)
+
+        # (B, T) -> (B, T, C) -> (B, T or logits_to_keep, V)
+        hidden = self.network.hidden(input_ids, cache, positions, mask)
+        logits = self.network.logits(hidden[:, -logits_to_keep:])
+
+        loss = None
+        if labels is not None:
+            # Position t predicts the label at t + 1.
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
