@@ -12,7 +12,9 @@ An interrupted transfer continues when the same command is run again; it is comp
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +25,7 @@ from training import convert, metrics_file
 
 if TYPE_CHECKING:
     from model import GPT, GPTConfig
+    from training.config import TrainConfig
 
 # Files of a model repository that are pulled: checkpoints, exports, and what describes them. Code is never fetched.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>\d+)\.pt")
@@ -32,12 +35,91 @@ OTHER_FILE = re.compile(r"[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
 CARD_FIGURES = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
 
-def check(repo: str, public: bool = False) -> None:
+# What a free account may store in private repositories (huggingface.co/docs/hub/storage-limits, November 2026).
+FREE_PRIVATE_BYTES = 100e9
+
+
+def check(
+    repo: str,
+    public: bool = False,
+    model_bytes: int | None = None,
+    optimizer_bytes: int = 0,
+    saves: int = 1,
+    steps: Literal["newest", "best", "all"] = "newest",
+    periodic: bool = False,
+) -> None:
     """Make the model repository REPO (private unless --public) if it is missing, and check that this token may write
-    to it: better now than when a run is over."""
-    # Opening it is the whole check.
-    with open_to_write(repo, "model", public) as (_, repo):
+    to it: better now than when a run is over.
+
+    Args:
+        repo: OWNER/NAME.
+        public: the repository is one that all can read.
+        model_bytes: the size of a model_*.pt of the run to come: then say how much will be stored there.
+        optimizer_bytes: the size of an optim_*.pt.
+        saves: how many checkpoints the run keeps.
+        steps: which of them are pushed at the end.
+        periodic: checkpoints with their optimizer are pushed while it trains, each in the place of the one before.
+    """
+    with open_to_write(repo, "model", public) as (api, repo):
         print0(f"{repo} is there, and this token may push to it")
+        if model_bytes is None:
+            return
+
+        # What the repository has already, which other runs may have left, and what comes.
+        tree = api.list_repo_tree(repo, recursive=True)
+        stored = sum(getattr(entry, "size", 0) for entry in tree)
+        coming = pushed_bytes(model_bytes, optimizer_bytes, saves, steps, periodic)
+        print0(f"pushes: at most {coming / 1e9:.1f} GB in {repo}, which holds {stored / 1e9:.1f} GB now")
+        limit = f"a free account may store {FREE_PRIVATE_BYTES / 1e9:.0f} GB in all its private repositories"
+        if not public and stored + coming > FREE_PRIVATE_BYTES:
+            fix = "push fewer checkpoints (PUSH=newest), free space on the Hub, or make sure that your plan has more"
+            print0(f"warning: {limit}, and its pushes are refused beyond that; {fix}")
+        elif not public:
+            print0(f"{limit}; what others of yours hold was not looked up")
+
+
+def planned_sizes(cfg: TrainConfig) -> tuple[int, int, int] | None:
+    """For a run that has not begun: the bytes of a model_*.pt and of an optim_*.pt, and how many checkpoints it keeps.
+    None if --init-from decides on the network."""
+    import torch
+
+    from model import GPT
+    from tokens import shards
+    from training import predict, presets
+
+    # On the meta device a model has shapes and no memory. What the optimizers keep follows from the shapes.
+    if presets.is_network_from_init(cfg):
+        return None
+    with torch.device("meta"):
+        model = GPT(cfg.model)
+    model_bytes = predict.FLOAT32 * model.num_params()
+    optimizer_bytes = predict.optimizer_bytes(replace(cfg, zero_stage=0), model, ranks=1)
+
+    # The length of the run follows from the size of the shards, two bytes a token, if they are here.
+    saves = 1
+    if cfg.save_every and not cfg.data_dir.startswith("hf://"):
+        tokens = sum(path.stat().st_size // 2 for path in shards.find_shards(cfg.data_dir, "train"))
+        saves = math.ceil(cfg.total_steps(tokens // cfg.sequence_length) / cfg.save_every)
+    if cfg.keep:
+        saves = min(saves, cfg.keep + 1)  # and the best
+    return model_bytes, optimizer_bytes, saves
+
+
+def pushed_bytes(model_bytes: int, optimizer_bytes: int, saves: int, steps: str, periodic: bool) -> int:
+    """The most bytes that the pushes of a run store at a time, before there are any files: list_pushed_files lists the
+    files themselves. The last push counts with the optimizer, as a run that is stopped early is pushed."""
+    match steps:
+        case "newest":
+            models = 1
+        case "best":
+            models = 2  # and the newest, to resume from
+        case "all":
+            models = saves
+        case _:
+            raise ValueError(f"--steps {steps!r} must be newest, best or all")
+    # A checkpoint that was pushed before is removed only once the new one is there.
+    replaced = model_bytes + optimizer_bytes if periodic else 0
+    return models * model_bytes + optimizer_bytes + replaced
 
 
 # ------------------------------------------------------------------------- pushing and pulling models

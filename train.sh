@@ -17,15 +17,23 @@
 #   GPU_HOUR_USD  the price of one GPU for an hour.
 #   PUSH_TO       OWNER/NAME: at the end, push the checkpoint to this Hub repository (hub.py push-model) and wait for
 #                 it. A run that is not finished (budget, time limit, failure) is pushed with its optimizer state, so
-#                 that it can be resumed elsewhere. Whether your token may write there is checked before the start.
+#                 that it can be resumed elsewhere. Whether your token may write there is checked before the start. A
+#                 token that expires is renewed by `hf auth login` on this machine: the next try reads it.
 #   PUSH          which checkpoints to push at the end: newest (default), best (the lowest val loss) or all.
 #   PUSH_PUBLIC   1: the repository is public, or is created public. Default: private.
 #   PUSH_EVERY    with PUSH_TO: also push new checkpoints, with optimizer state, every so many seconds. If the machine
-#                 is taken away, only the work of that time and of --save-every steps is lost. Default: 0, never.
+#                 is taken away, only the work of that time and of --save-every steps is lost. The Hub keeps the newest
+#                 of these. Default: 0, never.
+#   PUSH_RETRY_HOURS  how long a last push that fails is tried again, in growing pauses. Default: 0.25 if the machine can
+#                 then be removed or stopped without a loss, else 12, because it has to stay anyway.
+#   PUSH_TIMEOUT  seconds after which a push that does not end is ended and tried again. Default: 600, and what the
+#                 checkpoint takes at 10 MB/s.
 #   REMOVE_POD    1: remove this machine at the end, with SHUTDOWN_CMD or else `runpodctl pod delete $RUNPOD_POD_ID`. It
-#                 is removed only if the weights are pushed; or, without PUSH_TO, if PERSISTENT=1; or if there are no
-#                 weights because training failed before the first save.
+#                 is removed only if the weights are pushed, if PERSISTENT=1, or if there are no weights because training
+#                 failed before the first save. If they cannot be pushed, it is stopped with STOP_CMD.
 #   PERSISTENT    1: OUT outlives the machine, as a RunPod network volume does. A pod's own /workspace disk does not.
+#   STOP_CMD      a command after which this machine costs less and OUT is still there. Default: on a RunPod pod with OUT
+#                 below /workspace `runpodctl pod stop $RUNPOD_POD_ID`, else none.
 #   REMOVE_DELAY  seconds before the removal in which `kill` can still keep the machine. Default: 60.
 #   KEEP_ON_FAILURE  1: keep the machine after a failure.
 set -euo pipefail
@@ -47,16 +55,36 @@ list_children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ 
 # Print the path of the run's newest weights, or nothing.
 find_newest_weights() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | tail -n 1; }
 
+# Print what this machine costs in a number of hours and a unit, as in "$480.00 a day (8 x $2.50 an hour)".
+describe_cost() { # HOURS UNIT
+    if [[ ! ${GPU_HOUR_USD:-0} =~ [1-9] ]]; then
+        echo "what your cloud asks (GPU_HOUR_USD is not set)"
+        return
+    fi
+    awk -v hours="$1" -v unit="$2" -v price="$GPU_HOUR_USD" -v gpus="$NPROC" \
+        'BEGIN {printf "$%.2f %s (%d x $%.2f an hour)", hours * price * gpus, unit, gpus, price}'
+}
+
+# Whether this machine is known to be rented: it then says what it costs.
+is_rented() { [[ ${REMOVE_POD:-0} == 1 || -n ${RUNPOD_POD_ID:-} || ${GPU_HOUR_USD:-0} =~ [1-9] ]]; }
+
+# Print how to remove this machine by hand.
+describe_removal() {
+    local default="remove it on your cloud's page"
+    [[ -z ${RUNPOD_POD_ID:-} ]] || default="runpodctl pod delete $RUNPOD_POD_ID"
+    echo "${SHUTDOWN_CMD:-$default}"
+}
+
 # ---- in the foreground: reject what would fail hours later, start the supervisor in the background, show its log ----
 
 check_environment() {
     local name
 
     # The form of each value.
-    for name in NPROC START_WAIT MAX_RESTARTS RESTART_DELAY PUSH_EVERY REMOVE_DELAY; do
+    for name in NPROC START_WAIT MAX_RESTARTS RESTART_DELAY PUSH_EVERY PUSH_TIMEOUT REMOVE_DELAY; do
         [[ ${!name:-0} =~ ^[0-9]+$ ]] || die "$name=${!name}: must be a whole number, as in $name=3 ./train.sh"
     done
-    for name in BUDGET_USD GPU_HOUR_USD; do
+    for name in BUDGET_USD GPU_HOUR_USD PUSH_RETRY_HOURS; do
         [[ ${!name:-0} =~ ^[0-9]*\.?[0-9]+$ ]] || die "$name=${!name}: must be a number, as in $name=2.5 ./train.sh"
     done
     [[ ${PUSH_TO:-a/b} =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]] ||
@@ -64,7 +92,7 @@ check_environment() {
     [[ ${PUSH:-newest} =~ ^(newest|best|all)$ ]] || die "PUSH=$PUSH: must be newest, best or all"
 
     # Variables that need another one.
-    for name in PUSH PUSH_PUBLIC PUSH_EVERY; do
+    for name in PUSH PUSH_PUBLIC PUSH_EVERY PUSH_RETRY_HOURS PUSH_TIMEOUT; do
         [[ ${!name:-0} == 0 || -n ${PUSH_TO:-} ]] || die "$name=${!name} needs PUSH_TO=owner/name to push to"
     done
     [[ -z ${BUDGET_USD:-} || ${GPU_HOUR_USD:-0} =~ [1-9] ]] ||
@@ -82,10 +110,12 @@ check_environment() {
 }
 
 # Parse the arguments with the trainer's own parser and print, one a line: the run folder, --resume, --time-limit, the
-# number of GPUs. Arguments or data that the trainer would reject end the script here, with the trainer's message.
+# sizes of what will be pushed as flags of `hub.py check`, the number of GPUs. Arguments or data that the trainer would
+# reject end the script here, with the trainer's message.
 resolve_settings() {
     PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH} "$PY" -P - "$@" <<'END'
-import sys, torch
+import os, sys, torch
+import hub
 from system.cli import run_cli
 from tokens import shards
 from training import checkpoint, presets
@@ -96,7 +126,9 @@ def main():
         for split in ("train", "val") if cfg.val_every else ("train",):
             shards.find_shards(cfg.data_dir, split)
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
-    print(cfg.run_dir.resolve(), cfg.resume, cfg.time_limit, gpus, sep="\n")
+    sizes = os.environ.get("PUSH_TO") and hub.planned_sizes(cfg)
+    flags = "--model-bytes %d --optimizer-bytes %d --saves %d" % sizes if sizes else ""
+    print(cfg.run_dir.resolve(), cfg.resume, cfg.time_limit, flags, gpus, sep="\n")
 
 run_cli(main)
 END
@@ -105,9 +137,8 @@ END
 # Start the run that the arguments describe.
 launch() {
     local typed_command="$0 $*" preset=() defaults=(--resume auto) checkpoint='' matches args
-    local settings time_limit gpus where='' budget_seconds='' log_file
+    local settings time_limit gpus sizes where='' budget_seconds='' log_file at_end first_line
     check_environment
-    [[ -z ${PUSH_TO:-} ]] || "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" || exit 1
 
     # Defaults that the user's own flags override, because they come later. A budget replaces the time limit that a
     # checkpoint has saved.
@@ -130,9 +161,17 @@ launch() {
     args=("${preset[@]}" "${defaults[@]}" "$@")
 
     settings=$(resolve_settings "${args[@]}") || exit 1
-    { read -r OUT && read -r RESUME && read -r time_limit && read -r gpus; } <<<"$settings"
+    { read -r OUT && read -r RESUME && read -r time_limit && read -r sizes && read -r gpus; } <<<"$settings"
     # With another --out-dir this is a new run, which starts from the very checkpoint that was named.
     [[ -z $checkpoint || $OUT == "${checkpoint%/*}" ]] || args+=(--resume "$checkpoint")
+
+    # Whether this token may write there, and whether what will be pushed fits into the account.
+    if [[ -n ${PUSH_TO:-} ]]; then
+        [[ -z $sizes ]] || sizes+=" --steps ${PUSH:-newest}"
+        [[ -z $sizes || ${PUSH_EVERY:-0} == 0 ]] || sizes+=" --periodic"
+        # shellcheck disable=SC2086 # these are several words
+        "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" $sizes || exit 1
+    fi
 
     gpus=${NPROC:-$gpus}
     NPROC=$((gpus > 0 ? gpus : 1))
@@ -155,6 +194,12 @@ launch() {
     log "$typed_command" 2>/dev/null >>"$log_file"
     [[ -s $log_file ]] || die "cannot write to $log_file: is the disk full?"
 
+    # Say what will happen at the end while there is somebody to read it.
+    choose_stop_command
+    at_end=$(describe_end)
+    [[ -z $at_end ]] || echo "$at_end" >>"$log_file" || true
+    first_line=$(($(wc -l <"$log_file") + 1))
+
     # Start the supervisor (this script with --detached) in a session of its own, which a logout does not end.
     export OUT RESUME NPROC BUDGET_SECONDS=$budget_seconds
     setsid bash "${BASH_SOURCE[0]}" --detached "${args[@]}" </dev/null >>"$log_file" 2>&1 &
@@ -165,8 +210,48 @@ launch() {
     echo "started: $NPROC process(es)$where, run folder $OUT, pid $!"
     echo "follow:  tail -f ${log_file@Q}"
     echo "stop:    kill \$(cat ${OUT@Q}/train.pid)    # it saves first; the same command resumes from there"
-    ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n +1 -f -s 0.2 --pid=$! "$log_file" || true
+    [[ -z $at_end ]] || echo "$at_end"
+    ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n "+$first_line" -f -s 0.2 --pid=$! "$log_file" || true
     kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; see its log: $log_file"
+}
+
+# Set STOP_CMD, unless the user has. On RunPod, stopping a pod ends the price of its GPUs and keeps /workspace, whether
+# that is the pod's own disk or a network volume (docs.runpod.io/pods/manage-pods, November 2026). Other disks of a pod
+# are lost.
+choose_stop_command() {
+    local mounted_at
+    [[ -z ${STOP_CMD:-} && ${REMOVE_POD:-0} == 1 && -n ${RUNPOD_POD_ID:-} ]] && hash runpodctl 2>/dev/null || return 0
+    mounted_at=$(df --output=target "$OUT" 2>/dev/null | tail -n 1)
+    [[ $mounted_at == /workspace* ]] || return 0
+    # The first command is that of runpodctl's version 2, the second that of version 1.
+    export STOP_CMD="runpodctl pod stop $RUNPOD_POD_ID || runpodctl stop pod $RUNPOD_POD_ID"
+}
+
+# Print how long a last push that fails is tried again. Waiting must not cost much where nothing can be lost.
+retry_hours() {
+    if [[ -n ${PUSH_RETRY_HOURS:-} ]]; then
+        echo "$PUSH_RETRY_HOURS"
+    elif [[ ${REMOVE_POD:-0} == 1 && (${PERSISTENT:-0} == 1 || -n ${STOP_CMD:-}) ]]; then
+        echo 0.25
+    else
+        echo 12
+    fi
+}
+
+# Print what will happen when training has ended, and what it costs.
+describe_end() {
+    local unsaved='this machine stays: it would hold the only copy'
+    if [[ -n ${PUSH_TO:-} ]]; then
+        echo "at the end: push to $PUSH_TO; a push that fails is tried again for $(retry_hours) hours (PUSH_RETRY_HOURS)"
+    fi
+    if [[ ${REMOVE_POD:-0} == 1 ]]; then
+        [[ -z ${STOP_CMD:-} ]] || unsaved="this machine is stopped, with the weights on its disk ($STOP_CMD)"
+        [[ ${PERSISTENT:-0} != 1 ]] || unsaved="this machine is removed all the same: PERSISTENT=1"
+        echo "at the end: this machine is removed${PUSH_TO:+ once the weights are there. If they cannot be pushed, $unsaved}"
+    elif is_rented; then
+        echo "at the end: THIS MACHINE STAYS, AND COSTS $(describe_cost 24 "a day") until you remove it:" \
+            "$(describe_removal), or start with REMOVE_POD=1"
+    fi
 }
 
 # ---- in the background: train, restart, publish, give the machine back ----
@@ -273,7 +358,9 @@ push_periodically() {
         # Weights without their optimizer state cannot be resumed: push complete checkpoints only.
         [[ $newest != "$last_pushed" && -f ${newest/model_/optim_} ]] || continue
         log "pushing ${newest##*/} to $PUSH_TO while training continues"
-        if nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --with-optimizer; then
+        # A newer push may remove this one: the run needs only the newest.
+        if (push_once "$(push_seconds)" nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" \
+            --with-optimizer --temporary); then
             last_pushed=$newest
         else
             log "that push failed; next try in $PUSH_EVERY seconds"
@@ -281,21 +368,72 @@ push_periodically() {
     done
 }
 
-# Push the checkpoints at the end of training, in up to three attempts. Sets nothing_to_lose if that succeeds.
+# Print after how many seconds a push is ended. A transfer to the Hub's Xet storage can hang for ever.
+push_seconds() {
+    local newest files
+    if [[ -n ${PUSH_TIMEOUT:-} ]]; then
+        echo "$PUSH_TIMEOUT"
+        return
+    fi
+    newest=$(find_newest_weights)
+    files=("$newest" "${newest/model_/optim_}")
+    [[ ${PUSH:-newest} != all ]] || files=("$OUT"/model_*.pt "$OUT"/optim_*.pt)
+    { stat --format %s "${files[@]}" 2>/dev/null || true; } | awk '{n += $1} END {printf "%d", 600 + n / 1e7}'
+}
+
+# Run the command of a push in the place of this (sub)shell, for at most $1 seconds.
+push_once() { # SECONDS COMMAND...
+    local variables=() token_file=${HF_TOKEN_PATH:-${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}/token}
+    # The token that `hf auth login` has saved since the start replaces that of the environment, which may have expired.
+    [[ ! $token_file -nt $STARTED_FILE ]] || variables=(-u HF_TOKEN -u HUGGING_FACE_HUB_TOKEN)
+    # --foreground: the push stays in this process group, where the end of the pusher reaches it.
+    exec env "${variables[@]}" timeout --foreground --kill-after=30 "$1" "${@:2}"
+}
+
+# Push the checkpoints at the end of training, and again for PUSH_RETRY_HOURS if that fails. Sets nothing_to_lose if it
+# succeeds.
 push_at_end() {
-    local push=("${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --steps "${PUSH:-newest}") try
+    local push=("${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --steps "${PUSH:-newest}")
+    local try=0 pause=10 limit now deadline exit_code
     # A run that is not finished needs its optimizer state to be resumed elsewhere.
     [[ $outcome == finished ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || push+=(--with-optimizer)
-    for try in 1 2 3; do
-        log "push to $PUSH_TO, try $try of 3"
-        if run_child "${push[@]}"; then
+    limit=$(push_seconds)
+    deadline=$(awk -v now="$(date +%s)" -v hours="$(retry_hours)" 'BEGIN {printf "%d", now + hours * 3600}')
+
+    while true; do
+        try=$((try + 1))
+        log "push to $PUSH_TO, try $try, for at most $limit seconds"
+        exit_code=0
+        run_child push_once "$limit" "${push[@]}" || exit_code=$?
+        if ((exit_code == 0)); then
             nothing_to_lose="the weights are at $PUSH_TO"
-            break
+            log "$nothing_to_lose"
+            return
         fi
-        ((try == 3)) || run_child sleep "${RESTART_DELAY:-10}" || true
         ((!stop_requested)) || break
+
+        # timeout's exit codes for a command that it ended. A slow network needs more time.
+        if ((exit_code == 124 || exit_code == 137)); then
+            log "that push did not end in $limit seconds"
+            limit=$((limit * 2))
+        fi
+        now=$(date +%s)
+        ((now + pause <= deadline)) || break
+        log "that push failed: the reason is above. Next try in $pause seconds, the last one in" \
+            "$(((deadline - now + 59) / 60)) minutes. If the token has expired: hf auth login, on this machine"
+        run_child sleep "$pause" || true
+        ((!stop_requested)) || break
+        pause=$((pause * 2 < 600 ? pause * 2 : 600))
     done
-    log "${nothing_to_lose:-the push failed; to push by hand: ${push[*]}}"
+    log "the push failed; to push by hand: ${push[*]}"
+}
+
+# Say why this machine stays, what that costs, and how to end it.
+keep_machine() { # REASON
+    log "this machine stays: $1"
+    if is_rented; then
+        log "it costs $(describe_cost 1 "an hour"), until you remove it: $(describe_removal)"
+    fi
 }
 
 # Give this machine back, after a delay in which `kill` keeps it.
@@ -303,37 +441,61 @@ remove_machine() {
     log "$nothing_to_lose: this machine will be removed in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
     run_child sleep "${REMOVE_DELAY:-60}" || true
     if ((stop_requested)); then
-        log "this machine stays: asked to stop"
+        keep_machine "asked to stop"
         return
     fi
     log "running: $SHUTDOWN_CMD"
-    bash -c "$SHUTDOWN_CMD" ||
-        log "THAT FAILED (exit code $?): this machine is still running and costing money; remove it by hand"
+    bash -c "$SHUTDOWN_CMD" || report_running_machine $?
+}
+
+# Say that the command which was to remove or stop this machine has failed.
+report_running_machine() { # EXIT_CODE
+    log "THAT FAILED (exit code $1): this machine is still running, and costs $(describe_cost 1 "an hour");" \
+        "remove it by hand: $(describe_removal)"
+}
+
+# Stop this machine, which has the only copy of the weights on a disk that a stop does not erase, after a delay in which
+# `kill` keeps it running.
+stop_machine() {
+    log "this machine holds the only copy of the weights, on a disk that outlives a stop: it will be stopped in" \
+        "${REMOVE_DELAY:-60} seconds; to keep it running: kill $$"
+    run_child sleep "${REMOVE_DELAY:-60}" || true
+    if ((stop_requested)); then
+        keep_machine "asked to stop"
+        return
+    fi
+    log "start it again and push, then remove it; until then you pay for its disk. Running: $STOP_CMD"
+    bash -c "$STOP_CMD" || report_running_machine $?
 }
 
 # After training: publish the weights, then remove the machine if nothing can be lost by that.
 publish_and_remove() {
     if ((stop_requested)); then
-        log "stopped on request: nothing is pushed, this machine stays"
+        keep_machine "stopped on request; nothing is pushed"
         return
     fi
 
     if [[ -z $(find_newest_weights) ]]; then
         nothing_to_lose="there is no checkpoint to lose"
-    elif [[ -n ${PUSH_TO:-} ]]; then
-        push_at_end
-    elif [[ ${PERSISTENT:-0} == 1 ]]; then
-        nothing_to_lose="the weights are on persistent storage"
+    else
+        [[ -z ${PUSH_TO:-} ]] || push_at_end
+        if [[ -z $nothing_to_lose && ${PERSISTENT:-0} == 1 ]]; then
+            nothing_to_lose="the weights are on persistent storage${PUSH_TO:+, and not at $PUSH_TO}"
+        fi
     fi
 
-    if [[ ${REMOVE_POD:-0} != 1 ]]; then
-        log "this machine stays: REMOVE_POD is not 1"
-    elif [[ -z $nothing_to_lose ]]; then
-        log "this machine stays: it holds the only copy of the weights"
+    if ((stop_requested)); then
+        keep_machine "asked to stop while it pushed"
+    elif [[ ${REMOVE_POD:-0} != 1 ]]; then
+        keep_machine "REMOVE_POD is not 1"
     elif [[ $outcome == failed* && ${KEEP_ON_FAILURE:-0} == 1 ]]; then
-        log "this machine stays: KEEP_ON_FAILURE=1"
-    else
+        keep_machine "KEEP_ON_FAILURE=1"
+    elif [[ -n $nothing_to_lose ]]; then
         remove_machine
+    elif [[ -n ${STOP_CMD:-} ]]; then
+        stop_machine
+    else
+        keep_machine "it holds the only copy of the weights"
     fi
 }
 
@@ -341,6 +503,7 @@ publish_and_remove() {
 supervise() {
     local pusher_pid=''
     STATUS_FILE=$OUT/status.json
+    STARTED_FILE=$OUT/train.pid # as old as this start
     trap handle_stop_signal TERM INT
     trap '' HUP # a logout
     # Keep compiled code beside the project: a network volume keeps it for the next pod, /tmp may not.

@@ -131,21 +131,65 @@ match action:
 """
 
 HUB = """
-# Writes the arguments of each call to a file: `checked` for `hub.py check`, else `pushed`. The first pushes fail, as
-# many as the file push_fails says.
-import pathlib, sys
+# Writes the arguments of each call to a file: `checked` for `hub.py check`, else `pushed`. What a push does:
+#   the first pushes fail, as many as the file push_fails says
+#   until the time in the file hub_back, every push fails
+#   while the file token is there, a push needs the same token in HF_TOKEN or else in $HF_HOME/token
+#   while the file hub_hangs is there, a push does not end
+import os, pathlib, subprocess, sys, time
 here = pathlib.Path(__file__).parent
-if sys.argv[1] == "check":
-    (here / "checked").write_text(" ".join(sys.argv[2:]))
-    sys.exit()
-with open(here / "pushed", "a") as f:
-    f.write(" ".join(sys.argv[1:]) + "\\n")
-tries = len((here / "pushed").read_text().splitlines())
-sys.exit(tries <= int((here / "push_fails").read_text()))
+
+def planned_sizes(cfg):
+    return 500_000_000, 1_000_000_000, 4
+
+def push():
+    with open(here / "pushed", "a") as f:
+        f.write(" ".join(sys.argv[1:]) + "\\n")
+    while (here / "hub_hangs").exists():
+        time.sleep(0.05)
+    if (here / "token").exists():
+        saved = pathlib.Path(os.environ["HF_HOME"]) / "token"
+        token = os.environ.get("HF_TOKEN") or saved.read_text()
+        if token != (here / "token").read_text():
+            sys.exit("error: answered 401: Invalid username or password")
+    now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True).stdout)
+    if now < int((here / "hub_back").read_text()):
+        sys.exit("error: cannot reach the Hub")
+    tries = len((here / "pushed").read_text().splitlines())
+    sys.exit(tries <= int((here / "push_fails").read_text()))
+
+if __name__ == "__main__":
+    if sys.argv[1] == "check":
+        (here / "checked").write_text(" ".join(sys.argv[2:]))
+    else:
+        push()
 """
 
+# A clock that only `sleep` and a push that hangs move: they take no time, and `date` shows what they would have taken.
+CLOCK = {
+    "date": """#!/bin/sh
+exec /bin/date -d "@$(cat {root}/clock)" "$@"
+""",
+    "sleep": """#!/bin/sh
+now=$(cat {root}/clock)
+printf %d "$((now + ${{1%%.*}}))" > {root}/clock.new && mv {root}/clock.new {root}/clock
+exec /bin/sleep 0.01
+""",
+    # timeout --foreground --kill-after=30 SECONDS COMMAND...
+    "timeout": """#!/bin/sh
+[ "$1" = --foreground ] || exec /usr/bin/timeout "$@"
+if [ -e {root}/hub_hangs ]; then
+    sleep "$3"
+    exec /usr/bin/timeout --foreground 0.3 "$@"
+fi
+exec /usr/bin/timeout "$@"
+""",
+}
+START_OF_CLOCK = 1_800_000_000
+
 # Variables of train.sh that this machine may have set.
-TRAIN_SH_VARIABLES = "PUSH_TO PUSH PUSH_PUBLIC REMOVE_POD SHUTDOWN_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD".split()
+TRAIN_SH_VARIABLES = "PUSH_TO PUSH PUSH_PUBLIC PUSH_EVERY PUSH_RETRY_HOURS PUSH_TIMEOUT REMOVE_POD SHUTDOWN_CMD".split()
+TRAIN_SH_VARIABLES += "STOP_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD HF_TOKEN HF_TOKEN_PATH".split()
 
 
 class Pod:
@@ -166,6 +210,7 @@ class Pod:
         (root / "torchrun.py").write_text(TORCHRUN)
         (root / "hub.py").write_text(HUB)
         (root / "push_fails").write_text("0")
+        (root / "hub_back").write_text("0")
         (root / "torch.py").write_text(TORCH)
         (root / "tokens" / "shards.py").touch()
         (root / "training" / "presets.py").write_text(PRESETS)
@@ -176,7 +221,7 @@ class Pod:
         self.add_tool("runpodctl", f'#!/bin/sh\necho "$@" >> {root}/removed\n')
         self.env = {k: v for k, v in os.environ.items() if k not in TRAIN_SH_VARIABLES}
         self.env |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "RUNPOD_POD_ID": "pod7"}
-        self.env |= {"START_WAIT": "0", "RESTART_DELAY": "0", "REMOVE_DELAY": "0"}
+        self.env |= {"START_WAIT": "0", "RESTART_DELAY": "0", "REMOVE_DELAY": "0", "HF_HOME": str(root / "hf-home")}
 
     def __enter__(self):
         return self
@@ -194,6 +239,22 @@ class Pod:
         for name in ("model.py", "system", "tokens", "training"):
             shutil.rmtree(self.root / name, ignore_errors=True)
             (self.root / name).symlink_to(ROOT / name)
+
+    def use_real_hub(self):
+        """Replace the stand-in of hub.py by the real one, which needs the real parser, too."""
+        self.use_real_parser()
+        (self.root / "hub.py").unlink()
+        (self.root / "hub.py").symlink_to(ROOT / "hub.py")
+
+    def use_simulated_clock(self):
+        """From now on, pauses take no time; clock() tells how long they would have taken."""
+        (self.root / "clock").write_text(str(START_OF_CLOCK))
+        for name, text in CLOCK.items():
+            self.add_tool(name, text.format(root=self.root))
+
+    def clock(self):
+        """The seconds that the simulated clock has gone so far."""
+        return int(self.read("clock")) - START_OF_CLOCK
 
     def add_tool(self, name, text):
         """Put an executable script on the PATH."""

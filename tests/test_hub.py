@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults import hub_server
 from faults.hub_server import Fault
-from helpers import make_shards, same_bits
+from helpers import make_shards, same_bits, train_quickstart
 
 import fineweb
 import hub as hub_script
@@ -27,6 +27,7 @@ from system.hub_client import is_abandoned, open_hub
 from tokens import shards, tokenizer
 from training import checkpoint, metrics_file
 from training.open_model import open_model
+from training.presets import parse
 
 
 @pytest.fixture
@@ -461,6 +462,33 @@ def test_a_token_that_only_reads_is_found_out_before_a_run(run, hub):
     for name in ("tester/mine", "tester/new"):
         run("check", name, fails_with="403.*write, to push")
     assert not (hub.root / "models/tester/new").exists()
+
+
+def test_the_sizes_of_what_a_run_will_push_are_those_of_its_files(tiny_args, tmp_path):
+    """The sum that is made before the start, and the files of a run with the same settings."""
+    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "4", "--save-every", "1")
+    cfg = parse(["quickstart", *tiny_args, "--max-steps", "4", "--save-every", "1"], None)
+    model_bytes, optimizer_bytes, saves = hub_script.planned_sizes(cfg)
+
+    assert saves == 4
+    for steps in ("newest", "best", "all"):
+        _, files = hub_script.list_pushed_files(run, steps, True)
+        real = sum(path.stat().st_size for path in files if path.suffix == ".pt")
+        planned = hub_script.pushed_bytes(model_bytes, optimizer_bytes, saves, steps, periodic=False)
+        # the best may be the newest; files of a tiny network have as much around the numbers
+        assert planned <= real + model_bytes and real <= 1.5 * planned, steps
+
+
+def test_a_run_whose_pushes_do_not_fit_into_a_free_account_is_told_so(run):
+    # gpt2-1558m, 18.69 GB with AdamW's state: four steps of it fit, all that a run of 10B tokens keeps
+    sizes = ["--model-bytes", 6_230_745_600, "--optimizer-bytes", 12_461_491_200]
+    fits = run("check", "tester/large", *sizes, "--saves", 4, "--steps", "all", "--periodic")
+    assert "at most 56.1 GB in tester/large, which holds 0.0 GB now" in fits and "warning" not in fits
+    assert "a free account may store 100 GB" in fits
+
+    refused = run("check", "tester/large", *sizes, "--saves", 20, "--steps", "all")
+    assert "at most 137.1 GB" in refused and "warning: a free account may store 100 GB" in refused
+    assert "warning" not in run("check", "tester/large", *sizes, "--saves", 20, "--steps", "all", "--public")
 
 
 def test_a_run_is_pushed_while_it_writes_its_metrics(run, tiny, run_folder, tmp_path):

@@ -247,26 +247,24 @@ def test_flags_are_read_as_the_trainer_reads_them(pod):
 
 
 def test_a_repository_that_cannot_be_pushed_to_is_refused_before_the_start(pod):
-    """With the real hub.py: a repository that all can read, and a token that may not write."""
-    (pod.root / "hub.py").unlink()
-    (pod.root / "hub.py").symlink_to(ROOT / "hub.py")
+    """With the real hub.py: a token that may not write."""
+    pod.use_real_hub()
     with hub_server.start(pod.root / "hub") as hub:
-        # the repository was made beforehand, and is public
-        (pod.root / "hub" / "models" / "tester" / "x").mkdir(parents=True)
 
         def start(**env):
-            return pod.start(check=False, **hub.env(), PUSH_TO="tester/x", **env)
-
-        assert "PUSH_PUBLIC=1" in start().stderr
+            data = ["--data-dir", "hf://me/tokens", "--save-every", "5", "--keep", "2"]
+            return pod.start("overfit", *data, check=False, **hub.env(), PUSH_TO="tester/x", **env)
 
         hub.read_only = True
-        done = start(PUSH_PUBLIC="1")
+        done = start()
         assert done.returncode == 1 and "403" in done.stderr and "write, to push" in done.stderr
         assert not pod.starts() and not (pod.root / "log").exists()
 
+        # with a token that may write, it says how much will be stored there
         hub.read_only = False
-        assert start(PUSH_PUBLIC="1", plan="user-error").returncode == 0
-        pod.wait_until_ended()
+        done = start(PUSH_EVERY="60", plan="user-error")
+        assert done.returncode == 0 and "at most 0.2 GB in tester/x" in done.stdout
+        pod.wait_until_ended("log/overfit")
 
 
 def test_killed_torchrun_leaves_no_rank_behind(pod):
@@ -336,6 +334,7 @@ def test_the_trainer_tells_errors_of_the_user_from_those_that_may_pass(read_stat
 
 
 def test_push_then_remove(pod):
+    pod.use_simulated_clock()
     (pod.root / "push_fails").write_text("1")  # the first push fails
     pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1")
     log = pod.wait_until_ended()
@@ -352,7 +351,8 @@ def test_a_run_that_is_not_over_is_pushed_with_what_resuming_needs(pod, plan):
     log = pod.wait_until_ended()
 
     assert pod.read("pushed") == f"push-model {pod.root}/log/gpt2-124m me/gpt2 --public --steps best --with-optimizer\n"
-    assert pod.read("checked") == "me/gpt2 --public"
+    sizes = "--model-bytes 500000000 --optimizer-bytes 1000000000 --saves 4 --steps best"
+    assert pod.read("checked") == f"me/gpt2 --public {sizes}"
     assert pod.read("removed") and "training finished" not in log
     assert len(pod.starts()) == 1
 
@@ -373,7 +373,7 @@ def test_new_checkpoints_are_pushed_while_training_continues(pod):
     pod.wait(lambda: pod.read("pushed"))
     wait_for_looks(4)
     out = pod.root / "log/gpt2-124m"
-    assert pod.read("pushed").splitlines() == [f"push-model {out} me/mine --with-optimizer"]
+    assert pod.read("pushed").splitlines() == [f"push-model {out} me/mine --with-optimizer --temporary"]
 
     # a new one is pushed, too
     for kind in ("optim", "model"):
@@ -387,15 +387,6 @@ def test_new_checkpoints_are_pushed_while_training_continues(pod):
     looks_at_end = looks()
     time.sleep(0.3)
     assert looks() == looks_at_end and len(pod.read("pushed").splitlines()) == 2
-
-
-def test_the_only_copy_is_never_removed(pod):
-    (pod.root / "push_fails").write_text("9")
-    pod.start(PUSH_TO="me/gpt2", REMOVE_POD="1", PERSISTENT="1")
-    log = pod.wait_until_ended()
-
-    assert "push failed" in log and "only copy" in log and not pod.read("removed")
-    assert len(pod.read("pushed").splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -469,6 +460,8 @@ def test_budget_becomes_a_time_limit(pod):
         ({"PUSH_TO": "justaname"}, "owner/name"),
         ({"PUSH_EVERY": "3600"}, "needs PUSH_TO"),
         ({"PUSH_PUBLIC": "1"}, "needs PUSH_TO"),
+        ({"PUSH_RETRY_HOURS": "2"}, "needs PUSH_TO"),
+        ({"PUSH_RETRY_HOURS": "all", "PUSH_TO": "me/x"}, "PUSH_RETRY_HOURS=all"),
         ({"PUSH": "last", "PUSH_TO": "me/x"}, "newest, best or all"),
         ({"PUSH_EVERY": "1h", "PUSH_TO": "me/x"}, "PUSH_EVERY=1h"),
         ({"BUDGET_USD": "5"}, "GPU_HOUR_USD"),
@@ -488,7 +481,7 @@ def test_help_explains_every_variable(pod):
     text = pod.start("--help").stdout
 
     names = "NPROC START_WAIT MAX_RESTARTS RESTART_DELAY BUDGET_USD GPU_HOUR_USD PUSH_TO PUSH PUSH_PUBLIC PUSH_EVERY"
-    names += " REMOVE_POD SHUTDOWN_CMD PERSISTENT REMOVE_DELAY KEEP_ON_FAILURE"
+    names += " REMOVE_POD SHUTDOWN_CMD STOP_CMD PERSISTENT REMOVE_DELAY KEEP_ON_FAILURE PUSH_RETRY_HOURS PUSH_TIMEOUT"
     assert all(name in text for name in names.split())
     assert "set -euo" not in text and not pod.starts()
 
