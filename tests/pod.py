@@ -180,6 +180,7 @@ exec /bin/sleep 0.01
 [ "$1" = --foreground ] || exec /usr/bin/timeout "$@"
 if [ -e {root}/hub_hangs ]; then
     sleep "$3"
+    shift 3
     exec /usr/bin/timeout --foreground 0.3 "$@"
 fi
 exec /usr/bin/timeout "$@"
@@ -300,9 +301,9 @@ class Pod:
             assert time.monotonic() < deadline, f"waited in vain\n{self.log()}"
             time.sleep(0.02)
 
-    def wait_until_ended(self, out="log/gpt2-124m"):
+    def wait_until_ended(self, out="log/gpt2-124m", seconds=20):
         """Wait until train.sh has made its last decision. Returns the log."""
-        self.wait(lambda: "training " in self.log(out) and not (self.root / out / "train.pid").exists())
+        self.wait(lambda: "training " in self.log(out) and not (self.root / out / "train.pid").exists(), seconds)
         return self.log(out)
 
     def wait_for_ranks(self, out="log/gpt2-124m"):
