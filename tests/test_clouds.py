@@ -28,7 +28,7 @@ STAND_INS = {
 }
 
 
-def run_slurm_job(folder, exit_code=0, stand_ins=STAND_INS, **env):
+def run_slurm_job(folder, exit_code=0, stand_ins=STAND_INS, job_id="7", **env):
     """Run slurm.sbatch in `folder` with stand-ins, expecting this exit code. Returns the commands that it called, each
     a list of words."""
     # one folder serves as the project's .venv and as the system's PATH
@@ -41,7 +41,7 @@ def run_slurm_job(folder, exit_code=0, stand_ins=STAND_INS, **env):
 
     env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(folder), **env}
     env |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2"}
-    env |= {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "48"}
+    env |= {"SLURM_JOB_ID": job_id, "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "48"}
     command = ["bash", str(ROOT / "cloud" / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == exit_code, done.stderr
@@ -64,11 +64,23 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
     # srun does not inherit sbatch's --cpus-per-task
     assert "--cpus-per-task=48" in find_call(calls, "srun")
     torchrun = find_call(calls, "torchrun")
-    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:29500", "--rdzv-id=7"} <= set(torchrun)
+    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:20007", "--rdzv-id=7"} <= set(torchrun)
     cfg = train_config(torchrun)
     assert (cfg.preset, cfg.out_dir, cfg.resume, cfg.time_limit) == ("gpt2-350m", "/shared/log/x", "auto", "28200")
     # the variable that docs/clouds.md has people export on each of several machines
     assert re.search(r"export TORCH_\w+=\w+", CLOUDS)[0] in (ROOT / "cloud" / "slurm.sbatch").read_text()
+
+
+def test_two_slurm_jobs_on_one_node_do_not_meet_in_one_store(tmp_path):
+    def endpoint(job_id):
+        torchrun = find_call(run_slurm_job(tmp_path, job_id=job_id), "torchrun")
+        return next(word for word in torchrun if word.startswith("--rdzv-endpoint="))
+
+    # jobs that start soon after one another, and one of a cluster that has counted for years
+    endpoints = [endpoint(job_id) for job_id in ("7", "8", "48213377")]
+    assert len(set(endpoints)) == 3
+    # below the ports that the kernel hands out
+    assert all(20000 <= int(word.rsplit(":", 1)[1]) < 30000 for word in endpoints)
 
 
 @pytest.mark.parametrize("minutes, seconds", [(240, 230 * 60), (10, 5 * 60)])
