@@ -34,6 +34,7 @@ from system.files import lock_folder
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
+HUB_ENDPOINT = "https://huggingface.co"
 CONNECT_TIMEOUT = 10  # seconds
 READ_TIMEOUT = 300  # seconds without a byte; the Hub may take minutes to accept a commit of large files
 
@@ -59,8 +60,9 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     # Accept what users copy from a web page or from --data-dir.
     name = repo.removeprefix("hf://").removeprefix("datasets/").strip("/")
 
-    # A plain http:// endpoint is a mirror on the local network, which has no Xet storage.
-    if constants.ENDPOINT.startswith("http://"):
+    # A mirror passes on where the Hub keeps a file in Xet storage, which is another host that a user of the mirror may
+    # not reach: only the Hub itself is asked for it, unless the user has set HF_HUB_DISABLE_XET.
+    if constants.ENDPOINT != HUB_ENDPOINT and "HF_HUB_DISABLE_XET" not in os.environ:
         constants.HF_HUB_DISABLE_XET = True
 
     # huggingface_hub has no timeout by default: a network that drops packets would make it hang instead of fail.
@@ -76,7 +78,7 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     except UserError:
         raise
     except Exception as error:
-        fix = f"Run the same command again to continue where it stopped{hint}"
+        fix = f"Run the same command again: files that are complete are not transferred twice{hint}"
         raise UserError(f"{explain_failure(error, name)}. {fix}") from None
 
 
@@ -349,6 +351,7 @@ def pull(repo: str, kind: str, out: Path, revision: str | None) -> Iterator[tupl
         remote = {entry.path: entry for entry in tree if hasattr(entry, "blob_id")}  # files only: folders have no blob
 
         def download(names: list[str], folder: Path) -> None:
+            remove_partial_downloads(folder)
             patterns = [glob.escape(name) for name in names]
             api.snapshot_download(repo, repo_type=kind, revision=commit, local_dir=folder, allow_patterns=patterns)
 
@@ -380,7 +383,7 @@ def fetch_files(
         is_same = has_hash(folder / name, remote[name], wanted[name])
         require(is_same, f"{folder} has a different {name} than {repo}; {fix}")
 
-    # Download the others beside the folder's files. What an interrupted pull left there is not fetched again.
+    # Download the others beside the folder's files. Files that an interrupted pull completed are not fetched again.
     staging = folder / STAGING_FOLDER
     if missing:
         download(missing, staging)
@@ -394,6 +397,18 @@ def fetch_files(
     # A wrong hash is a broken transfer, which another try repairs, or a broken push.
     fix = "run the same command again or, if that does not help, push it again"
     require(not wrong, f"{', '.join(wrong)} came from {repo} with a wrong hash; {fix}")
+
+
+def remove_partial_downloads(folder: Path) -> None:
+    """Remove what killed downloads into `folder` have left there. The caller holds the lock on the folder.
+
+    huggingface_hub 2.4 resumes a download only within one call: its partial files have random names, and it begins
+    anew beside them. Its locks are files, which nobody removes, where the file system has no flock.
+    """
+    bookkeeping = folder / ".cache" / "huggingface" / "download"
+    for pattern in ("*.incomplete", "*.lock"):
+        for path in bookkeeping.rglob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def has_hash(path: Path, remote: RepoFile, sha256: str | None) -> bool:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from system.cli import UserError, require
-from system.hub_client import open_hub
+from system.hub_client import open_hub, remove_partial_downloads
 from tokens import shards
 from tokens.documents import DATASETS_BUILDERS, READERS, choose_reader, format_names, import_datasets, split_suffixes
 
@@ -278,10 +278,12 @@ def changed_settings(config: "BuilderConfig") -> dict:
 
 
 def download_files(source: dict, first_index: int, folder: Path) -> Iterator[Path]:
-    """Download the files of a Hub source from `first_index` on into `folder`; a partial download is resumed."""
+    """Download the files of a Hub source from `first_index` on into `folder`, of which the caller holds the lock. A file
+    whose download was cut off is downloaded anew; one that is complete is not."""
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # fineweb.py shows one for the tokens
+    remove_partial_downloads(folder)
     for file in source["files"][first_index:]:
         with open_hub(source["name"]) as (api, repo):
             path = api.hf_hub_download(

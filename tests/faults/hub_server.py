@@ -24,7 +24,8 @@ datasets; in download and Git LFS addresses a model's has no prefix.
     GET  /OWNER/NAME/resolve/REV/FILE              a download, whole or a range of bytes; HEAD for its size and hash
     POST /api/validate-yaml                        the check of a model card: always fine
 
-Not here: branches and old revisions (only the newest is kept), Xet storage, pull requests, pages of long listings.
+Not here: branches and old revisions (only the newest is kept), pull requests, pages of long listings, and the network
+protocol of Xet storage (tests/test_downloads.py has a folder in its place).
 """
 
 import base64
@@ -86,6 +87,7 @@ class Hub:
     read_only: bool = False  # whether the token may read, but not write
     log: list[tuple[str, str, int, str]] = field(default_factory=list)  # method, path, status, Range
     extra_tree: list[dict] = field(default_factory=list)  # hostile entries added to every listing
+    xet_hashes: dict[str, str] = field(default_factory=dict)  # {sha256: hash} of files that are in Xet storage, too
     quota: int | None = None  # bytes of stored objects that the account may have; None: no limit
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -94,6 +96,19 @@ class Hub:
         home = str(self.root.parent / "hf-home")
         auth = {"HF_TOKEN": self.token if token else "", "HF_HOME": home}
         return {"HF_ENDPOINT": self.url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **auth}
+
+    @property
+    def xet_storage(self) -> str:
+        """The address of the Xet storage: a folder, which hf_xet itself reads and writes."""
+        return f"local://{self.root.parent / 'xet-storage'}"
+
+    def store_in_xet(self, folder: Path) -> None:
+        """Put the large files of a repository into the Xet storage. Call it in a process of the test alone."""
+        import hf_xet
+
+        paths = [str(path) for path in sorted(folder.iterdir()) if path.suffix in LFS_SUFFIXES]
+        for stored in hf_xet.upload_files(paths, self.xet_storage, None, None, None, None):
+            self.xet_hashes[stored.sha256] = stored.hash
 
     def count(self, method: str, part: str) -> int:
         """How many requests of this method, with this part of a path, have been answered."""
@@ -244,6 +259,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.offer_uploads(json.loads(data))
         if self.command == "PUT" and path.startswith("/lfs/"):
             return self.store_object(path.removeprefix("/lfs/"), data)
+
+        # A token for the Xet storage, which is asked for only if the storage is known.
+        if "/xet-read-token/" in path:
+            headers = {"X_Xet_Cas_Url": self.hub.xet_storage, "X_Xet_Access_Token": "xet-token"}
+            return self.answer(b"", 200, X_Xet_Token_Expiration=str(2**31), **headers)
 
         # One repository.
         if match := REPO_URL.fullmatch(path):
@@ -436,6 +456,12 @@ class Handler(BaseHTTPRequestHandler):
 
         data = path.read_bytes()
         headers = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes", "ETag": f'"{content_hash(path)}"'}
+
+        # A file in Xet storage says so, and where to get a token for it.
+        xet_hash = self.hub.xet_hashes.get(content_hash(path))
+        if xet_hash:
+            token_url = f"{self.hub.url}/api/{kind or 'models/'}{repo}/xet-read-token/{commit}"
+            headers |= {"X_Xet_Hash": xet_hash, "X_Xet_Refresh_Route": token_url}
 
         # A range, such as bytes=1000-, continues an interrupted download.
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
