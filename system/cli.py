@@ -19,6 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+OTHER_TRAINERS = "what flags and presets of nanoGPT, llm.c and other trainers are called here: docs/coming-from.md"
+
+
+class RetryableError(Exception):
+    """An error that the same command, run again, need not meet again. train.sh and Slurm start again after it. The
+    message says what happened and what the next start does differently."""
+
 
 class UserError(Exception):
     """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
@@ -75,6 +82,14 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         if env_rank() > 0:
             time.sleep(3)
         fail(f"error: {e}")
+    except RetryableError as e:
+        write_status("system_error", str(e))
+        fail(f"error: {e}")
+    except SystemExit as e:
+        # tyro has printed what is wrong with a flag. Many who type an unknown one know it from another trainer.
+        if e.code == 2 and env_rank() == 0:
+            print(OTHER_TRAINERS, file=sys.stderr, flush=True)
+        raise
     except KeyboardInterrupt:
         exit_process(130)  # 128 + SIGINT, as a shell reports it
     except OSError as e:

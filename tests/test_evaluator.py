@@ -212,6 +212,27 @@ def test_a_second_epoch_is_judged_by_the_public_second_epoch(monkeypatch, capsys
     assert "track" not in validate_once(cfg, monkeypatch, capsys, max_steps=38_146, step=5000)
 
 
+# ------------------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("document, prompt", [
+    ("Call me Ishmael. Some years ago, never mind how long precisely", "Call me Ishmael. Some years"),
+    ("Short.", "Short."),  # the document behind it is another text
+])  # fmt: skip
+def test_samples_of_a_fine_tuned_model_continue_the_users_own_text(tiny_args, tmp_path, document, prompt):
+    write_val_text(tmp_path / "text", [document, "another text " * 20])
+    cfg = parse_config("finetune", *tiny_args, *SMALL_GPT2, "--init-from", "scratch", "--sample-every", "1")
+    assert cfg.sample_prompt == "@val"
+    torch.manual_seed(0)
+    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), forward=None, micro_batch_size=4)
+    val_data = Loader(tmp_path / "text", "val", 32, cfg.model.vocab_size)
+
+    # Also in a run that does not validate: from its train data.
+    for data in ((None, val_data), (val_data, None)):
+        samples = evaluator.Evaluator(train_step, *data).sample_text(lambda: False)
+        assert samples.count("sample 0: " + prompt) == 1
+
+
 # ------------------------------------------------------------------------- evaluations that fail
 
 

@@ -3,7 +3,7 @@
     cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
 
 training/presets.py holds the presets and parses the command line. A field's docstring is its help text. Adding a field
-adds a flag; decide below whether it may change on resume.
+adds a flag: give it a place in training/help.py, and decide below whether it may change on resume.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class TrainConfig:
     seed: int = 1337
     """Seeds the weights and the order of the data."""
     shuffle: bool = True
-    """Two-level shuffle: shards, then the sequences of a shard or of several small ones; off: front to back."""
+    """Shuffle the shards, and the sequences of each shard or group of small ones; off: front to back."""
     epochs: int = 1
-    """Passes over the data, each of steps-per-epoch; given without --max-steps, it overrides the preset's max-steps."""
+    """Passes over the data; overrides the preset's max-steps."""
     steps_per_epoch: int = 0
     """Optimizer steps counted as one epoch; 0 derives them from the data."""
     max_steps: int = 0
-    """Total optimizer steps; 0 means epochs * steps-per-epoch."""
+    """Total optimizer steps; 0: epochs * steps-per-epoch."""
 
     # The batch of a step, and how it is split. micro_batch_size does not change the result beyond rounding.
 
     total_batch_size: int = 524_288
     """Tokens per step, over all ranks and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences in one forward pass of one rank; auto halves until it fits in a GPU's memory, or takes few on a CPU."""
+    """Sequences per forward pass of a rank; auto finds what fits in memory."""
     sequence_length: int = 1024
     """Tokens per sequence (T)."""
 
@@ -78,29 +78,29 @@ class TrainConfig:
     warmup_steps: int = 715
     """Steps over which the rate rises linearly to its peak."""
     schedule: Literal["cosine", "trapezoid"] = "cosine"
-    """After the warm-up, down to min-lr: half a cosine; or constant, then linear (trapezoid)."""
+    """Down to min-lr by half a cosine, or constant then linear (trapezoid)."""
     cooldown: float = 0.2
-    """Fraction of max-steps over which the trapezoid decays to min-lr; other schedules do not use it."""
+    """Fraction of max-steps over which the trapezoid decays; others do not use it."""
     weight_decay: float = 0.1
-    """Weight decay of the matrices and embeddings that AdamW updates; Muon's have muon-weight-decay."""
+    """Of the matrices and embeddings that AdamW updates."""
     vector_weight_decay: float = 0.0
-    """Weight decay of biases and gains."""
+    """Of biases and gains."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the blocks' matrices, AdamW for everything else."""
+    """adamw, or muon for the blocks' matrices and AdamW for all else."""
     beta1: float = 0.9
     beta2: float = 0.95
     adam_eps: float = 1e-8
     muon_lr: float = 0.02
-    """Peak learning rate of the blocks' matrices with --optimizer muon; max-lr then applies to the rest."""
+    """Peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest."""
     muon_weight_decay: float = 0.0
-    """Weight decay of the blocks' matrices with --optimizer muon."""
+    """Of the blocks' matrices with --optimizer muon."""
     muon_momentum: float = 0.95
     newton_schulz: Literal["fast", "exact"] = "fast"
     """Muon's iterations. fast: 5, approximate; exact: 12, converged."""
     embed_lr_scale: float = 1.0
-    """Multiplies max-lr for the embeddings; untied ones work well at high rates."""
+    """Multiplies max-lr for the embeddings; untied ones want high rates."""
     vector_lr_scale: float = 1.0
     """Multiplies max-lr for biases and gains."""
 
@@ -109,7 +109,7 @@ class TrainConfig:
     val_every: int = 250
     """Steps between measurements of the validation loss."""
     val_tokens: int = 10_485_760
-    """Validation tokens: the first of the val split, regardless of ranks and micro-batch."""
+    """Validation tokens: the first of the val split, whatever the ranks."""
     hellaswag_every: int = 250
     """Steps between HellaSwag scores."""
     hellaswag_data: str = ""
@@ -117,54 +117,57 @@ class TrainConfig:
     sample_every: int = 250
     """Steps between samples."""
     sample_prompt: str = "Hello, I'm a language model,"
+    """Text to continue; @val: the first words of the val split."""
     save_every: int = 5000
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 0
-    """Newest checkpoints to keep, besides the best by val loss; 0 keeps all."""
+    """Newest checkpoints to keep, besides the best by val loss; 0: all."""
 
     # What the run starts from.
 
     resume: str = "none"
-    """none, auto (newest complete checkpoint of the run folder, if any) or the path of a model_*.pt."""
+    """none, auto (the run folder's newest checkpoint) or a model_*.pt."""
     allow_drift: bool = False
     """Resume even if settings that shape the result have changed."""
     init_from: str = "scratch"
-    """scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, a model_*.pt or a run folder."""
+    """scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder."""
 
     # Hardware. None of this changes the result beyond rounding, except `weights`.
 
     device: str = "auto"
     """auto, cuda, cuda:1, mps or cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the matrix products; auto takes the fastest that every rank has."""
+    """Precision of the matrix products; auto: the fastest of all ranks."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 applies to the model's weights and gradients, including gradient accumulation; the optimizer keeps
     float32 master weights, which checkpoints store."""
     deterministic: bool = False
     """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
     compile: bool = True
+    """torch.compile; off: starts at once, but trains slower."""
     recompute: bool = False
-    """Recompute whole blocks in the backward pass: less memory, up to a third more time."""
+    """Recompute blocks when going backward: less memory, up to 1/3 slower."""
     zero_stage: Literal[0, 1] = 0
     """1 shards the optimizer state across ranks (ZeRO-1)."""
 
     # Everything else.
 
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    """Also send curves to: none, tensorboard, or wandb (pip install wandb)."""
     time_limit: str = ""
     """Stop cleanly and save after this long, e.g. 3h50m."""
     skip_bad_steps: int = 0
-    """How many non-finite steps to skip before stopping, counted from each start."""
+    """Non-finite steps to skip before stopping, counted from each start."""
     gpu_hour_usd: float = 0.0
     """Price of one GPU-hour, for the cost estimates."""
     dry_run: bool = False
-    """Print the plan (parameters, memory, measured step time, ETA, cost) and exit."""
+    """Print the plan with measured speed, memory, time and cost; then exit."""
     card: str = ""
-    """With --dry-run: predict it for cards that are not here, e.g. 8xH100, A100-40GB or 2xA100-80GB."""
+    """With --dry-run: predict it for other cards, e.g. 8xH100, A100-40GB."""
     eval_only: bool = False
-    """Print val loss and HellaSwag of what --init-from names (gpt2, a run folder, a model_*.pt) and exit."""
+    """Print val loss and HellaSwag of the weights of --init-from, then exit."""
     overfit_single_batch: bool = False
-    """Train on the first batch repeatedly: if the loss does not collapse, something is broken."""
+    """Train on the first batch alone: its loss must collapse."""
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule, or ValueError for a value outside its Literal."""

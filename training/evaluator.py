@@ -29,6 +29,7 @@ from training.step import Forward, TrainStep
 from training.stop import EvaluationFailedElsewhere, Stopped, report_failed_evaluation
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
+PROMPT_TOKENS = 8  # of --sample-prompt @val
 
 
 class Evaluator:
@@ -141,7 +142,11 @@ class Evaluator:
         encoding = tokenizer.encoding()
 
         # The prompt's last tokens, as many as the model reads; an empty prompt starts a document.
-        prompt = encoding.encode_ordinary(cfg.sample_prompt)[-cfg.model.block_size :] or [tokenizer.EOT]
+        if cfg.sample_prompt == "@val":
+            prompt = self._first_words()
+        else:
+            prompt = encoding.encode_ordinary(cfg.sample_prompt)
+        prompt = prompt[-cfg.model.block_size :] or [tokenizer.EOT]
         idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (4, T)
 
         # A generator of their own, seeded anew: every step draws the same random numbers, and training's are untouched.
@@ -154,6 +159,17 @@ class Evaluator:
                 columns.append(new_ids)
         rows = torch.stack(columns, dim=1).tolist()  # (4, T + new tokens)
         return "\n".join(f"sample {i}: {printable(encoding.decode(row))}" for i, row in enumerate(rows))
+
+    def _first_words(self) -> list[int]:
+        """The first tokens of the val split's first document, or of the train split's in a run that does not
+        validate."""
+        data = self.val_data or self.data
+        tokens = data.read(np.array([[0, 0]]))[0].tolist()  # sequence 0 of shard 0, (T + 1,)
+        if tokens[0] == tokenizer.EOT:
+            tokens = tokens[1:]
+        if tokenizer.EOT in tokens:
+            tokens = tokens[: tokens.index(tokenizer.EOT)]
+        return tokens[:PROMPT_TOKENS]
 
 
 def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:

@@ -8,17 +8,18 @@ Called by train_gpt2.py with sys.argv. To add a preset: an entry in PRESETS, and
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import tyro
 
 from model import GPTConfig
-from system.cli import UserError, env_rank
+from system.cli import OTHER_TRAINERS, UserError, print0
 from training.config import TrainConfig
+from training.help import help_text, switches
 
 
 def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
@@ -98,7 +99,7 @@ PRESETS = _by_name(
         preset="finetune",
         data_dir="data/my", init_from="gpt2",
         total_batch_size=32_768, epochs=2, warmup_steps=5, max_lr=3e-5, min_lr=3e-6,
-        val_every=25, val_tokens=131_072, hellaswag_every=0, sample_every=50,
+        val_every=25, val_tokens=131_072, hellaswag_every=0, sample_every=50, sample_prompt="@val",
         save_every=25, keep=1,
     ),
     # Does anything learn at all? One batch, over and over: the loss must collapse.
@@ -129,8 +130,6 @@ def is_network_from_init(cfg: TrainConfig) -> bool:
 
 # ------------------------------------------------------------------------- the command line
 
-OTHER_TRAINERS = "what flags and presets of nanoGPT, llm.c and other trainers are called here: docs/coming-from.md"
-
 
 @dataclass(frozen=True)
 class EarlyFlags:
@@ -142,7 +141,8 @@ class EarlyFlags:
 
 
 def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
-    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit with tyro's message for a bad flag.
+    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
+    or the help that was asked for.
 
     `--resume PATH` without a preset starts from the config saved there, which read_saved_config(PATH) returns, so only
     changes need flags.
@@ -169,21 +169,34 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if early.epochs is not None and early.max_steps is None:
         defaults = replace(defaults, max_steps=0)
 
-    try:
-        cfg = tyro.cli(
-            TrainConfig,
-            default=defaults,
-            args=flags,
-            prog="train_gpt2.py [PRESET]",
-            description=f"Train a GPT. Presets: {', '.join(PRESETS)} (default gpt2-124m), before any flag. "
-            "Defaults shown are the preset's.",
-        )
-    except SystemExit as e:
-        if e.code and env_rank() == 0:
-            print(OTHER_TRAINERS, file=sys.stderr)
-        raise
+    # -h is a question only if no value follows: llm.c's `-h 1` turned HellaSwag on.
+    has_value = "-h" in flags and not [*flags, "-"][flags.index("-h") + 1].startswith("-")
+    if "--help" in flags or ("-h" in flags and not has_value):
+        print0(help_text(defaults, "--help" in flags, list(PRESETS)))
+        raise SystemExit(0)
+
+    refuse_values_of_switches(flags)
+    cfg = tyro.cli(TrainConfig, default=defaults, args=flags, prog="train_gpt2.py [PRESET]", add_help=False)
 
     # A folder named wandb would be found as a package, but has no origin.
     if cfg.tracker == "wandb" and getattr(find_spec("wandb"), "origin", None) is None:
         raise UserError("--tracker wandb needs its package: .venv/bin/pip install wandb")
     return cfg
+
+
+def refuse_values_of_switches(flags: list[str]) -> None:
+    """Raise UserError for a switch that is given a value, as in `--compile=False` of nanoGPT or `--compile 0`."""
+    for word, following in pairwise([*flags, "--"]):
+        name, equals, value = word.partition("=")
+        switch = name.replace("_", "-")
+        if switch not in switches():
+            continue
+        if not equals and following.startswith("-"):
+            continue
+
+        # What was probably meant: --compile=False turns it off, --no-compile=False on.
+        typed = word if equals else f"{word} {following}"
+        on, off = switches()[switch]
+        is_false = (value if equals else following).lower() in ("0", "false", "no", "off")
+        meant = off if is_false == (switch == on) else on
+        raise UserError(f"{typed}: a switch takes no value; write {meant}; {OTHER_TRAINERS}")

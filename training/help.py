@@ -1,0 +1,131 @@
+"""The help of train_gpt2.py: -h prints the flags that most runs use on one screen, --help prints all of them.
+
+    print(help_text(PRESETS["quickstart"], everything=False))
+
+Called by training/presets.py. tyro parses the flags; its own help would be one list of 70 flags, so the groups are
+here. The text of a flag is the docstring of its field in training/config.py, or the comment beside it in model.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shutil
+import textwrap
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from model import GPTConfig
+from system.cli import OTHER_TRAINERS
+from training.config import TrainConfig
+
+# Every flag of TrainConfig by group, the common ones before the bar. Fields of the network follow --model.
+GROUPS = {
+    "data and length": "data_dir epochs max_steps | steps_per_epoch seed shuffle",
+    "batch": "total_batch_size micro_batch_size sequence_length | overfit_single_batch",
+    "schedule and optimizer": """max_lr min_lr warmup_steps schedule optimizer weight_decay | cooldown
+        vector_weight_decay grad_clip beta1 beta2 adam_eps muon_lr muon_weight_decay muon_momentum newton_schulz
+        embed_lr_scale vector_lr_scale""",
+    "evaluation": "val_every hellaswag_every sample_every sample_prompt eval_only tracker | val_tokens hellaswag_data",
+    "saving and resuming": "out_dir save_every keep resume init_from time_limit | allow_drift skip_bad_steps",
+    "hardware": "device dtype compile recompute zero_stage | weights deterministic",
+    "time, memory and cost in advance": "dry_run card gpu_hour_usd |",
+    "network": """model.n_layer model.n_head model.n_embd model.block_size | model.vocab_size model.bias model.tied_head
+        model.positions model.norm model.activation model.qk_norm model.attention_scale model.zero_init_projections
+        model.head_bias model.softcap""",
+}
+COLUMN = 30  # where the texts begin
+
+
+def help_text(defaults: TrainConfig, everything: bool, presets: list[str]) -> str:
+    """All flags, or the common ones, with the values of `defaults`."""
+    width = min(120, shutil.get_terminal_size((100, 24)).columns)
+    lines = ["usage: python train_gpt2.py [PRESET] [--flag value ...]"]
+    lines += textwrap.wrap(f"presets: {', '.join(presets)} (the first is the default)", width)
+    lines += [f"flags, with their values in {defaults.preset}:"]
+
+    # A group: a heading and its flags.
+    help_by_name = field_help(TrainConfig) | {f"model.{name}": text for name, text in field_help(GPTConfig).items()}
+    for title, names in GROUPS.items():
+        common, _, others = names.partition("|")
+        lines += ["", f"{title}:"] if everything else [f"{title}:"]
+        for name in (common + others if everything else common).split():
+            lines += describe_flag(name, defaults, help_by_name[name], everything, width)
+
+    # Where the rest is.
+    lines.append("")
+    if not everything:
+        lines.append(f"all flags: python train_gpt2.py {defaults.preset} --help")
+    lines.append(OTHER_TRAINERS)
+    return "\n".join(lines)
+
+
+def describe_flag(name: str, defaults: TrainConfig, text: str, everything: bool, width: int) -> list[str]:
+    """The lines of a flag: its name and value, then its text."""
+    # The value that this preset has, and the type.
+    owner: TrainConfig | GPTConfig = defaults
+    if name.startswith("model."):
+        owner = defaults.model
+    field = name.removeprefix("model.")
+    value = getattr(owner, field)
+    hint = get_type_hints(type(owner))[field]
+
+    # A switch has no value. Of the common ones, the form that changes something is shown.
+    flag = flag_name(name)
+    if hint is bool and everything:
+        flag = f"{flag}, {flag_name(name, off=True)}"
+        text += " (default: on)" if value else " (default: off)"
+    elif hint is bool:
+        flag = flag_name(name, off=bool(value))
+    else:
+        is_word = re.fullmatch(r"[^\s']+", str(value))
+        flag = f"{flag} {value if is_word else 'TEXT'}"
+    choices = [str(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else []
+    if not all(choice in re.findall(r"\w+", text) for choice in choices):
+        text = f"{text} ({', '.join(choices)})"
+
+    # The text beside the flag, or below it if the flag is long.
+    body = textwrap.wrap(text.strip(), max(20, width - COLUMN)) or [""]
+    first = f"  {flag}"
+    if len(first) >= COLUMN:
+        return [first, *(" " * COLUMN + line for line in body if line)]
+    return [f"{first:<{COLUMN}}{body[0]}".rstrip(), *(" " * COLUMN + line for line in body[1:])]
+
+
+def flag_name(name: str, off: bool = False) -> str:
+    """max_lr -> --max-lr; model.n_layer -> --model.n-layer. With `off`, the negative form of a switch: model.bias ->
+    --model.no-bias."""
+    owner, dot, field = name.rpartition(".")
+    negation = "no-" if off else ""
+    return f"--{owner}{dot}{negation}{field}".replace("_", "-")
+
+
+@cache
+def switches() -> dict[str, tuple[str, str]]:
+    """{flag: (the form that turns it on, the form that turns it off)} of every form of every switch."""
+    names = [name for name, hint in get_type_hints(TrainConfig).items() if hint is bool]
+    names += [f"model.{name}" for name, hint in get_type_hints(GPTConfig).items() if hint is bool]
+    forms = [(flag_name(name), flag_name(name, off=True)) for name in names]
+    return {flag: form for form in forms for flag in form}
+
+
+def field_help(config_class: type) -> dict[str, str]:
+    """{field: its docstring, or else the comment on its line, or an empty text} of a dataclass."""
+    source = inspect.getsource(config_class)
+    source_lines = source.splitlines()
+    (class_node,) = ast.parse(source).body
+    names = {field.name for field in fields(config_class)}
+
+    texts: dict[str, Any] = {}
+    for node, following in zip(class_node.body, [*class_node.body[1:], None], strict=True):
+        if not (isinstance(node, ast.AnnAssign) and node.target.id in names):
+            continue
+        match following:
+            case ast.Expr(value=ast.Constant(value=str(docstring))):
+                text = docstring
+            case _:
+                text = source_lines[node.end_lineno - 1].partition("  # ")[2]
+        texts[node.target.id] = " ".join(text.split())
+    return texts
