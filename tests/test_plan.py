@@ -200,7 +200,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(
     bytes_per_save = sum(path.stat().st_size for path in run.glob("*_00012.pt"))
 
     def set_free_bytes(free):
-        monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        monkeypatch.setattr("system.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
 
     set_free_bytes(saves * bytes_per_save)
     train_quickstart(flags, tmp_path / "fits")

@@ -8,7 +8,6 @@ Called by train_gpt2.py. training/predict.py predicts the same for cards that ar
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ import torch
 
 from system import machine, precision
 from system.cli import print0, require
+from system.disk import free_space
 from system.files import atomic_write
 from system.units import dtype_name, format_cost, format_duration
 from tokens import shards
@@ -88,9 +88,12 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
     )
     bytes_per_save = 4 * (train_step.model.num_params() + state_numel)
 
-    # A network volume may show the space of the whole cluster, whatever the quota.
+    # A network volume may show the space of the whole cluster: DISK_GB tells what was bought.
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cfg.run_dir).free
+    space = free_space(cfg.run_dir)
+    free = space.free
+    if space.note:
+        print0(space.note)
     problem = f"{saves} checkpoints of {bytes_per_save / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 2, a larger --save-every or another --out-dir"
     require(saves * bytes_per_save <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")

@@ -1,0 +1,89 @@
+"""How much room a folder has, where a quota may be smaller than what the file system shows.
+
+    room = free_space(Path("log/gpt2-124m"))
+    room.free                   # bytes
+    room.note                   # "" or what the user should know about that figure
+
+Called by training/plan.py before a run.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from system.cli import require
+
+# File systems that are shared by the users of a cluster or cloud: each may have a quota that statvfs does not show.
+SHARED_TYPES = ("nfs", "fuse", "lustre", "ceph", "beegfs", "gpfs", "glusterfs", "virtiofs", "9p", "cifs", "smb", "weka")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Free bytes, and a remark about them."""
+
+    free: int
+    note: str
+
+
+def free_space(folder: Path, mounts: str = "/proc/mounts") -> Space:
+    """The free space of the file system that an existing `folder` is on. DISK_GB in the environment is the size that
+    was bought: then it is what the files there leave of it. Raises UserError for a DISK_GB that is no number."""
+    free = shutil.disk_usage(folder).free
+    mount_point, kind = find_mount(folder, mounts)
+
+    # The size that was bought, less all files of that volume.
+    bought_gb = os.environ.get("DISK_GB", "")
+    if bought_gb:
+        is_number = bought_gb.replace(".", "", 1).isdecimal()
+        require(is_number, f"DISK_GB={bought_gb} must be a number, the size of the volume you bought, as in DISK_GB=60")
+        used = used_bytes(mount_point)
+        free = min(free, int(float(bought_gb) * 1e9) - used)
+        return Space(free, f"disk: {mount_point} has {used / 1e9:.1f} GB of files; DISK_GB={bought_gb}")
+
+    if kind.startswith(SHARED_TYPES):
+        shown = f"disk: {mount_point} ({kind}) shows {free / 1e9:,.0f} GB free; a quota cannot be seen"
+        return Space(free, f"{shown}; if the volume you bought is smaller, give its size, as in DISK_GB=60")
+    return Space(free, "")
+
+
+def find_mount(folder: Path, mounts: str) -> tuple[Path, str]:
+    """The mount point above `folder`, and the type of its file system ("" where that is not known)."""
+    # Lines of: device, mount point, type, ... A space in a path is written as \040.
+    try:
+        lines = Path(mounts).read_text().splitlines()
+    except OSError:  # not Linux
+        return folder.resolve(), ""
+    kinds = {Path(line.split()[1].replace("\\040", " ")): line.split()[2] for line in lines}
+    resolved = folder.resolve()
+    for parent in (resolved, *resolved.parents):
+        if parent in kinds:
+            return parent, kinds[parent]
+    return resolved, ""
+
+
+def used_bytes(top: Path) -> int:
+    """What all files below `top` take on its file system. Files that cannot be looked at are left out."""
+    used = 0
+    seen = set()  # of files with several names
+    device = top.stat().st_dev
+    folders = [top]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except OSError:  # no permission, or removed meanwhile
+            continue
+        for entry in entries:
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            # Other volumes that are mounted below are not part of it.
+            if facts.st_dev != device or (facts.st_nlink > 1 and facts.st_ino in seen):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path))
+                continue
+            seen.add(facts.st_ino)
+            used += facts.st_blocks * 512
+    return used
