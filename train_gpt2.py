@@ -26,7 +26,7 @@ from system.files import lock_folder
 from system.units import format_duration
 from tokens.hub_data import pull_data
 from tokens.loader import Loader
-from training import checkpoint, hellaswag_eval, plan, precision, predict, resume
+from training import checkpoint, hellaswag_eval, plan, precision, predict, replicas, resume
 from training.config import TrainConfig
 from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger
@@ -43,7 +43,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     saved = resume.find_checkpoint(cfg)
     cfg, initial_model = resume.resolve_network(cfg, saved)
     data, val_data = open_data(cfg, rt)
-    run = resume.load_or_start(cfg, rt, data, saved)
+    run = resume.start_or_resume(cfg, rt, data, saved)
 
     # The same command is used to start and to resume, so it may meet a run that has nothing left to do.
     if run.is_complete:
@@ -144,6 +144,7 @@ def build_train_step(
 ) -> TrainStep:
     """The model with its optimizers and forward pass: as `saved`, or with the weights of `initial_model`, or random
     from the seed."""
+    replicas.check_cards(cfg, rt)
     rt = precision.agree_on_dtype(cfg, rt, saved)
 
     # The weights. The seed determines random ones; nothing draws from torch's global generator afterwards.
@@ -159,6 +160,10 @@ def build_train_step(
     train_step = TrainStep(cfg, rt, model.to(rt.device).train())
     if saved:
         train_step.load_state_dict(saved)
+
+    # Every rank must begin with the same weights: --init-from or --resume may name different files on two machines.
+    difference = replicas.find_difference(rt, train_step.weights.named)
+    require(not difference, f"{difference} before training: give every machine the same checkpoint to start from")
     return train_step
 
 
@@ -169,23 +174,29 @@ def save_checkpoint(
     # The last step may be saved by the loop and again by whatever ends it.
     if run.last_saved_step == run.step:
         return
-    cfg = train_step.cfg
+    cfg, rt = train_step.cfg, train_step.rt
+
+    # Ranks whose weights differ train different models, of which only rank 0's can be saved. That must not become the
+    # newest checkpoint: it goes to a folder that --resume auto does not read, and the run ends.
+    difference = replicas.find_difference(rt, train_step.weights.named)
+    if difference:
+        writer = checkpoint.CheckpointWriter(cfg.run_dir / replicas.FOLDER, keep=1)
+        writer.run_dir.mkdir(exist_ok=True)
 
     # Collect everything that resuming needs: progress, optimizer state (from all ranks), config and versions.
-    train_state = {
-        **run.state_dict(),
-        **train_step.state_dict(),
-        "config": cfg.to_dict(),
-        "versions": machine.versions(),
-    }
+    train_step_state = train_step.state_dict()
 
     # Rank 0 writes. metrics.jsonl comes first: after a resume it must have every line before the checkpoint's step.
-    if train_step.rt.is_main:
+    if rt.is_main:
+        run.forget_failed_save(writer.failed_step())
+        versions = {"config": cfg.to_dict(), "versions": machine.versions()}
         facts = {"val_loss": run.measured.get("val_loss"), "preset": cfg.preset}
         model_content = checkpoint.model_file(train_step.model, run.step, **facts)
         model_content["model"] = train_step.weights.state_dict()  # in float32, whatever the model computes in
         metrics.flush()
-        writer.save(run.step, model_content, train_state, run.best_step)
+        writer.save(run.step, model_content, run.state_dict() | train_step_state | versions, run.best_step)
+    if difference:
+        raise replicas.error_after_saving(cfg, rt, run.step, difference, writer)
 
     # A step that is both saved and evaluated may be the best so far.
     run.last_saved_step = run.step
@@ -253,6 +264,8 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(local_data(cfg, rt), "val", T, model.config.vocab_size)
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    files = resume.describe_files(cfg, val_data, val_data.fingerprint())
+    rt.check_equal("the comparison of data", files, {"": "give every machine the same files"})
     result = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | {result.summary_line()}")
@@ -303,7 +316,8 @@ def main() -> None:
     # Training chooses its precision after the ranks have joined (training/precision.py); until then float32 is a
     # placeholder.
     dtype = cfg.dtype if cfg.eval_only else "float32"
-    session = distributed.session(cfg.device, dtype, cfg.deterministic)
+    settings = resume.settings_by_flag(cfg)
+    session = distributed.session(cfg.device, dtype, cfg.deterministic, settings=settings)
 
     # Nothing to save: Ctrl-C just ends it.
     if cfg.dry_run or cfg.eval_only:

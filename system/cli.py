@@ -84,6 +84,8 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         fail(f"error: {e}")
     except RetryableError as e:
         write_status("system_error", str(e))
+        if env_rank() > 0:
+            time.sleep(3)
         fail(f"error: {e}")
     except SystemExit as e:
         # tyro has printed what is wrong with a flag. Many who type an unknown one know it from another trainer.

@@ -5,16 +5,28 @@
 
 World size 1 takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a
 docstring says that every rank must call something, a rank that did not would leave the others waiting.
+
+Tensors travel by NCCL or gloo. What the ranks must know before and after training (who is here, with which settings and
+data, who has failed) travels through torchrun's key-value store, which needs nothing but the address that they met at:
+
+    roll call      every rank is here                                   a missing rank is named after a minute
+    check_equal    settings, versions; then step, data, HellaSwag rows  differences are named, and every rank refuses
+    barrier        wait for a download, or for the last checkpoint      for hours, if need be
+    failure        the first rank that fails leaves its message         whoever waits in the store stops, with it
 """
 
+import hashlib
+import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +45,7 @@ class Runtime:
     rank: int = 0  # among all processes
     local_rank: int = 0  # among those of this machine
     world_size: int = 1
+    store: dist.Store | None = None  # torchrun's key-value store, of this start alone; None for a single rank
 
     @property
     def is_main(self) -> bool:
@@ -86,15 +99,36 @@ class Runtime:
         return self.all_reduce_max(int(bool(flag))) > 0
 
     def barrier(self, hours: float) -> None:
-        """Wait until every rank is here, for up to `hours`. Every rank must call it."""
-        if self.world_size > 1:
-            # By gloo: NCCL would end the run after its own timeout, whatever the ranks are waiting for
-            dist.barrier(dist.new_group(timeout=timedelta(hours=hours), backend="gloo"))
+        """Wait until every rank is here, for up to `hours`, or until one has failed. Every rank must call it."""
+        # In the store: NCCL would end the run after its own timeout, whatever the ranks are waiting for. And a group of
+        # gloo, which nothing else needs on a GPU, could turn out not to connect when the run has just ended.
+        exchange(self, "the barrier", "", hours * 3600)
+
+    def gather_texts(self, topic: str, text: str) -> list[str]:
+        """Every rank's `text`, in rank order. `topic` says in errors what the ranks were waiting for. Every rank must
+        call it."""
+        return exchange(self, topic, text, EXCHANGE_TIMEOUT_S)
+
+    def check_equal(self, topic: str, facts: dict[str, str], fixes: dict[str, str]) -> None:
+        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs, who
+        has which value, and the fix: that of the fact, or else the one at "". Every rank must call it."""
+        # The hashes say whether there is anything to compare.
+        content = json.dumps(facts, sort_keys=True)
+        digests = self.gather_texts(topic, hashlib.sha256(content.encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        every_fact = [json.loads(text) for text in self.gather_texts(topic, content)]
+        hosts = self.gather_texts(topic, socket.gethostname())
+        raise UserError(describe_differences(every_fact, hosts, fixes))
 
 
 @contextmanager
 def session(
-    device: str = "auto", dtype: str = "auto", deterministic: bool = False, timeout_minutes: float = 10
+    device: str = "auto",
+    dtype: str = "auto",
+    deterministic: bool = False,
+    timeout_minutes: float = 10,
+    settings: dict[str, str] | None = None,
 ) -> Iterator[Runtime]:
     """Yield this process's Runtime. Under torchrun join the process group (NCCL on CUDA, gloo elsewhere) and leave it
     on every exit.
@@ -102,11 +136,15 @@ def session(
     dtype: `auto` takes the one that scores fastest on this device; a training run makes its own choice later.
     deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
+    settings: what all ranks must have been started with, by flag. Ranks that differ in it, in the kind of their device,
+    in the version of torch or in that of the code are refused before they do anything together.
     """
     # Both must be set before CUDA starts: cuBLAS needs a fixed workspace, Inductor must not choose kernels by timing.
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+
+    machine.use_expandable_segments()  # also before CUDA starts
 
     # Which process this is, on which device, in which precision.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -134,10 +172,11 @@ def session(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
     # Join the others. From here on an error may only be the echo of another rank's.
-    join_group(rt, timedelta(minutes=timeout_minutes))
+    rt = join_group(rt, timedelta(minutes=timeout_minutes), settings or {})
     try:
         check_network(rt)
-        yield rt
+        with failures_reported(rt):
+            yield rt
     except RuntimeError as e:
         if not is_lost_rank_error(e):
             raise
@@ -151,11 +190,13 @@ def session(
 
 def is_lost_rank_error(error: Exception) -> bool:
     """Whether an error only says that another rank is gone. gloo raises plain RuntimeErrors that name it."""
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+    return isinstance(error, LostRank | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def join_group(rt: Runtime, timeout: timedelta) -> None:
-    """Join the process group that torchrun's environment describes. A roll call names the ranks that do not come.
+def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Runtime:
+    """Join the process group that torchrun's environment describes, and return the Runtime with its store. A roll call
+    names the ranks that do not come; ranks with other `settings` are refused.
+
     `timeout`: how long the group's collectives then wait for a rank. Raises UserError, or SystemExit for what a restart
     by torchrun may fix."""
     missing = [v for v in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
@@ -173,18 +214,61 @@ def join_group(rt: Runtime, timeout: timedelta) -> None:
 
     # gloo ranks meet in seconds or never; NCCL on many machines may need longer.
     join_timeout = timedelta(seconds=60) if rt.uses_gloo else timeout
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    problem = f"rank {rt.rank} could not join the {rt.world_size} ranks at {address}"
+    hint = ""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=join_timeout))
         if on_one_machine:
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        rt = replace(rt, store=store)
         roll_call(store, rt.rank, rt.world_size, join_timeout)
+        check_start(rt, settings)
+
+        # From here on the ranks need more than the store: each must reach each other.
+        hint = network_hint(rt)
         backend = {"backend": "gloo"} if rt.uses_gloo else {"backend": "nccl", "device_id": rt.device}
         dist.init_process_group(timeout=join_timeout, world_size=rt.world_size, rank=rt.rank, store=store, **backend)
     except RuntimeError as e:  # a torchrun restart may fix it, so this is not a UserError
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise SystemExit(f"rank {rt.rank} could not join the {rt.world_size} ranks at {address}: {e}") from None
+        raise SystemExit(f"{problem}: {e}{hint}") from None
     if rt.uses_gloo:
         dist.distributed_c10d._set_pg_timeout(timeout)
+    return rt
+
+
+def network_hint(rt: Runtime) -> str:
+    """What to do if ranks that all have come to the roll call cannot connect to each other."""
+    # gloo listens at the address that the machine's own name stands for. Debian maps it to 127.0.1.1 in /etc/hosts,
+    # where no other machine can reach it.
+    variable = "GLOO_SOCKET_IFNAME" if rt.uses_gloo else "NCCL_SOCKET_IFNAME"
+    name = socket.gethostname()
+    try:
+        address = f" ({socket.gethostbyname(name)})"
+    except OSError:
+        address = ""
+    return (
+        f". All ranks have reported, but do not reach each other: the name {name}{address} may stand for an address "
+        f"that other machines cannot reach. Name the network that connects them, as `ip -brief address` lists it, on "
+        f"every machine: export {variable}=eth0"
+    )
+
+
+def check_start(rt: Runtime, settings: dict[str, str]) -> None:
+    """Raise UserError on every rank unless all were started alike: before anything that they do together could hang, or
+    average two different models. Every rank must call it."""
+    facts = {
+        "the kind of device": rt.device.type,
+        "torch": str(torch.__version__),
+        "the code (a hash)": machine.code_version(),
+        **settings,
+    }
+    fixes = {
+        "": "start every machine with the same command",
+        "the kind of device": "add the same --device on every machine, or install a torch that finds the GPUs",
+        "torch": "install the same torch on every machine: make install",
+        "the code (a hash)": "check out the same commit on every machine; git status shows what is changed there",
+    }
+    rt.check_equal("the settings", facts, fixes)
 
 
 def check_network(rt: Runtime) -> None:
@@ -205,6 +289,132 @@ def roll_call(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
         absent = ", ".join(name for name in names if not store.check([name]))
         if absent:
             raise RuntimeError(f"no sign of {absent:.300} for {timeout.total_seconds():.0f} seconds") from None
+
+
+# ------------------------------------------------------------------------- through the store
+
+# How long the ranks wait for each other where none should be late: at the comparison of what they found on
+# their disks, for example, after each has read its checkpoint and its rows.
+EXCHANGE_TIMEOUT_S = 600
+# How long the rank that may host the store waits, when it fails, until the others have read why.
+FAILURE_GRACE_S = 5
+FAILURE = "failure"
+
+
+class LostRank(RuntimeError):
+    """Another rank has failed, or has not come."""
+
+
+def exchange(rt: Runtime, topic: str, text: str, timeout_s: float) -> list[str]:
+    """Every rank's `text`, in rank order, through the store. Raises UserError if another rank has failed with one, and
+    LostRank if another rank has failed otherwise or has not come in time. Every rank must call it."""
+    if rt.world_size == 1:
+        return [text]
+    store = rt.store
+
+    # The exchanges are numbered by each rank, so that no key is used twice.
+    number = store.add(f"exchanges of rank {rt.rank}", 1)
+    keys = [f"exchange {number}: {topic}: rank {r}" for r in range(rt.world_size)]
+    store.set(keys[rt.rank], text)
+    wait_for_keys(rt, keys, topic, timeout_s)
+    texts = [value.decode() for value in store.multi_get(keys)]
+
+    # The store may live in the process of rank 0, which must not end before all have read.
+    read_keys = [f"{key} has read" for key in keys]
+    store.set(read_keys[rt.rank], "")
+    if rt.rank == 0:
+        wait_for_keys(rt, read_keys, topic, timeout_s)
+    return texts
+
+
+def wait_for_keys(rt: Runtime, keys: list[str], topic: str, timeout_s: float) -> None:
+    """Wait until every rank has set its key, for up to `timeout_s`. Raises UserError or LostRank, as exchange does."""
+    # Poll, less and less often: a blocking wait would not notice a rank that fails meanwhile.
+    end = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not rt.store.check(keys):
+        if rt.store.check([FAILURE]):
+            raise_failure(rt)
+        if time.monotonic() > end:
+            absent = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not rt.store.check([key]))
+            raise LostRank(f"{absent:.300} did not come to {topic} for {timeout_s:.0f} seconds")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+
+
+@contextmanager
+def failures_reported(rt: Runtime) -> Iterator[None]:
+    """Leave the message of an error that ends this block in the store, where ranks that wait for this one find it."""
+    try:
+        yield
+    except Exception as e:
+        # The store may be gone, with the rank that hosts it.
+        with suppress(RuntimeError):
+            report_failure(rt, e)
+        raise
+
+
+def report_failure(rt: Runtime, error: Exception) -> None:
+    """Leave this rank's error in the store, unless another rank has done so. The rank that may host the store stays for
+    a few seconds, until every rank knows."""
+    if not rt.store.check([FAILURE]):
+        failure = {"rank": rt.rank, "host": socket.gethostname(), "message": str(error)}
+        rt.store.set(FAILURE, json.dumps(failure | {"is_user_error": isinstance(error, UserError)}))
+    rt.store.set(knows_key(rt.rank), "")
+
+    # In training the others are in a collective, where they cannot look.
+    if rt.rank == 0:
+        keys = [knows_key(rank) for rank in range(rt.world_size)]
+        end = time.monotonic() + FAILURE_GRACE_S
+        while not rt.store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def knows_key(rank: int) -> str:
+    """The key that a rank sets once it knows of the failure."""
+    return f"rank {rank} knows of the failure"
+
+
+def raise_failure(rt: Runtime) -> NoReturn:
+    """Raise the error that another rank has left in the store."""
+    failure = json.loads(rt.store.get(FAILURE))
+    rt.store.set(knows_key(rt.rank), "")
+    message = f"rank {failure['rank']} on {failure['host']}: {failure['message']}"
+    raise UserError(message) if failure["is_user_error"] else LostRank(message)
+
+
+def describe_differences(every_fact: list[dict[str, str]], hosts: list[str], fixes: dict[str, str]) -> str:
+    """Which facts differ between the ranks, who has which value, and how to fix each.
+
+    every_fact: the facts of each rank, in rank order. hosts: the name of each rank's machine.
+    """
+    names = list(dict.fromkeys(name for facts in every_fact for name in facts))
+    differences, needed_fixes = [], []
+    for name in names:
+        # The ranks by their value, in the order in which the values appear.
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(every_fact):
+            ranks_by_value.setdefault(facts.get(name, "none"), []).append(rank)
+        if len(ranks_by_value) == 1:
+            continue
+        values = [f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in ranks_by_value.items()]
+        differences.append(f"{name} is {', but '.join(values)}")
+        needed_fixes.append(fixes.get(name, fixes[""]))
+    fix = "; ".join(dict.fromkeys(needed_fixes))
+    return f"the ranks of this run differ, so nothing was started: {'; '.join(differences)}. To fix it, {fix}"
+
+
+def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
+    """Some of the ranks and their machines: "rank 3 (host b)", "ranks 0-7 (host a)" or "ranks 0, 2 (hosts a, b)"."""
+    are_consecutive = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    numbers = f"{ranks[0]}-{ranks[-1]}" if are_consecutive else ", ".join(map(str, ranks))
+    machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    plural_ranks = "s" if len(ranks) > 1 else ""
+    plural_hosts = "s" if len(machines) > 1 else ""
+    return f"rank{plural_ranks} {numbers} (host{plural_hosts} {', '.join(machines):.200})"
+
+
+# ------------------------------------------------------------------------- the end
 
 
 def leave_group(error: BaseException | None, rt: Runtime) -> None:

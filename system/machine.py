@@ -5,6 +5,7 @@ Importing this imports torch, so cli.set_omp_wait_policy must have run before.
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import resource
@@ -14,6 +15,7 @@ import sys
 import sysconfig
 from contextlib import suppress
 from glob import glob
+from pathlib import Path
 
 import torch
 
@@ -88,6 +90,17 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({torch.get_num_threads()} threads)"
 
 
+def hardware_name(device: torch.device) -> str:
+    """The name of the GPU or, for a CPU, that of its model: equal where the same kernels give the same bits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError), open("/proc/cpuinfo") as f:
+        for line in f:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return f"{device.type} {platform.machine()}"
+
+
 # ------------------------------------------------------------------------- memory
 
 
@@ -98,6 +111,19 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU (CUDA); 0 for any other device."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+
+
+def use_expandable_segments() -> None:
+    """Let torch's CUDA allocator grow its segments instead of adding new ones, unless the user has configured it: the
+    sizes of evaluations differ from those of training, and freed segments that fit nothing would pile up. The
+    allocator reads its environment when CUDA starts, so this must run before."""
+    if torch.version.cuda and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -134,6 +160,19 @@ def git(*args: str) -> str:
     with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     return ""
+
+
+@functools.cache
+def code_version() -> str:
+    """A short hash of the project's Python files: equal on two machines that run the same code, be it a clone, a copy
+    without git, or other than its commit."""
+    # What a run imports: the scripts and the packages, by their paths inside the project.
+    root = Path(__file__).parent.parent
+    sources = [path for folder in (".", "system", "tokens", "training") for path in (root / folder).glob("*.py")]
+    content = hashlib.sha256()
+    for path in sorted(sources):
+        content.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return content.hexdigest()[:12]
 
 
 @functools.cache

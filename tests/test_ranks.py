@@ -2,14 +2,23 @@
 that failed or is lost."""
 
 import datetime
+import itertools
 import json
 import math
+import os
+import re
 import shutil
+import threading
+import time
+from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
+    CPU,
     assert_curves_close,
     choices,
     delete_checkpoints_after,
@@ -24,14 +33,16 @@ from helpers import (
 )
 from processes import shorten_sleeps
 
+import train_gpt2
 from model import GPT
-from system import cli, distributed
+from system import cli, distributed, machine
 from system.cli import UserError
 from tokens import shards
-from training import checkpoint, optim, resume, schedule
-from training.config import TrainConfig
+from training import checkpoint, optim, replicas, resume, schedule
+from training.config import MAY_DIFFER, TrainConfig
 from training.master_weights import MasterWeights
 from training.run_state import RunState
+from training.step import TrainStep
 
 
 def test_world_size_and_micro_batch_do_not_change_the_curve(tiny_args, tmp_path, run_ranks):
@@ -265,27 +276,251 @@ def test_machines_that_would_not_survive_a_restart_are_refused_at_the_start(monk
         join_the_group()
 
 
-def test_ranks_that_see_different_runs_are_refused():
-    # Rank 0's run: 12 steps, data of fingerprint abc, resumed at step 3. The other sees [step, max-steps, data].
-    saved, run = {"step": 3}, RunState(12, "abc")
+def refuse_to_connect() -> None:
+    """A `prepare` for a rank that cannot connect, as between machines whose names stand for 127.0.1.1."""
 
-    def compare_with(other):
-        rt = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda own: [own, torch.tensor(other)])
-        resume.check_ranks_agree(rt, saved, run)
+    def init_process_group(**_):
+        raise RuntimeError("connect to 127.0.1.1: connection refused")
 
-    compare_with([3, 12, 0xABC])
-    for other, name in (([4, 12, 0xABC], "checkpoint"), ([3, 13, 0xABC], "max-steps"), ([3, 12, 0xABD], "data")):
-        with pytest.raises(UserError, match=f"rank 1 and rank 0 differ in {name}.*same --out-dir"):
-            compare_with(other)
+    distributed.dist.init_process_group = init_process_group
 
 
-def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, monkeypatch):
-    def refuse(rt, saved, run):
-        has_fingerprint = run.data_id == shards.fingerprint(tiny_args[-1]) + "-3"
-        raise UserError(f"{run.max_steps} steps, {saved}, {has_fingerprint}")
+def test_ranks_that_meet_but_cannot_connect_are_told_which_variable_to_set(run_ranks):
+    output = run_ranks(2, join_the_group, prepare=refuse_to_connect, fails=True)
 
-    monkeypatch.setattr(resume, "check_ranks_agree", refuse)
+    assert "rank 0 could not join the 2 ranks" in output
+    assert "All ranks have reported, but do not reach each other" in output
+    assert "on every machine: export GLOO_SOCKET_IFNAME=eth0" in output
 
-    with pytest.raises(UserError, match="12 steps, None, True"):
-        train_quickstart(tiny_args, tmp_path / "run")
+
+# ------------------------------------------------------------------------- through the store
+
+
+def run_in_threads(*functions) -> list:
+    """What each function returns, or the exception it raises, given the Runtime of one of as many ranks. The ranks are
+    threads of this process with a common store; they have no process group."""
+    store, results = torch.distributed.HashStore(), [None] * len(functions)
+
+    def run(rank):
+        rt = replace(CPU, rank=rank, world_size=len(functions), store=store)
+        try:
+            results[rank] = functions[rank](rt)
+        except Exception as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a rank waits without end"
+    return results
+
+
+def test_a_barrier_needs_no_process_group_and_can_be_used_again():
+    """On GPUs the only group is NCCL's. Rank 0, whose process may host the store, leaves last."""
+    left = []
+
+    def pass_three_barriers(rt):
+        for _ in range(3):
+            time.sleep(0.02 * rt.rank)
+            rt.barrier(hours=1)
+            left.append(rt.rank)
+        return "passed"
+
+    assert run_in_threads(*[pass_three_barriers] * 3) == ["passed"] * 3
+    assert sorted(left) == sorted([0, 1, 2] * 3)
+
+
+def test_ranks_that_wait_learn_at_once_why_another_one_failed():
+    def fail_with(error):
+        def fail(rt):
+            with distributed.failures_reported(rt):
+                raise error
+
+        return fail
+
+    def wait(rt):
+        rt.barrier(hours=24)
+
+    _, waited = run_in_threads(fail_with(UserError("no shards in data/mine; run fineweb.py")), wait)
+    assert isinstance(waited, UserError)
+    assert re.fullmatch("rank 0 on .*: no shards in data/mine; run fineweb.py", str(waited))
+
+    waited, _ = run_in_threads(wait, fail_with(ValueError("a bug")))
+    assert distributed.is_lost_rank_error(waited)
+    assert "a bug" in str(waited)
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_is_named():
+    present, _ = run_in_threads(lambda rt: rt.barrier(hours=0.1 / 3600), lambda rt: None)
+
+    assert distributed.is_lost_rank_error(present)
+    assert "rank 1 did not come to the barrier" in str(present)
+
+
+# ------------------------------------------------------------------------- ranks that differ
+
+
+def test_ranks_with_other_settings_code_or_torch_are_refused_by_name(tiny_args, monkeypatch):
+    settings = resume.settings_by_flag(parse_config("quickstart", *tiny_args))
+    others = settings | {"--val-every": "5", "--model.n-layer": "3"}
+
+    def refusals(*settings_of_ranks):
+        return run_in_threads(*[partial(distributed.check_start, settings=s) for s in settings_of_ranks])
+
+    assert refusals(settings, settings, settings) == [None] * 3
+    results = refusals(settings, settings, others)
+    assert all(isinstance(result, UserError) for result in results), results
+    assert len({str(result) for result in results}) == 1
+    assert re.search(r"--val-every is 4 on ranks 0, 1 \(host .*\), but 5 on rank 2 \(host", str(results[0]))
+    assert "--model.n-layer is 2 on" in str(results[0])
+    assert "start every machine with the same command" in str(results[0])
+
+    # The code differs between the two calls of a rank's threads.
+    versions = itertools.count()
+    monkeypatch.setattr(machine, "code_version", lambda: f"version {next(versions)}")
+    results = refusals(settings, settings)
+    assert all("the code (a hash) is version" in str(result) for result in results), results
+    assert "check out the same commit on every machine" in str(results[0])
+
+
+def test_settings_that_concern_one_machine_may_differ(tiny_args):
+    """Another folder, another time limit. Every setting is either compared or named in MAY_DIFFER."""
+    base = parse_config("quickstart", *tiny_args)
+    flags = "--data-dir a --out-dir b --hellaswag-data c --resume auto --device cpu --time-limit 1h --gpu-hour-usd 2"
+    other = parse_config("quickstart", *tiny_args, *flags.split())
+
+    assert resume.settings_by_flag(other) == resume.settings_by_flag(base)
+    assert {field.name for field in fields(TrainConfig)} >= MAY_DIFFER
+
+    # But not the kind of a path: a rank that downloads would wait for one that does not.
+    pulled = parse_config("quickstart", *tiny_args, "--data-dir", "hf://me/data")
+    assert resume.settings_by_flag(pulled) != resume.settings_by_flag(base)
+
+
+def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, tmp_path):
+    """On two machines: another checkpoint, another length of the run, other shards, other HellaSwag rows."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
+    flags = [*tiny_args, "--hellaswag-every", "4", "--hellaswag-data"]
+    fewer_rows = write_jsonl(tmp_path / "fewer.jsonl", make_hellaswag_rows(6))
+    shutil.copytree(tiny_data, tmp_path / "copy")
+    shutil.copytree(tiny_data, tmp_path / "other")
+    shards.write_shard(tmp_path / "other" / "tiny_train_000001.npy", np.arange(50, dtype=np.uint16))
+
+    def compare(*flags_of_ranks, steps=(None, None)):
+        def check(rt):
+            cfg = parse_config("quickstart", *flags_of_ranks[rt.rank])
+            step = steps[rt.rank]
+            data = train_gpt2.train_loader(cfg, cfg.data_dir)
+            run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
+            resume.check_ranks_agree(cfg, rt, step and {"step": step}, run, data)
+
+        return run_in_threads(check, check)
+
+    same = [*flags, rows]
+    assert compare(same, [*same, "--data-dir", tmp_path / "copy"]) == [None, None]
+    for results, message in (
+        (compare(same, same, steps=(3, None)), "the checkpoint to resume from is step 3 on rank 0"),
+        (compare(same, same, steps=(3, 6)), "but step 6 on rank 1"),
+        (compare(same, [*same, "--max-steps", "13"]), "the number of steps is 12 on rank 0"),
+        (compare(same, [*same, "--data-dir", tmp_path / "other"]), "the data is "),
+        (compare(same, [*flags, fewer_rows]), "the HellaSwag file is 7 rows"),
+        (compare(same, [*flags, tmp_path / "missing"]), "but none on rank 1"),
+    ):
+        assert all(isinstance(result, UserError) and message in str(result) for result in results), (message, results)
+
+
+def change_the_seed_of_rank_1() -> None:
+    """A `prepare` for ranks of which the second was started with another --seed."""
+    shorten_sleeps()
+    if os.environ["RANK"] == "1":
+        parse = train_gpt2.parse
+        train_gpt2.parse = lambda *args: replace(parse(*args), seed=7)
+
+
+def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, run_ranks):
+    """Averaged over two seeds, the run would end with success: nothing else notices."""
+    status = tmp_path / "status.json"
+    flags = [*tiny_args, "--out-dir", tmp_path / "run"]
+    how = {"fails": True, "prepare": change_the_seed_of_rank_1, "env": {"TRAIN_STATUS_FILE": str(status)}}
+    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, **how)
+
+    assert "--seed is 1337 on rank 0" in output
+    assert json.loads(status.read_text())["status"] == "user_error"  # which nothing restarts
     assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------- replicas
+
+
+def test_weights_that_differ_are_found_with_their_ranks_and_parameters(tiny_args):
+    """In one bit. What most ranks have is right, whatever rank 0 has."""
+    model = GPT(parse_config("quickstart", *tiny_args).model)
+    named = dict(model.named_parameters())
+    good = replicas.weight_sums(named)
+    with torch.no_grad():
+        bias = named["transformer.h.1.mlp.c_fc.bias"]
+        bias[3] = torch.nextafter(bias[3], torch.tensor(1.0))
+    bad = replicas.weight_sums(named)
+
+    def find(*sums):
+        how = {"all_gather": lambda own: list(sums), "gather_texts": lambda *_: ["a", "b", "b, a card"]}
+        rt = SimpleNamespace(world_size=len(sums), device=torch.device("cpu"), **how)
+        return replicas.find_difference(rt, named)
+
+    assert find(good, good, good) == ""
+    message = "the weights of {} differ from those of the other ranks in transformer.h.1.mlp.c_fc.bias"
+    assert find(good, good, bad) == message.format("rank 2 (host b, a card)")
+    assert find(bad, good, good) == message.format("rank 0 (host a)")
+    assert find(bad, good) == message.format("rank 1 (host b)")
+
+
+def change_a_weight_of_rank_1() -> None:
+    """A `prepare` for ranks of which the second computes one number wrongly, by one bit, in its fifth update."""
+    shorten_sleeps()
+    if os.environ["RANK"] == "0":
+        return
+    update, calls = TrainStep.update, itertools.count(1)
+
+    def update_with_an_error(train_step):
+        update(train_step)
+        if next(calls) == 5:
+            weight = train_step.weights.named["transformer.wte.weight"].data
+            weight[9, 9] = torch.nextafter(weight[9, 9], torch.tensor(1.0))
+
+    TrainStep.update = update_with_an_error
+
+
+def test_ranks_that_drift_apart_end_the_run_and_the_newest_checkpoint_stays(tiny_args, tmp_path, run_ranks):
+    run, status = tmp_path / "run", tmp_path / "status.json"
+    command = [2, "train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run, "--resume", "auto"]
+
+    env = {"TRAIN_STATUS_FILE": str(status)}
+    output = run_ranks(*command, prepare=change_a_weight_of_rank_1, fails=True, env=env)
+
+    # The ranks agreed at step 3, and not at step 6.
+    assert "the weights of rank 1 (host" in output
+    assert "differ from those of the other ranks in transformer." in output
+    assert "the same command with --resume auto continues from the newest checkpoint" in output
+    assert json.loads(status.read_text())["status"] == "system_error"  # which train.sh restarts
+    assert checkpoint.complete_steps(run) == [3]
+    assert checkpoint.complete_steps(run / "ranks-differ") == [6]
+
+    # The message's way back works.
+    run_ranks(*command)
+    assert_curves_close(load_curve(run), load_curve(train_quickstart(tiny_args, tmp_path / "undisturbed")))
+
+
+def test_muon_on_unlike_cards_asks_for_zero(tiny_args, capsys):
+    rt = SimpleNamespace(device=torch.device("cpu"), gather_texts=lambda *_: ["RTX 3090", "RTX 3090", "RTX 2080 Ti"])
+
+    def check(*flags):
+        replicas.check_cards(parse_config("quickstart", *tiny_args, *flags), rt)
+
+    with pytest.raises(UserError, match=r"muon .* RTX 3090 \(rank 0, 1\), RTX 2080 Ti \(rank 2\).*add --zero-stage 1"):
+        check("--optimizer", "muon")
+    check("--optimizer", "muon", "--zero-stage", "1")
+    assert capsys.readouterr().out == ""
+    check("--optimizer", "adamw")
+    assert "--zero-stage 1 keeps them equal" in capsys.readouterr().out

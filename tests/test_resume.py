@@ -1,6 +1,7 @@
 """Resuming a run: it ends with the bits of a run that was never stopped, also if an earlier version began it. A run is
 never overwritten, and never continues silently with other settings or other data."""
 
+import errno
 import hashlib
 import shutil
 
@@ -173,6 +174,12 @@ def test_a_time_limit_saves_after_at_least_one_step(tiny_args, tmp_path, capsys)
     assert "run the same command with --resume auto" in output
 
 
+def test_a_time_limit_of_zero_is_none(tiny_args, tmp_path):
+    run = train_quickstart(tiny_args, tmp_path / "run", "--time-limit", "0", stop=StopRequest("0"))
+
+    assert checkpoint.latest_step(run) == 12
+
+
 # ------------------------------------------------------------------------- begun by an earlier version
 
 
@@ -328,6 +335,10 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
     with pytest.raises(UserError, match=r"model.n_head: 2 -> 4. Restore them; its network cannot change"):
         train_quickstart(tiny_args, run, *longer, "--model.n-head", "4", "--allow-drift")
 
+    # Nor can its vocabulary: config.json and the checkpoints would name a network that is not the one in them.
+    with pytest.raises(UserError, match=r"model.vocab_size: 256 -> 512. Restore them; its network cannot change"):
+        train_quickstart(tiny_args, run, *longer, "--model.vocab-size", "512", "--allow-drift")
+
     # Nor do the data change unnoticed.
     (tiny_data / "tiny_train_000003.npy").unlink()
     with pytest.raises(UserError, match=r"data: the shards in .* are not those"):
@@ -337,15 +348,51 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
 def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch, capsys):
     """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has."""
     val_losses = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])  # of steps 0, 2, 4 ... 12; saved are 4, 8 and 12
-    monkeypatch.setattr(evaluator, "validate", lambda *args: next(val_losses))
+    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(next(val_losses), None))
     run = train_quickstart(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "4", "--keep", "1")
     assert checkpoint.complete_steps(run) == [4, 12]
 
     # Never better than step 4. But that is the best of the first run, and not in the folder of this one.
-    monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
+    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(9.0, None))
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", run / "model_00012.pt", "--max-steps", "14")
     assert "fork/model_00004" not in capsys.readouterr().out
     assert checkpoint.complete_steps(fork) == [14]
+
+
+def test_a_step_whose_checkpoint_could_not_be_written_is_not_the_best(tiny_args, tmp_path, monkeypatch, capsys):
+    """The disk is full while step 4, the best, is saved, and has room again for step 8."""
+    val_losses = iter([5.0, 4.0, 1.0, 3.0, 2.0, 3.5, 3.5])  # of steps 0, 2, 4 ... 12
+    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(next(val_losses), None))
+    write = checkpoint.write
+
+    def write_unless_full(path, content):
+        if "00004" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write", write_unless_full)
+    run = train_quickstart(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "2", "--keep", "1")
+
+    # Step 2 was the best until step 8 was better; none of them names step 4.
+    output = capsys.readouterr().out
+    assert "could not write the checkpoint of step 4" in output
+    assert checkpoint.complete_steps(run) == [8, 12]
+    assert "model_00008.pt" in output
+    assert checkpoint.read_train_state(run)["best"] == {"step": 8, "val_loss": 2.0}
+
+
+def test_the_metrics_of_a_run_without_checkpoint_are_kept(tiny_args, tmp_path, capsys):
+    """A run killed before its first save, or whose checkpoints were deleted: the same command starts it again."""
+    run = train_quickstart(tiny_args, tmp_path / "run")
+    curve = (run / "metrics.jsonl").read_text()
+    delete_checkpoints_after(run, -1)
+
+    for number, flags in enumerate((["--resume", "auto"], []), start=1):
+        train_quickstart(tiny_args, run, *flags)
+        assert (run / f"metrics_old_{number}.jsonl").read_text().count("\n") == curve.count("\n")
+        assert f"the metrics so far are kept as metrics_old_{number}.jsonl" in capsys.readouterr().out
+        delete_checkpoints_after(run, -1)
+    assert (run / "metrics_old_1.jsonl").read_text() == curve
 
 
 def test_an_error_leaves_no_empty_run_folder(tiny_args, tmp_path, run_in_fork):

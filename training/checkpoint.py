@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -46,6 +47,7 @@ import torch
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.files import explain_write_error, may_pass, retry_io, write_file
+from training import stop
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -302,6 +304,7 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.newest_save: int | None = None  # the step
         self.save_bytes = 0  # of its tensors
+        self.has_warned = False
         self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
@@ -318,6 +321,7 @@ class CheckpointWriter:
         """
         # At most one snapshot is in host memory: finish the write before.
         self._join()
+        start_time = time.monotonic()
 
         # The copy is what training waits for; bench/checkpoint.py measures it.
         copies: dict = {}
@@ -327,7 +331,7 @@ class CheckpointWriter:
 
         # The thread gets its own copies, so it shares nothing with training but the fields below.
         self.newest_save = step
-        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step))
+        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step, start_time))
         self.thread.start()
 
     def wait(self, best_step: int | None = None) -> None:
@@ -351,6 +355,11 @@ class CheckpointWriter:
         if self.newest_save is not None and best_step is not None:
             self._delete_old(self.newest_save, best_step)
 
+    def failed_step(self) -> int | None:
+        """Wait for the write in progress, if any. Returns the step of the last write if that failed."""
+        self._join()
+        return self.newest_save if self.error is not None else None
+
     def _describe_error(self) -> str:
         """Why the last write failed."""
         if isinstance(self.error, OSError):
@@ -362,7 +371,7 @@ class CheckpointWriter:
         if self.thread is not None:
             self.thread.join()
 
-    def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
+    def _write(self, step: int, model: dict, train: dict, best_step: int | None, start_time: float) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
         try:
             # Weights that are not finite would replace good checkpoints by useless ones.
@@ -378,11 +387,25 @@ class CheckpointWriter:
             write(model_path(self.run_dir, step), model)
             self._delete_old(step, best_step)
             self.error = None
+            self._warn_if_slow(time.monotonic() - start_time)
         except Exception as e:
             # An error in a thread ends nothing by itself: print it now, and let `wait` raise it.
             self.error = e
             reason = self._describe_error()
             print0(f"warning: could not write the checkpoint of step {step} ({reason}); the next save tries again")
+
+    def _warn_if_slow(self, seconds: float) -> None:
+        """Say once if a save takes so long that torchrun would kill the ranks in the middle of one."""
+        # After a signal a step is finished first, and ZeRO-1 gathers its state: leave half of the time for that.
+        timeout_s = stop.torchrun_timeout_s()
+        if seconds < timeout_s / 2 or self.has_warned:
+            return
+        self.has_warned = True
+        print0(
+            f"warning: saving took {seconds:.0f} s, and torchrun kills the ranks {timeout_s:.0f} s after Ctrl-C or "
+            f"SIGTERM. Before the next start: export {stop.TORCHRUN_TIMEOUT}=600 (needs torch 2.13); until then stop "
+            "the run by signalling its ranks, not torchrun, or with --time-limit"
+        )
 
     def _delete_old(self, step: int, best_step: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.

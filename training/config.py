@@ -27,6 +27,12 @@ hellaswag_data sample_every sample_prompt save_every keep resume allow_drift ini
 deterministic compile recompute zero_stage tracker time_limit skip_bad_steps gpu_hour_usd dry_run card eval_only
 """.split())  # fmt: skip
 
+# Settings in which the machines of one run may differ: paths, what only rank 0 uses, and what the ranks vote on. All
+# others must be equal on all ranks. Of the paths, what they lead to is compared (training/resume.py).
+MAY_DIFFER = frozenset("""
+data_dir out_dir hellaswag_data init_from resume device sample_prompt tracker time_limit gpu_hour_usd
+""".split())  # fmt: skip
+
 # Settings of earlier versions that shaped the result and no longer exist, with the value that means "off". A checkpoint
 # with another value is refused. Other unknown settings are ignored.
 REMOVED = {"muon_momentum_warmup": 0}
@@ -155,7 +161,7 @@ class TrainConfig:
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Also send curves to: none, tensorboard, or wandb (pip install wandb)."""
     time_limit: str = ""
-    """Stop cleanly and save after this long, e.g. 3h50m."""
+    """Stop cleanly and save after this long, e.g. 3h50m; 0 is no limit."""
     skip_bad_steps: int = 0
     """Non-finite steps to skip before stopping, counted from each start."""
     gpu_hour_usd: float = 0.0

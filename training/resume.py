@@ -2,25 +2,28 @@
 
     saved = find_checkpoint(cfg)                   # the train state that --resume names, or None
     cfg, model = resolve_network(cfg, saved)       # the network that is really trained; --init-from may determine it
-    run = load_or_start(cfg, rt, data, saved)      # how far the run is
+    run = start_or_resume(cfg, rt, data, saved)    # how far the run is; all ranks have found the same
 
 Called by train_gpt2.py before anything is built. A resumed run continues to the same bits; what would silently change
-its result is refused.
+its result is refused. So are ranks that would train different runs side by side: settings_by_flag is what they must
+have been started with, and check_ranks_agree compares what they found on their disks.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
+from system.files import retry_io
 from tokens.loader import Loader
-from training import checkpoint, schedule
-from training.config import TrainConfig, config_drift
+from training import checkpoint, hellaswag_eval, schedule
+from training.config import MAY_DIFFER, TrainConfig, config_drift
 from training.metrics_file import read_metrics
 from training.open_model import open_model
 from training.presets import is_network_from_init
@@ -104,12 +107,14 @@ def with_network(cfg: TrainConfig, network: GPTConfig) -> TrainConfig:
 # ------------------------------------------------------------------------- the progress
 
 
-def load_or_start(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, Any] | None) -> RunState:
+def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, Any] | None) -> RunState:
     """How far the run is: at its beginning, or at the checkpoint `saved` if that fits this run's config and data.
-    Raises UserError if it does not fit. Every rank must call it."""
+    Raises UserError if it does not fit, or if the ranks did not find the same. Every rank must call it."""
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
-    check_ranks_agree(rt, saved, run)
+    check_ranks_agree(cfg, rt, saved, run, data)
     if saved is None:
+        if rt.is_main:
+            set_metrics_aside(cfg.run_dir)
         return run
     check_drift(cfg, saved, run, data)
 
@@ -128,23 +133,80 @@ def load_or_start(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, 
                 evaluated = True
                 measured = measured | {key: row[key] for key in EVALUATION_KEYS if key in row}
 
+    # Lines of another run, which has left no checkpoint here, are not this run's either.
+    if rt.is_main and not is_in_run_dir:
+        set_metrics_aside(cfg.run_dir)
+
     last_saved_step = step if is_in_run_dir else None
     return RunState(run.max_steps, run.data_id, step, measured, evaluated, best, last_saved_step)
 
 
-def check_ranks_agree(rt: Runtime, saved: dict[str, Any] | None, run: RunState) -> None:
-    """Raise UserError unless all ranks found the same checkpoint, data and number of steps. On several machines they
-    may not, and DDP would train different weights side by side without a word. Every rank must call it."""
-    # Compare three numbers from every rank.
-    step = saved["step"] if saved else -1
-    data_hash = int(run.data_id[:15], 16)  # 60 bits fit in an int64
-    own = torch.tensor([step, run.max_steps, data_hash], device=rt.device)
-    rank0, *others = torch.stack(rt.all_gather(own)).tolist()  # (ranks, 3)
-    names = ("checkpoint (step, -1: none)", "max-steps", "data (hash)")
-    fix = "every machine must see the same --out-dir and --data-dir and get the same flags"
-    for rank, other in enumerate(others, start=1):
-        for name, value, value0 in zip(names, other, rank0, strict=True):
-            require(value == value0, f"rank {rank} and rank 0 differ in {name}: {value} and {value0}; {fix}")
+def set_metrics_aside(run_dir: Path) -> None:
+    """Rename the metrics.jsonl of a folder that has no checkpoint, so that the run that starts there does not overwrite
+    the curve of a run that was killed before its first save, or whose checkpoints were deleted."""
+    path = run_dir / "metrics.jsonl"
+    if checkpoint.latest_step(run_dir) is not None or not read_metrics(path):
+        return
+
+    # The first free number: metrics_old_1.jsonl.
+    number = 1
+    while (run_dir / f"metrics_old_{number}.jsonl").exists():
+        number += 1
+    kept = run_dir / f"metrics_old_{number}.jsonl"
+    os.rename(path, kept)
+    print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept.name}")
+
+
+# ------------------------------------------------------------------------- the ranks
+
+
+def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
+    """The settings that all ranks must have been started with, by flag: all but those in MAY_DIFFER. Of a path it says
+    only what kind it is, because ranks with different kinds would wait for each other."""
+    settings = cfg.to_dict()
+    network = settings.pop("model")
+    flags = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
+    flags |= {f"model.{name}": value for name, value in network.items()}
+    flags["data_dir"] = cfg.data_dir if cfg.data_dir.startswith("hf://") else "a folder"
+    flags["init_from"] = "scratch" if cfg.init_from == "scratch" else "weights"
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
+
+
+def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, run: RunState, data: Loader) -> None:
+    """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
+    On several machines they may not: DDP would then train different weights side by side without a word, or the ranks
+    would wait for each other in different evaluations. Every rank must call it."""
+    facts = {
+        "the checkpoint to resume from": f"step {saved['step']}" if saved else "none",
+        "the number of steps": str(run.max_steps),
+        "the network": str(cfg.model),
+        **describe_files(cfg, data, run.data_id),
+    }
+    fixes = {
+        "": "give every machine the same files, from the same shared folder or a copy, and the same flags",
+        "the checkpoint to resume from": "let --out-dir or --resume name the same run on every machine",
+    }
+    rt.check_equal("the comparison of checkpoints and data", facts, fixes)
+
+
+def describe_files(cfg: TrainConfig, data: Loader, data_id: str) -> dict[str, str]:
+    """The shards and HellaSwag rows that this rank has found, in few words that differ if the files do. data_id: the
+    fingerprint of the data's folder."""
+    # The fingerprint covers the sha256 of each shard, where there is a manifest to tell.
+    manifest = "with" if data.manifest else "without"
+    shards = f"{data_id} ({len(data.paths)} shards, {sum(data.tokens):,} tokens, {manifest} a manifest)"
+
+    # The evaluator says what is wrong with a file that is missing or damaged.
+    rows = "none"
+    path = Path(cfg.hellaswag_data or hellaswag_eval.DEFAULT_PATH)
+    if cfg.hellaswag_every and path.is_file():
+        content = retry_io(path.read_bytes, path)
+        count = sum(1 for line in content.splitlines() if line.strip())
+        rows = f"{count:,} rows ({hashlib.sha256(content).hexdigest()[:12]})"
+    return {"the data": shards, "the HellaSwag file": rows}
+
+
+# ------------------------------------------------------------------------- what has changed
 
 
 def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Loader) -> None:
@@ -166,7 +228,7 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Lo
         refused.append(f"data: the shards in {cfg.data_dir} {change}")
 
     # Refuse, naming every change.
-    network = [c for c in refused if c.startswith("model.") and not c.startswith("model.vocab_size")]
+    network = [c for c in refused if c.startswith("model.")]
     problem = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
     fix = "its network cannot change" if network else "or continue anyway with --allow-drift"
     require(not refused or (cfg.allow_drift and not network), f"{problem}. Restore them; {fix}")

@@ -22,6 +22,8 @@ class RunState:
     # The step and val_loss of the best step that has a checkpoint, and the newest step saved in this run's folder.
     best: dict[str, Any] | None = None
     last_saved_step: int | None = None
+    # What `best` was before, until the checkpoint of `best` is known to be on the disk.
+    previous_best: dict[str, Any] | None = None
 
     # Where this process began.
     start_step: int = field(init=False)
@@ -57,7 +59,13 @@ class RunState:
         if val_loss is None or self.last_saved_step != self.step:
             return
         if self.best is None or val_loss < self.best["val_loss"]:
+            self.previous_best = self.best
             self.best = {"step": self.step, "val_loss": val_loss}
+
+    def forget_failed_save(self, step: int | None) -> None:
+        """Note that the checkpoint of `step` could not be written: then it cannot be the best."""
+        if step is not None and self.best_step == step:
+            self.best = self.previous_best
 
     def advance(self) -> None:
         """Move to the next step, of which nothing is known yet."""

@@ -12,6 +12,7 @@ request travels with the loss, in the collective of training/step.py.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import threading
@@ -26,6 +27,20 @@ from system.distributed import Runtime
 from system.units import parse_duration
 
 SECOND_SIGNAL_AFTER_S = 2.0
+
+# How many seconds torchrun waits between the signal that it passes on to its ranks and the SIGKILL that ends them. A
+# rank inherits the variable from torchrun. torchrun of torch 2.11 does not know it, and always waits 30 seconds.
+TORCHRUN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+def torchrun_timeout_s() -> float:
+    """How long torchrun lets this rank live after a signal; infinity for a process that torchrun has not started."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    try:
+        return float(os.environ.get(TORCHRUN_TIMEOUT, "30"))
+    except ValueError:
+        return 30.0
 
 
 class Vote(IntEnum):
@@ -45,11 +60,12 @@ class EvaluationFailedElsewhere(Exception):
 
 
 class StopRequest:
-    """Whether and why this rank was asked to stop: by a signal, or because --time-limit, counted from here, is over."""
+    """Whether and why this rank was asked to stop: by a signal, or because --time-limit, counted from here, is over. A
+    limit of 0 is none, as for every period."""
 
     def __init__(self, time_limit: str = ""):
         self.signal: str | None = None  # the name of the first signal that came
-        self.limit_s = parse_duration(time_limit)
+        self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = time.monotonic()
 
     def elapsed_s(self) -> float:

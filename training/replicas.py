@@ -1,0 +1,110 @@
+"""Whether every rank of a run still has the same weights: DDP averages gradients, but never looks at the weights again.
+
+    replicas.check_cards(cfg, rt)                  # before training: Muon on unlike cards needs ZeRO-1
+    message = replicas.find_difference(rt, train_step.weights.named)      # at every save; "" if there is none
+
+Called by train_gpt2.py. Each rank updates its own copy of the weights from the same gradients. The copies stay equal
+bit for bit as long as the kernels that compute the update give the same bits on every card. Cards of two architectures
+may round differently, and a defective card computes wrong numbers; from then on the ranks train different models, and
+only rank 0's is saved. With ZeRO-1 one rank computes each update and sends it to the others: copies cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from system import machine
+from system.cli import RetryableError, UserError, print0
+from system.distributed import Runtime, describe_ranks
+from training.checkpoint import CheckpointWriter, model_path
+from training.config import TrainConfig
+
+# Numbers that are added at a time: torch converts them to int64 first, which takes 8 bytes each beside the weights.
+CHUNK_NUMEL = 2**22
+
+# The folder inside the run's that gets rank 0's state when the ranks differ.
+FOLDER = "ranks-differ"
+
+
+def weight_sums(named: dict[str, nn.Parameter]) -> Tensor:
+    """For each parameter the sum of its bit patterns, read as 32-bit integers: (parameters,) int64, on their device.
+    Sums of integers are exact in any order, so equal weights have equal sums on any card."""
+    sums = []
+    for p in named.values():
+        bits = p.detach().reshape(-1).view(torch.int32)
+        sums.append(torch.stack([chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK_NUMEL)]).sum())
+    return torch.stack(sums)
+
+
+def find_difference(rt: Runtime, named: dict[str, nn.Parameter]) -> str:
+    """Which ranks have other float32 weights than most, and in which parameters; "" if all are equal. One collective of
+    8 bytes a parameter and rank. Every rank must call it; all get the same answer."""
+    if rt.world_size == 1:
+        return ""
+    sums_by_rank = torch.stack(rt.all_gather(weight_sums(named))).tolist()  # (ranks, parameters)
+    copies = [tuple(sums) for sums in sums_by_rank]
+    if len(set(copies)) == 1:
+        return ""
+
+    # What most ranks have is taken to be right; among equally many, what rank 0 has.
+    most_common = Counter(copies).most_common(1)[0][0]
+    if copies.count(copies[0]) == copies.count(most_common):
+        most_common = copies[0]
+    others = [rank for rank, copy in enumerate(copies) if copy != most_common]
+    names = [name for i, name in enumerate(named) if any(copies[rank][i] != most_common[i] for rank in others)]
+
+    # Where these ranks run, which may be what they have in common.
+    places = rt.gather_texts("the comparison of weights", f"{socket.gethostname()}, {machine.hardware_name(rt.device)}")
+    parameters = f"{names[0]} and {len(names) - 1} other parameters" if len(names) > 1 else names[0]
+    return f"the weights of {describe_ranks(others, places)} differ from those of the other ranks in {parameters}"
+
+
+def error_after_saving(
+    cfg: TrainConfig, rt: Runtime, step: int, difference: str, writer: CheckpointWriter
+) -> Exception:
+    """The error that ends a run whose ranks differ, once `writer` has saved rank 0's state in FOLDER. A restart gives
+    all ranks the weights of the newest checkpoint, whose ranks agreed; on unlike cards they would drift apart again.
+    Every rank must call it."""
+    # Rank 0 says what became of its state; the others need not know.
+    outcome = "rank 0's state could not be kept"
+    with suppress(UserError, OSError):
+        writer.wait()
+        kept = model_path(writer.run_dir, step)
+        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: --resume {kept}"
+    rt.barrier(hours=2)
+
+    problem = f"{difference} at step {step}, which is therefore not the newest checkpoint"
+    how = "the same command with --resume auto continues from the newest checkpoint, whose ranks agreed"
+    if len(set(cards_by_rank(rt))) > 1:
+        return UserError(f"{problem}. The cards of this run differ: add --zero-stage 1; {how}; {outcome}")
+    hint = "If the same rank differs again, its card is defective"
+    return RetryableError(f"{problem}. To go back, {how}. {hint}; {outcome}")
+
+
+def cards_by_rank(rt: Runtime) -> list[str]:
+    """The name of every rank's GPU, or of its CPU. Every rank must call it."""
+    return rt.gather_texts("the comparison of cards", machine.hardware_name(rt.device))
+
+
+def check_cards(cfg: TrainConfig, rt: Runtime) -> None:
+    """Raise UserError on every rank if the ranks' cards differ and their updates surely would, too: Muon multiplies
+    matrices in bfloat16, with other kernels on each architecture. Every rank must call it."""
+    cards = cards_by_rank(rt)
+    if len(set(cards)) == 1 or cfg.zero_stage == 1:
+        return
+    ranks = {card: [rank for rank, found in enumerate(cards) if found == card] for card in dict.fromkeys(cards)}
+    found = ", ".join(f"{card} (rank {', '.join(map(str, numbers))})" for card, numbers in ranks.items())
+    match cfg.optimizer:
+        case "muon":
+            problem = f"--optimizer muon on unlike cards: {found}. Each would round its updates differently"
+            raise UserError(f"{problem}, and the ranks' weights would drift apart; add --zero-stage 1")
+        case _:
+            print0(
+                f"the cards of this run differ: {found}. The ranks compare their weights at every save; "
+                "--zero-stage 1 keeps them equal on any cards"
+            )
