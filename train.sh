@@ -5,6 +5,7 @@
 #   ./train.sh                                  # gpt2-124m on every GPU of this machine, into log/gpt2-124m
 #   ./train.sh speedrun-124m --out-dir log/fast # any arguments of train_gpt2.py
 #   ./train.sh model_19072.pt 2                 # resume that checkpoint's run and train until 2 epochs are done
+#   ./train.sh stop log/gpt2-124m               # save and stop the run of that folder
 #   PUSH_TO=me/gpt2-124m REMOVE_POD=1 BUDGET_USD=30 GPU_HOUR_USD=2.5 ./train.sh
 #
 # A run folder (OUT) that holds checkpoints is resumed, never started over. OUT/train-<time>.log records every decision,
@@ -51,6 +52,10 @@ list_run_processes() { grep -lzsFx "TRAIN_RUN_DIR=$OUT" /proc/[0-9]*/environ | c
 
 # Print the ids of the children of process $1. -s: a process may end while grep reads /proc.
 list_children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ -f3; }
+
+# Whether process $1 is the supervisor of this run. After a reboot its number may be that of any other process, and a
+# network volume may show the number of a process on another machine.
+is_supervisor() { [[ $1 =~ ^[0-9]+$ ]] && grep -qzsFx "OUT=$OUT" "/proc/$1/environ"; }
 
 # Print the path of the run's newest weights, or nothing.
 find_newest_weights() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | tail -n 1; }
@@ -137,7 +142,7 @@ END
 # Start the run that the arguments describe.
 launch() {
     local typed_command="$0 $*" preset=() defaults=(--resume auto) checkpoint='' matches args
-    local settings time_limit gpus sizes where='' budget_seconds='' log_file at_end first_line
+    local lock_status=0 settings time_limit gpus sizes where='' budget_seconds='' log_file at_end first_line
     check_environment
 
     # Defaults that the user's own flags override, because they come later. A budget replaces the time limit that a
@@ -188,8 +193,15 @@ launch() {
     # while any of them lives.
     mkdir -p "$OUT"
     exec 9>>"$OUT/train.lock"
-    flock -n 9 || die "$OUT already has a run (processes: $(list_run_processes | tr '\n' ' ')): one run per folder." \
-        "Stop it with: kill \$(cat $OUT/train.pid), or give another --out-dir"
+    flock -n 9 2>/dev/null || lock_status=$?
+    # flock exits with 1 if somebody else holds the lock, and with another code if the file system has no locks, such as
+    # Lustre mounted without -o flock. Then the processes on this machine are known, and the trainer has a lock of its
+    # own, which works there (system/files.py).
+    if ((lock_status == 1)) || [[ $lock_status != 0 && -n $(list_run_processes) ]]; then
+        die "$OUT already has a run (processes: $(list_run_processes | tr '\n' ' ')): one run per folder." \
+            "Stop it with: $0 stop ${OUT@Q}, or give another --out-dir"
+    fi
+    ((lock_status == 0)) || echo "warning: the file system of $OUT has no flock: the trainer's own lock must do" >&2
     log_file=$OUT/train-$(date +%Y%m%d-%H%M%S).log
     log "$typed_command" 2>/dev/null >>"$log_file"
     [[ -s $log_file ]] || die "cannot write to $log_file: is the disk full?"
@@ -209,7 +221,7 @@ launch() {
     # Say how to follow and stop the run, show its first seconds, and report one that has failed by then.
     echo "started: $NPROC process(es)$where, run folder $OUT, pid $!"
     echo "follow:  tail -f ${log_file@Q}"
-    echo "stop:    kill \$(cat ${OUT@Q}/train.pid)    # it saves first; the same command resumes from there"
+    echo "stop:    $0 stop ${OUT@Q}    # it saves first; the same command resumes from there"
     [[ -z $at_end ]] || echo "$at_end"
     ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n "+$first_line" -f -s 0.2 --pid=$! "$log_file" || true
     kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; see its log: $log_file"
@@ -252,6 +264,18 @@ describe_end() {
         echo "at the end: THIS MACHINE STAYS, AND COSTS $(describe_cost 24 "a day") until you remove it:" \
             "$(describe_removal), or start with REMOVE_POD=1"
     fi
+}
+
+# Ask the run of folder $1 to save and stop.
+stop_run() {
+    local pid
+    (($# == 1)) || die "give the run folder, as in $0 stop log/gpt2-124m"
+    OUT=$(realpath -m "$1")
+    pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "$OUT has no train.pid: train.sh has no run there"
+    is_supervisor "$pid" || die "process $pid of $OUT/train.pid is not this run's: it has ended without a word," \
+        "as in a reboot, or is on another machine. Nothing was stopped"
+    kill "$pid"
+    echo "process $pid was asked to stop; it saves first: tail -f ${OUT@Q}/train-*.log"
 }
 
 # ---- in the background: train, restart, publish, give the machine back ----
@@ -538,5 +562,6 @@ PUBLIC=()
 case ${1:-} in
     -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" ;;
     --detached) supervise "${@:2}" ;;
+    stop) stop_run "${@:2}" ;;
     *) launch "$@" ;;
 esac

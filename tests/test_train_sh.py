@@ -38,7 +38,7 @@ def test_a_start_says_how_to_follow_and_stop_it_and_runs_to_the_end(pod):
     done = pod.start("gpt2-124m", "--max-steps", "5")
     log = pod.wait_until_ended()
 
-    assert "2 process(es)," in done.stdout and "tail -f" in done.stdout and "kill $(cat" in done.stdout
+    assert "2 process(es)," in done.stdout and "tail -f" in done.stdout and "train.sh stop " in done.stdout
     assert pod.starts() == ["gpt2-124m --resume auto --max-steps 5"]
     assert "train.sh gpt2-124m --max-steps 5\n" in log  # the command as it was typed
     assert "--standalone --nproc_per_node=2" in log and "training finished" in log
@@ -113,7 +113,7 @@ def test_one_run_a_folder(pod):
     pod.start(plan="hang")
     pod.wait_for_ranks()
     second = pod.start(check=False)
-    assert second.returncode == 1 and "already" in second.stderr and "train.pid" in second.stderr
+    assert second.returncode == 1 and "already" in second.stderr and "train.sh stop " in second.stderr
 
     # Only train.sh dies: its torchrun still trains, so the folder is still in use.
     os.kill(pod.pid(), signal.SIGKILL)
@@ -123,7 +123,40 @@ def test_one_run_a_folder(pod):
     assert len(pod.starts()) == 1
 
 
+def test_a_file_system_without_flock_is_told_from_one_whose_lock_is_held(pod):
+    """flock exits with 65 there, as on Lustre mounted without -o flock. The trainer's own lock works on it."""
+    pod.add_tool("flock", '#!/bin/sh\necho "flock: 9: Function not implemented" >&2\nexit 65\n')
+    first = pod.start(plan="hang")
+    assert "has no flock" in first.stderr
+    pod.wait_for_ranks()
+
+    second = pod.start(check=False)
+
+    assert second.returncode == 1 and "already has a run" in second.stderr and len(pod.starts()) == 1
+
+
 # ------------------------------------------------------------------------- logout and stop
+
+
+def test_stop_stops_this_run_and_nobody_else(pod):
+    started = pod.start(plan="save-hang")
+    pod.wait_for_ranks()
+    assert f"stop {pod.root}/log/gpt2-124m " in started.stdout.replace("'", "")
+    stopped = pod.start("stop", "log/gpt2-124m")
+    assert "asked to stop" in stopped.stdout and "training stopped" in pod.wait_until_ended()
+
+    # After a reboot the number is another process's, or nobody's.
+    with subprocess.Popen(["sleep", "60"]) as other:
+        for pid in (other.pid, 2**22 + 1, "x"):
+            (pod.root / "log/gpt2-124m/train.pid").write_text(f"{pid}\n")
+            refused = pod.start("stop", "log/gpt2-124m", check=False)
+            assert refused.returncode == 1 and "is not this run's" in refused.stderr
+        assert other.poll() is None
+        other.kill()
+    (pod.root / "log/gpt2-124m/train.pid").unlink()
+
+    for arguments in ([], ["log/none"]):
+        assert pod.start("stop", *arguments, check=False).returncode == 1
 
 
 def test_survives_the_death_of_the_shell_that_started_it(pod):
