@@ -22,10 +22,14 @@ from typing import Literal
 from system.cli import UserError, print0, require, run_cli
 from system.files import explain_write_error, lock_folder, may_pass
 from tokens import shards, sources
-from tokens.documents import read_files
+from tokens.documents import choose_reader, read_files, read_text
 from tokens.prefetch import prefetch
 from tokens.shard_writer import next_shard_path, write_shards
 from tokens.shards import Manifest
+
+# What the presets take that are suggested for a text of the user's own (training/presets.py, which would import torch).
+FINETUNE_SEQUENCE_LENGTH, FINETUNE_BATCH_TOKENS, FINETUNE_EPOCHS = 1024, 32_768, 2
+QUICKSTART_SEQUENCE_LENGTH, QUICKSTART_BATCH_TOKENS, QUICKSTART_STEPS = 256, 4096, 80
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Args:
     """Split of the configuration; default train."""
     text_column: str = "text"
     """Column (parquet, csv) or field (jsonl, ndjson, json) that holds the text."""
+    split_on: str | None = None
+    """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
     keep_source: bool = False
     """Keep downloaded files in OUT/.source."""
     verify: Path | None = None
@@ -69,7 +75,10 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
         largest = min(shards.SHARD_TOKENS, source_bytes / 24, (args.limit_tokens or source_bytes) / 10)
         rounded = float(f"{largest:.0e}")
         shard_tokens = max(1, int(rounded))
-    return Manifest({**source, "column": args.text_column}, args.format, shard_tokens, args.limit_tokens)
+    source = {**source, "column": args.text_column}
+    if args.split_on:
+        source["split_on"] = args.split_on
+    return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 
 def load_or_start(out: Path, name: str, planned: Manifest, previous: Manifest | None) -> Manifest:
@@ -92,7 +101,7 @@ def load_or_start(out: Path, name: str, planned: Manifest, previous: Manifest | 
     # Shards that exist cannot be continued with other settings.
     before = {**previous.source, **vars(previous)}
     now = {**planned.source, **vars(planned)}
-    for key in ("name", "subset", "split", "column", "revision", "format", "shard_tokens", "limit_tokens"):
+    for key in ("name", "subset", "split", "column", "split_on", "revision", "format", "shard_tokens", "limit_tokens"):
         difference = f"{out} was made with {key} {before.get(key)}, not {now.get(key)}"
         require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     return previous
@@ -160,7 +169,8 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
 
     # A few chunks are read while others are tokenized.
     with tqdm(total=total, initial=initial, desc=name, mininterval=update_seconds, bar_format=bar_format) as bar:
-        texts = read_files(files, first_index, source["column"], delete_downloaded, source.get("reader"))
+        how = (source["column"], delete_downloaded, source.get("reader"), source.get("split_on"))
+        texts = read_files(files, first_index, *how)
         chunks = prefetch(texts, 4)
         manifest = write_shards(chunks, out, name, manifest, report)
 
@@ -231,17 +241,50 @@ def print_summary(out: Path, manifest: Manifest, seconds: float) -> None:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
         return
 
-    # Enough for gpt2-124m, the default preset, which takes half a million tokens per step?
-    data_flag = f"--data-dir {shlex.quote(str(out))}"
-    if tokens >= 100_000_000:
-        print0(f"next: python train_gpt2.py {data_flag}")
-        return
+    print0("\n".join(suggest_training(out, manifest)))
 
-    # The preset quickstart is made for data/stdlib: its sample prompt is Python's "def ". Other text needs flags.
-    command = "python train_gpt2.py quickstart"
-    if out != Path("data/stdlib"):
-        command += f" {data_flag} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt ''"
-    print0(f"next: {command}")
+
+def suggest_training(out: Path, manifest: Manifest) -> list[str]:
+    """The lines that say how to train on a folder, with commands to paste."""
+    val_tokens, *train_sizes = [shard.tokens for shard in manifest.shards]
+    train_tokens = sum(train_sizes)
+    data_flag = f"--data-dir {shlex.quote(str(out))}"
+
+    # The text that quickstart is made for; and enough for 124M parameters, which take half a million tokens per step.
+    if out == Path("data/stdlib"):
+        return ["next: python train_gpt2.py quickstart"]
+    if train_tokens >= 100_000_000:
+        preset = "llmc-124m" if manifest.source["name"] == "fineweb" else "gpt2-124m"
+        return [f"next, on a machine with GPUs: ./train.sh {preset} {data_flag}"]
+
+    # A text of the user's own. Short ones need shorter sequences: a sequence lies within a shard.
+    def length_flag(T: int) -> tuple[int, str]:
+        longest = min(val_tokens, max(train_sizes)) - 1
+        if longest >= T:
+            return T, ""
+        T = 1 << max(0, longest.bit_length() - 1)  # a power of two divides every batch
+        return T, f" --sequence-length {T}"
+
+    # finetune goes by epochs, and a very short text needs smaller steps.
+    T, flags = length_flag(FINETUNE_SEQUENCE_LENGTH)
+    sequences = sum((size - 1) // T for size in train_sizes)
+    batch = FINETUNE_BATCH_TOKENS
+    if FINETUNE_EPOCHS * sequences * T < 8 * batch:
+        batch = T * max(1, FINETUNE_EPOCHS * sequences // 8)
+        flags += f" --total-batch-size {batch}"
+    steps = FINETUNE_EPOCHS * sequences * T // batch
+    finetune = f"python train_gpt2.py finetune {data_flag} --out-dir {shlex.quote(f'log/{out.name}-finetune')}{flags}"
+
+    # quickstart goes by steps.
+    _, flags = length_flag(QUICKSTART_SEQUENCE_LENGTH)
+    epochs = QUICKSTART_STEPS * QUICKSTART_BATCH_TOKENS / train_tokens
+    quickstart = f"python train_gpt2.py quickstart {data_flag} --out-dir {shlex.quote(f'log/{out.name}')}{flags}"
+    return [
+        f"next, fine-tune OpenAI's GPT-2: {FINETUNE_EPOCHS} epochs of {train_tokens:,} train tokens, {steps:,} steps",
+        f"  {finetune}",
+        f"or train a small GPT from scratch: {epochs:,.1f} epochs, {QUICKSTART_STEPS} steps (another number: --epochs)",
+        f"  {quickstart} --sample-prompt @val",
+    ]
 
 
 def verify_folder(folder: Path) -> None:
@@ -288,6 +331,9 @@ def main() -> None:
     is_local = bool(paths)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (is_local and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
+    has_text = any(choose_reader(path) is read_text for path in paths)
+    require(has_text or args.split_on is None, f"--split-on is for plain text files, and {name} has none; leave it out")
+    require(args.split_on != "", "--split-on '' would split everywhere; give the text between documents")
     out = args.out or Path("data") / name
     try:
         with lock_folder(out):

@@ -1,0 +1,97 @@
+"""The last lines of a script name the likely next step, as commands that work when they are pasted."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import CPU, parse_config
+
+import fineweb
+import train_gpt2
+from tokens.loader import Loader
+from training.presets import PRESETS
+from training.stop import StopRequest
+
+TEXT = "It was the best of times, it was the worst of times. "
+# The smallest network with GPT-2's vocabulary, for one step.
+ONE_STEP = """--init-from scratch --model.n-layer 1 --model.n-head 1 --model.n-embd 8 --model.vocab-size 50304
+--max-steps 1 --total-batch-size 32 --micro-batch-size 1 --sequence-length 32 --val-tokens 32 --warmup-steps 0
+--sample-every 0 --no-compile --dtype float32 --optimizer adamw""".split()
+
+
+def make_shards_of_text(monkeypatch, capsys, *args) -> list[str]:
+    """The output lines of fineweb.py."""
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, args)])
+    capsys.readouterr()
+    fineweb.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def read_commands(lines) -> list[list[str]]:
+    """The words of the commands for train_gpt2.py among some lines, as a shell would take them."""
+    commands = [shlex.split(line.removeprefix("next: ")) for line in lines if "python train_gpt2.py" in line]
+    assert all(words[:2] == ["python", "train_gpt2.py"] for words in commands)
+    return [words[2:] for words in commands]
+
+
+@pytest.mark.parametrize("repeats", [6, 30, 2000])
+def test_fineweb_suggests_finetune_and_quickstart_for_a_text_of_ones_own(tmp_path, monkeypatch, capsys, repeats):
+    """Whatever its length: 80 tokens, 400 or 26,000; and with blanks in its name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my text.txt").write_text(TEXT * repeats)
+    out = tmp_path / "my shards"
+
+    lines = make_shards_of_text(monkeypatch, capsys, "--source", "my text.txt", "--out", "my shards")
+
+    finetune, quickstart = read_commands(lines)
+    assert (finetune[0], quickstart[0]) == ("finetune", "quickstart")
+    configs = [parse_config(*words) for words in (finetune, quickstart)]
+    steps = []
+    for cfg in configs:
+        assert cfg.data_dir == "my shards"
+        train_data = Loader(out, "train", cfg.sequence_length, 50257)
+        Loader(out, "val", cfg.sequence_length, 50257)
+        steps.append(cfg.total_steps(train_data.order.sequences_per_epoch))
+    assert configs[0].run_dir != configs[1].run_dir
+    assert configs[1].sample_prompt == "@val"
+
+    # What the lines say of tokens, epochs and steps is what the runs will do.
+    train_tokens = sum(train_data.tokens)
+    assert f": 2 epochs of {train_tokens:,} train tokens, {steps[0]:,} steps" in lines[-4]
+    assert steps[0] >= 8
+    epochs = steps[1] * configs[1].total_batch_size / train_tokens
+    assert f": {epochs:,.1f} epochs, {steps[1]} steps" in lines[-2]
+
+
+def test_the_suggested_commands_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my text.txt").write_text(TEXT * 60)
+    lines = make_shards_of_text(monkeypatch, capsys, "--source", "my text.txt", "--out", "my shards")
+    for words in read_commands(lines):
+        cfg = parse_config(*words, *ONE_STEP)
+        train_gpt2.train(cfg, CPU, StopRequest())
+        assert (cfg.run_dir / "model_00001.pt").is_file()
+
+
+def test_fineweb_suggests_the_reproduction_for_enough_tokens():
+    """100M tokens are more than a test can make, so the folder is described."""
+
+    def suggest(name, folder):
+        shard = fineweb.shards.Shard("x_train_000001.npy", 100_000_000, 1, "0" * 64, end={})
+        manifest = fineweb.Manifest({"name": name}, "npy", 100_000_000, shards=[shard, shard])
+        return fineweb.suggest_training(Path("data") / folder, manifest)
+
+    assert suggest("fineweb-edu", "fineweb-edu")[-1].endswith(": ./train.sh gpt2-124m --data-dir data/fineweb-edu")
+    assert suggest("fineweb", "fineweb")[-1].endswith(": ./train.sh llmc-124m --data-dir data/fineweb")
+    assert suggest("a/b", "a b")[-1].endswith(": ./train.sh gpt2-124m --data-dir 'data/a b'")
+
+
+def test_the_numbers_in_fineweb_are_those_of_the_presets():
+    finetune, quickstart = PRESETS["finetune"], PRESETS["quickstart"]
+    assert fineweb.FINETUNE_SEQUENCE_LENGTH == finetune.sequence_length
+    assert fineweb.FINETUNE_BATCH_TOKENS == finetune.total_batch_size
+    assert fineweb.FINETUNE_EPOCHS == finetune.epochs
+    assert fineweb.QUICKSTART_SEQUENCE_LENGTH == quickstart.sequence_length
+    assert fineweb.QUICKSTART_BATCH_TOKENS == quickstart.total_batch_size
+    assert fineweb.QUICKSTART_STEPS == quickstart.max_steps
