@@ -30,12 +30,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
-from system.cli import UserError, require
+from system.cli import UserError, print0, require
 from system.files import may_pass
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
 PARQUET_BATCH_ROWS = 4096  # at most; fewer if the rows are long
+STREAMED_ROWS = 256  # that pandas holds at a time, where `datasets` reads with it
+STREAMED_BYTES = 1 << 20  # of json and text that `datasets` parses at a time
+SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 MAX_NAMES_CHARACTERS = 500  # of an error message: columns or fields that the user can choose from
 
 # The point after a non-space character and before a space or newline. No GPT-2 token spans this point or depends on
@@ -80,6 +83,45 @@ def read_text(file: BinaryIO, _column: str = "") -> Iterator[Chunk]:
         if pieces:
             yield Chunk(pieces, documents)
             documents = 0
+
+
+def read_separated_text(separator: str, file: BinaryIO, _column: str = "") -> Iterator[Chunk]:
+    """A file of UTF-8 text with `separator` between its documents. Line breaks beside it belong to it; a document
+    without text is left out."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    pending = ""  # text after the last separator, or what is left of it
+    is_begun = False  # whether the beginning of the document in `pending` was yielded
+    at_end = False
+    while not at_end:
+        block = text.read(CHUNK_BYTES)
+        at_end = not block
+        *ended, pending = (pending + block).split(separator)
+        if at_end:
+            ended.append(pending)
+
+        # The rest of the document that was begun before.
+        if ended and is_begun:
+            rest = ended.pop(0).rstrip("\r\n")
+            is_begun = False
+            if rest:
+                yield Chunk([rest], documents=0)
+
+        # The documents that are here as a whole.
+        whole = [document.strip("\r\n") for document in ended]
+        whole = [document for document in whole if document]
+        if whole:
+            yield Chunk(whole, len(whole))
+
+        # A document that is longer than a chunk. Its end may be the beginning of a separator, and is kept.
+        if not at_end and len(pending) > CHUNK_BYTES:
+            if not is_begun:
+                pending = pending.lstrip("\r\n")
+            kept = len(pending) - len(separator)
+            pieces, rest = _cut_pieces(pending[:kept], 0)
+            pending = rest + pending[kept:]
+            if pieces:
+                yield Chunk(pieces, documents=0 if is_begun else 1)
+                is_begun = True
 
 
 def _cut_pieces(text: str, searched: int) -> tuple[list[str], str]:
@@ -189,9 +231,14 @@ def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str
     """
     # Both may come from a manifest of anybody: a builder such as pandas would unpickle the file.
     require(builder in DATASETS_BUILDERS, f"its reader {builder!r} is not one of {', '.join(DATASETS_BUILDERS)}")
-    if builder == "csv":
-        # Text stays as it stands: pandas would take NA for nothing and 007 for a number.
-        settings = {"keep_default_na": False, **settings, "converters": {column: str}}
+    match builder:
+        case "csv":
+            # Text stays as it stands: pandas would take NA for nothing and 007 for a number. By default it would hold
+            # 10,000 rows, however long.
+            as_text = {"keep_default_na": False, **settings, "converters": {column: str}}
+            settings = {**as_text, "chunksize": STREAMED_ROWS}
+        case "json" | "text":
+            settings = {**settings, "chunksize": STREAMED_BYTES}
 
     # A file is streamed, so that little of it is in memory. Its path is meant literally.
     datasets = import_datasets()
@@ -319,6 +366,7 @@ def read_files(
     column: str,
     on_file_read: Callable[[Path], None] = lambda path: None,
     datasets_reader: dict | None = None,
+    split_on: str | None = None,
 ) -> Iterator[Chunk]:
     """Chunks of the files in turn. Raises UserError for a file that cannot be read.
 
@@ -326,6 +374,7 @@ def read_files(
     column: the column (parquet, csv) or field (jsonl) with the text.
     on_file_read: is called with each path after the last chunk of that file.
     datasets_reader: arguments of read_with_datasets, for a source whose files no reader here takes.
+    split_on: what stands between the documents of a plain text file; None: such a file is one document.
     """
     for file_index, path in enumerate(paths, first_index):
         # Refused by its name: nothing is read. `datasets` decompresses by itself.
@@ -335,6 +384,10 @@ def read_files(
         else:
             reader = choose_reader(path)
             compression = split_suffixes(path.name)[1].lower()
+        is_text = reader is read_text
+        if is_text and split_on:
+            reader = partial(read_separated_text, split_on)
+            is_text = False
         try:
             on_disk, content = open_compressed(path, compression)
             with on_disk:
@@ -342,6 +395,11 @@ def read_files(
                 for chunk in reader(content, column):
                     if not chunk.texts:
                         continue
+                    # Text files with many documents often have GPT-2's separator between them, spelled out.
+                    if is_text and any(SEPARATOR in text for text in chunk.texts):
+                        is_text = False  # said once a file
+                        fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
+                        print0(f"warning: {path} has {SEPARATOR} in it, which is read as text; {fix}")
                     # The reader tells how much of the file a chunk is, or else the position in the file does.
                     source_bytes = chunk.source_bytes or on_disk.tell() - position
                     yield chunk._replace(file_index=file_index, source_bytes=source_bytes)
