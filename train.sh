@@ -532,6 +532,8 @@ supervise() {
     trap '' HUP # a logout
     # Keep compiled code beside the project: a network volume keeps it for the next pod, /tmp may not.
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache}
+    # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     [[ -z $BUDGET_SECONDS ]] || log "budget: $BUDGET_USD USD at $GPU_HOUR_USD an hour for each of $NPROC GPUs:" \
         "$BUDGET_SECONDS seconds, with restarts"
 
