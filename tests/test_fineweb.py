@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -355,7 +356,7 @@ def test_stdlib_as_a_command(tmp_path, run_script):
     # The output tells how much there is and how to train on it.
     tokens, manifest = read_folder(tmp_path / "data")
     assert f"{len(tokens):,} tokens" in done.stdout
-    assert "train_gpt2.py quickstart --data-dir data --out-dir log/data --sample-prompt ''" in done.stdout
+    assert "train_gpt2.py quickstart --data-dir data --out-dir log/data --sample-prompt @val" in done.stdout
     assert len(tokens) > 3e6 and len(manifest.shards) > 4
 
     # The files are the library's, without tests and packages, and shuffled.
@@ -695,6 +696,58 @@ def test_a_removed_shard_comes_back_with_the_same_bytes(tmp_path, mixed_source, 
         run_fineweb(*mixed_source, "--out", out)
         assert read_bytes(out) == expected
         assert not (out / ".remake").exists()
+
+
+def test_a_copy_of_an_unfinished_folder_is_resumed(tmp_path, mixed_source, quick, monkeypatch):
+    """As a notebook leaves it in a mounted Drive: shards, then the manifest, copied while they were written."""
+    # Arrange: a run that was cut off, and a copy of its folder.
+    run_fineweb(*mixed_source, "--out", tmp_path / "expected")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", crash_at(12, after_rename=False))
+        run_fineweb(*mixed_source, "--out", tmp_path / "notebook")
+    drive = tmp_path / "drive"
+    shutil.copytree(tmp_path / "notebook", drive, ignore=shutil.ignore_patterns(".*"))
+
+    # The copy has a part of a file, and lacks a shard that was written between the copies of shards and manifest.
+    (drive / "src_train_000009.npy.part").write_bytes(b"part")
+    listed = shards.read_manifest(drive).shards
+    assert len(listed) > 3
+    (drive / listed[-1].file).unlink()
+
+    # Act: on another disk, and in the Drive itself.
+    shutil.copytree(drive, tmp_path / "next-notebook")
+    for out in (tmp_path / "next-notebook", drive):
+        run_fineweb(*mixed_source, "--out", out)
+        assert without_partial_files(read_bytes(out)) == read_bytes(tmp_path / "expected")
+
+
+@pytest.mark.slow
+def test_the_notebook_cell_that_keeps_tokens_in_a_drive(tmp_path):
+    """The cell of docs/data.md: cut off, its disk lost, and run again. The Drive is a folder."""
+    # Arrange: the cell, with a source that needs no network and with short sleeps.
+    page = (ROOT / "docs" / "data.md").read_text()
+    lines = re.search(r"^    %%bash\n((?:    .*\n)+)", page, re.M)[1]
+    drive = tmp_path / "drive" / "fineweb-edu"
+    fineweb_here = f"{sys.executable} {ROOT}/fineweb.py --source stdlib --out data/fineweb-edu --shard-size 200000"
+    cell = lines.replace("/content/drive/MyDrive", str(drive.parent)).replace("sleep 600", "sleep 0.1")
+    cell = cell.replace("python fineweb.py", fineweb_here)
+
+    # Act: the first notebook is lost when some shards are in the Drive; the second one ends.
+    (tmp_path / "first").mkdir()
+    notebook = subprocess.Popen(["bash", "-c", cell], cwd=tmp_path / "first", start_new_session=True)
+    while len(list(drive.glob("*.npy"))) < 3 or not (drive / "manifest.json").exists():
+        assert notebook.poll() is None
+        time.sleep(0.01)
+    os.killpg(notebook.pid, signal.SIGKILL)
+    notebook.wait()
+    assert not shards.read_manifest(drive).complete
+    (tmp_path / "second").mkdir()
+    subprocess.run(["bash", "-c", cell], cwd=tmp_path / "second", check=False)
+
+    # Assert
+    run_fineweb("--source", "stdlib", "--out", tmp_path / "expected", "--shard-size", "200000")
+    for folder in (drive, tmp_path / "second" / "data" / "fineweb-edu"):
+        assert without_partial_files(read_bytes(folder)) == read_bytes(tmp_path / "expected")
 
 
 def test_a_shard_that_was_cut_must_be_removed_first(tmp_path, mixed_source, quick):
@@ -1273,11 +1326,10 @@ STREAMED = {  # suffix: what writes it, the builder of `datasets` that reads it,
 ODD_TEXTS = ["NA", "null", "1.0", "007", "2020-01-01", 'a "quoted", one', "two\nlines", " x "]
 
 
-def read_streamed(suffix, path):
-    """The chunks of a file of STREAMED."""
+def stream(suffix, path):
+    """The chunks of a file of STREAMED, one by one."""
     _, builder, settings = STREAMED[suffix]
-    reader = {"builder": builder, "settings": settings}
-    return list(readers.read_files([path], 0, "text", datasets_reader=reader))
+    return readers.read_files([path], 0, "text", datasets_reader={"builder": builder, "settings": settings})
 
 
 @pytest.mark.parametrize("suffix", STREAMED)
@@ -1289,12 +1341,40 @@ def test_formats_that_datasets_streams(tmp_path, monkeypatch, suffix):
     path = tmp_path / f"a [b]{suffix}"
     STREAMED[suffix][0](path, documents)
 
-    chunks = read_streamed(suffix, path)
+    chunks = list(stream(suffix, path))
 
     assert [text for chunk in chunks for text in chunk.texts] == documents
     assert max(sum(map(len, chunk.texts)) for chunk in chunks) < 2 * chunk_bytes
     assert sum(chunk.source_bytes for chunk in chunks) == path.stat().st_size
-    assert read_streamed(suffix, path) == chunks
+    assert list(stream(suffix, path)) == chunks
+
+
+def read_small_and_large():
+    """In its own process: the highest memory in bytes after a file of STREAMED, argv[1], and after a larger one."""
+    peaks = []
+    for path in map(Path, sys.argv[1:]):
+        for _ in stream(path.suffix, path):
+            pass
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(json.dumps(peaks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", STREAMED)
+def test_streaming_a_large_file_takes_little_memory(tmp_path, new_log_path, suffix):
+    paths = []
+    for size in (1_000_000, 120_000_000):
+        # Long documents of different words, a few thousand of them.
+        document = " ".join(f"word{i}" for i in range(3000))
+        documents = [f"{i} {document[i % 99 :]}" for i in range(size // len(document))]
+        paths.append(tmp_path / f"{size}{suffix}")
+        STREAMED[suffix][0](paths[-1], documents)
+    log, out = new_log_path(), new_log_path()
+
+    processes.start(read_small_and_large, *paths, log=log, out=out).wait_for_success()
+
+    small, large = json.loads(out.read_text())
+    assert large - small < 80_000_000, "two thirds of the file"
 
 
 def test_a_streamed_file_that_cannot_be_read_ends_in_one_message(tmp_path):
