@@ -123,4 +123,6 @@ torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, th
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 clean: ## remove .venv and caches, but neither data/ nor log/
-	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis __pycache__ */__pycache__ */*/__pycache__
+	@# A container may have its own .venv mounted here: that can only be emptied.
+	rm -rf .venv 2>/dev/null || [ -z "$$(ls -A .venv)" ]
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis __pycache__ */__pycache__ */*/__pycache__
