@@ -5,6 +5,7 @@ torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT
 python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
 """
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from model import GPT
+from model import GPT, VOCAB_SIZE
 from system import distributed, machine
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
@@ -217,13 +218,21 @@ def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWri
 
 
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
-    """What a finished run prints: where the last weights are and, if others were better, where the best are."""
+    """What a finished run prints: where the last weights are, where the best are if others were better, and what to do
+    with them."""
     path = checkpoint.model_path(cfg.run_dir, run.step)
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
     if run.best and run.best_step < run.step:
         best_path = checkpoint.model_path(cfg.run_dir, run.best_step)
         text += f"\nbest val loss {run.best['val_loss']:.4f}: {best_path}"
-    return text
+        path = best_path
+
+    # Commands to paste. infer.py samples only models that know GPT-2's tokens.
+    commands = [f"python plots.py {shlex.quote(str(cfg.run_dir))}"]
+    if cfg.model.vocab_size >= VOCAB_SIZE:
+        prompt = "" if cfg.sample_prompt == "@val" else cfg.sample_prompt
+        commands.append(f"python infer.py {shlex.quote(str(path))} {shlex.quote(prompt)}")
+    return f"{text}\nnext: {'; '.join(commands)}"
 
 
 # ------------------------------------------------------------------------- without training

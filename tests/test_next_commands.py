@@ -11,6 +11,7 @@ import fineweb
 import train_gpt2
 from tokens.loader import Loader
 from training.presets import PRESETS
+from training.run_state import RunState
 from training.stop import StopRequest
 
 TEXT = "It was the best of times, it was the worst of times. "
@@ -71,7 +72,26 @@ def test_the_suggested_commands_train(tmp_path, monkeypatch, capsys):
     for words in read_commands(lines):
         cfg = parse_config(*words, *ONE_STEP)
         train_gpt2.train(cfg, CPU, StopRequest())
-        assert (cfg.run_dir / "model_00001.pt").is_file()
+
+        # Its own last line draws the run, and samples from its weights.
+        line = capsys.readouterr().out.splitlines()[-1]
+        draw, sample = [shlex.split(command) for command in line.removeprefix("next: ").split("; ")]
+        assert draw == ["python", "plots.py", str(cfg.run_dir)]
+        assert sample == ["python", "infer.py", str(cfg.run_dir / "model_00001.pt"), ""]
+        assert Path(sample[2]).is_file()
+
+
+def test_a_finished_run_names_its_best_weights_and_the_prompt_of_its_samples(tmp_path):
+    cfg = parse_config("gpt2-124m", "--out-dir", tmp_path / "my run")
+    run = RunState(9, "", step=9, best={"step": 6, "val_loss": 3.0})
+    line = train_gpt2.describe_result(cfg, run, StopRequest()).splitlines()[-1]
+    words = shlex.split(line)
+    assert words[-2:] == [str(tmp_path / "my run" / "model_00006.pt"), "Hello, I'm a language model,"]
+    assert words[1:4] == ["python", "plots.py", str(tmp_path / "my run") + ";"]
+
+    # infer.py refuses a model that lacks GPT-2's tokens.
+    small = parse_config("gpt2-124m", "--out-dir", tmp_path / "run", "--model.vocab-size", "256")
+    assert "infer.py" not in train_gpt2.describe_result(small, run, StopRequest())
 
 
 def test_fineweb_suggests_the_reproduction_for_enough_tokens():
