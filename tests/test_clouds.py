@@ -162,6 +162,27 @@ def test_dockerfile_has_the_pins_and_every_file_a_command_needs():
     assert os.access(ROOT / "train.sh", os.X_OK)
 
 
+def test_a_container_on_the_users_folder_has_a_venv_of_its_own(tmp_path):
+    """`make clean install` in it must not delete the .venv of the host."""
+    mounts_project = [line for line in CLOUDS.splitlines() if "docker run" in line and '"$PWD:/gpt2"' in line]
+    assert mounts_project and all("-v /gpt2/.venv " in line for line in mounts_project)
+
+    # what the container sees: another folder mounted over the host's .venv
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    venv = tmp_path / ".venv"
+    venv.mkdir()
+    (venv / "of the host").touch()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", venv], capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount")
+    try:
+        (venv / "of the container").touch()
+        subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True, timeout=30)
+        assert not list(venv.iterdir())
+    finally:
+        subprocess.run(["umount", venv], check=True)
+    assert [path.name for path in venv.iterdir()] == ["of the host"]
+
+
 def test_the_torch_of_an_image_takes_the_place_of_the_pinned_one(tmp_path):
     """`make clean install SYSTEM_TORCH=1`, as the messages about a torch that does not fit the GPU say, in a folder
     where the pinned torch is installed. torchrun must then start the venv's Python, which alone has the other packages.
