@@ -27,6 +27,14 @@ class RetryableError(Exception):
     message says what happened and what the next start does differently."""
 
 
+# Here and not in a function, because other modules import what Windows does not have (fcntl, resource).
+if os.name == "nt":
+    sys.exit(
+        "error: this project runs on Linux and macOS. On Windows, run it in the Windows Subsystem for Linux: "
+        "`wsl --install` in a terminal of an administrator, then the same commands in Ubuntu's terminal"
+    )
+
+
 class UserError(Exception):
     """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
 
@@ -100,7 +108,8 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         # `infer.py ... | head`: the reader has exited, which is not a failure of this script.
         if isinstance(e, BrokenPipeError):
             exit_process(141)  # 128 + SIGPIPE
-        # A full disk or a network volume that failed briefly may pass, so train.sh restarts after this one.
+        # A network volume that fails (system/files.py has tried for a minute) may be there again later, and a log that
+        # cannot be written may have room again, so train.sh restarts after this one.
         write_status("system_error", str(e))
         fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
 

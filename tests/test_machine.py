@@ -1,11 +1,14 @@
 """What a machine lacks is reported: a GPU that torch cannot use, a compiler, bfloat16; and a card's peak is known or
 unknown, never another card's."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import train_quickstart
+from helpers import ROOT, train_quickstart
 from torch.torch_version import TorchVersion
 
 from system import cards, machine, precision
@@ -108,3 +111,26 @@ def test_the_peak_of_a_card_is_its_data_sheets_or_unknown(monkeypatch, card):
 
 def test_the_peak_of_a_cpu_is_unknown():
     assert cards.peak_flops(torch.device("cpu")) is None
+
+
+# ------------------------------------------------------------------------- Windows
+
+
+def test_windows_is_refused_with_one_message_that_names_wsl():
+    """Before the modules are imported that it lacks."""
+    code = """if True:
+        import asyncio, ctypes, pathlib, runpy, shutil, subprocess, sys, numpy, tyro, os
+        sys.modules["fcntl"] = sys.modules["resource"] = None
+        os.name = "nt"
+        for script in sys.argv[1:]:
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as e:
+                print(e)
+    """
+    scripts = ["train_gpt2.py", "fineweb.py", "hellaswag.py", "infer.py", "hub.py", "plots.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, *scripts], cwd=ROOT, env=env, capture_output=True, text=True)
+
+    assert done.stderr == "" and len(done.stdout.splitlines()) == len(scripts)
+    assert all("error: " in line and "wsl --install" in line for line in done.stdout.splitlines())
