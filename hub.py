@@ -4,10 +4,11 @@
     python hub.py pull-data OWNER/NAME data/edufineweb       # ... train anywhere (also: --data-dir hf://OWNER/NAME)
     python hub.py push-model log/gpt2-124m OWNER/NAME        # and: pull-model OWNER/NAME DIR
     python hub.py check OWNER/NAME                           # could this token push a model there?
-    python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers' AutoModelForCausalLM
+    python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers; --gguf q8_0: for llama.cpp
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
-An interrupted transfer continues when the same command is run again; it is complete only once all hashes match.
+After an interrupted transfer, run the same command again: complete files are not transferred twice, one that was cut off
+starts anew. A transfer is complete only once all hashes match.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from system.cli import UserError, print0, require, run_cli
 from system.hub_client import hold_files, open_to_write, pull, push, staging_folder
 from tokens.hub_data import pull_data, push_data
-from training import convert, metrics_file
+from training import convert, metrics_file, model_card
+from training.gguf import GgufType, check_convertible, write_gguf
 
 if TYPE_CHECKING:
-    from model import GPT, GPTConfig
+    from model import GPT
     from training.config import TrainConfig
+    from training.hf_layouts import Layout
 
 # Files of a model repository that are pulled: checkpoints, exports, and what describes them. Code is never fetched.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>\d+)\.pt")
 OTHER_FILE = re.compile(r"[\w-]+\.(safetensors|json|jsonl|txt|png|md|jinja)")
 
-# The figures of a run that its model card shows, in this order.
-CARD_FIGURES = ("step", "tokens", "train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm")
-
+# In a repository that has an export, whose config.json is the network's, the config.json of a run has this name.
+RUN_CONFIG = "train_config.json"
 
 # What a free account may store in private repositories (huggingface.co/docs/hub/storage-limits, November 2026).
 FREE_PRIVATE_BYTES = 100e9
@@ -107,7 +109,8 @@ def planned_sizes(cfg: TrainConfig) -> tuple[int, int, int] | None:
 
 def pushed_bytes(model_bytes: int, optimizer_bytes: int, saves: int, steps: str, periodic: bool) -> int:
     """The most bytes that the pushes of a run store at a time, before there are any files: list_pushed_files lists the
-    files themselves. The last push counts with the optimizer, as a run that is stopped early is pushed."""
+    files themselves. The last push counts with the optimizer, as a run that is stopped early is pushed, and with the
+    export, which is one model more."""
     match steps:
         case "newest":
             models = 1
@@ -119,7 +122,7 @@ def pushed_bytes(model_bytes: int, optimizer_bytes: int, saves: int, steps: str,
             raise ValueError(f"--steps {steps!r} must be newest, best or all")
     # A checkpoint that was pushed before is removed only once the new one is there.
     replaced = model_bytes + optimizer_bytes if periodic else 0
-    return models * model_bytes + optimizer_bytes + replaced
+    return (models + 1) * model_bytes + optimizer_bytes + replaced
 
 
 # ------------------------------------------------------------------------- pushing and pulling models
@@ -132,8 +135,11 @@ def push_model(
     with_optimizer: bool = False,
     steps: Literal["newest", "best", "all"] = "newest",
     temporary: bool = False,
+    export: bool = True,
+    gguf: GgufType | None = None,
+    license: str = "mit",
 ) -> None:
-    """Upload a .pt file, checkpoints of a run, or an export.
+    """Upload a .pt file or checkpoints of a run, with an export that from_pretrained("OWNER/NAME") loads; or an export.
 
     Args:
         path: the file, or the folder of the run or the export.
@@ -141,22 +147,35 @@ def push_model(
         public: push where all can read.
         with_optimizer: also what --resume needs: a run's newest step with its optimizer.
         steps: which of a run's: the newest, the one with the lowest val loss, or all.
-        temporary: a later push of a newer step of the run may remove these checkpoints from the repository.
+        temporary: a later push of a newer step of the run may remove these checkpoints from the repository; they are
+            pushed without an export.
+        export: also what transformers loads: config, tokenizer, safetensors and, if the network needs it, its code.
+        gguf: also a GGUF of this type for llama.cpp and ollama, if llama.cpp's converter is installed.
+        license: of the weights, as the page shows it.
     """
     # An export has its own card and is pushed as it is.
-    if (path / "model.safetensors").is_file():
-        files = [p for p in path.iterdir() if CHECKPOINT_FILE.fullmatch(p.name) or OTHER_FILE.fullmatch(p.name)]
+    if (path / "model.safetensors").is_file() and not any(path.glob("model_*.pt")):
+        require(gguf is None, f"{path} is an export: make it with its GGUF (hub.py export --gguf {gguf}), then push it")
+        files = [p for p in path.iterdir() if is_pushed(p)]
         with staging_folder(path) as folder:
             hold_files(files, folder)
             push(repo, "model", folder, card="", public=public)
         return
 
+    with_export = export and not temporary
+    require(with_export or gguf is None, f"--gguf {gguf} is made from the export, which this push leaves out")
     with staging_folder(path if path.is_dir() else path.parent) as folder:
         described = hold_checkpoints(path, folder, steps, with_optimizer)
 
-        # Loading the model also checks it: a damaged checkpoint is not pushed.
-        _, card = load_with_card(folder / described)
-        card += "    python hub.py pull-model REPO DIR\n    python infer.py DIR 'Hello,'\n"
+        # Loading the model also checks it: a damaged checkpoint is not pushed. The push puts the name for REPO.
+        run = model_card.read_run(folder / described)
+        if (folder / "config.json").is_file():
+            (folder / "config.json").rename(folder / RUN_CONFIG)
+        layout = None
+        if with_export:
+            layout = add_export(run.model, folder, repo.strip("/").split("/")[-1], gguf)
+        has_curves = (folder / "curves.png").is_file()
+        card = model_card.make_card(run, "REPO", layout, license, has_checkpoint=True, has_curves=has_curves)
 
         # What was pushed as temporary is superseded by a newer step of the run.
         pushed = {p.name for p in folder.glob("*.pt")}
@@ -167,6 +186,25 @@ def push_model(
 
         marks = pushed if temporary else set()
         push(repo, "model", folder, card, public, temporary=marks, is_superseded=is_superseded)
+
+
+def is_pushed(path: Path) -> bool:
+    """Whether a file of an export belongs in its repository."""
+    has_name = CHECKPOINT_FILE.fullmatch(path.name) or OTHER_FILE.fullmatch(path.name)
+    return bool(has_name) or path.name in convert.CODE_FILES or path.suffix == ".gguf"
+
+
+def add_export(model: GPT, folder: Path, name: str, gguf: GgufType | None) -> Layout:
+    """Put an export of `model` into the folder of a push, where nothing has the name of one of its files yet."""
+    # An export is written as a whole, into a folder of its own.
+    export_dir = folder.parent / "export"
+    layout = convert.save_hf(model, export_dir)
+    if gguf:
+        write_gguf(model, export_dir, export_dir / f"{name}-{gguf}.gguf", gguf)
+    for path in export_dir.iterdir():
+        require(not (folder / path.name).exists(), f"the run has a file called {path.name}; push with --no-export")
+        path.rename(folder / path.name)
+    return layout
 
 
 def step_of(name: str) -> int:
@@ -234,11 +272,21 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
         newest = max((int(match["step"]) for match in checkpoints.values() if match["kind"] == "model"), default=None)
         chosen = [name for name, match in checkpoints.items() if every_step or int(match["step"]) == newest]
 
+        # Beside checkpoints, an export is the same weights once more.
+        if newest is not None and "model.safetensors" in remote:
+            others = [name for name in others if name not in convert.EXPORT_FILES]
+
+        # A run's config.json has another name there. One that is here may be of a run that went on: it stays.
+        if (out_dir / "config.json").exists():
+            others = [name for name in others if name != RUN_CONFIG]
+
         # A repository without weights is most likely another one than the user meant.
         wanted = chosen + others
         has_weights = any(name.endswith((".pt", ".safetensors")) for name in wanted)
         require(has_weights, f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
         fetch(dict.fromkeys(wanted))
+        if RUN_CONFIG in wanted:
+            (out_dir / RUN_CONFIG).rename(out_dir / "config.json")
     print0(f"{repo} is in {out_dir}; try: python infer.py {out_dir} 'Hello,'")
 
 
@@ -261,55 +309,33 @@ def best_model(run_dir: Path) -> Path | None:
     return checkpoint.model_path(run_dir, best_step)
 
 
-# ------------------------------------------------------------------------- the model card
-
-
-def load_with_card(weights: Path) -> tuple[GPT, str]:
-    """The model in a .pt file, and a model card with the run's figures at that step."""
-    from training import checkpoint
-
-    # The file's own facts, such as its step, come first.
-    model, figures = checkpoint.load(weights)
-    step = figures["step"]
-
-    # The run's measurements up to this step: of each kind the last one counts.
-    for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
-        if row["step"] <= step:
-            figures |= row
-    figures["step"] = step
-
-    # How many tokens the model has seen, where the run's config is there to tell.
-    tokens_per_step = metrics_file.tokens_per_step(weights.parent)
-    if tokens_per_step:
-        figures["tokens"] = step * tokens_per_step
-    return model, make_card(model.config, model.num_params(), figures)
-
-
-def make_card(config: GPTConfig, num_params: int, figures: dict[str, Any]) -> str:
-    """The text of a README.md for the Hub: the network's size and a table of CARD_FIGURES, as far as they are known."""
-    shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context {config.block_size}."
-    # Rows of metrics.jsonl have whatever was measured at their step.
-    known = {name: figures[name] for name in CARD_FIGURES if isinstance(figures.get(name), int | float)}
-    # The header between --- is read by the Hub; Markdown has no table without a head row.
-    lines = ["---", "pipeline_tag: text-generation", "tags: [gpt2]", "---", "# GPT-2", ""]
-    lines += [f"{num_params:,} parameters: {shape}", ""]
-    lines += ["| | |", "|-|-|", *(f"| {name} | {value:,} |" for name, value in known.items()), "", ""]
-    return "\n".join(lines)
-
-
 # ------------------------------------------------------------------------- converting
 
 
-def export(path: Path, out_dir: Path) -> None:
-    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card."""
+def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str = "mit") -> None:
+    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card.
+
+    Args:
+        path: a .pt file, or a run folder, which stands for its newest complete step.
+        out_dir: a new or empty folder. Its README.md says which class it is for, and what to type.
+        gguf: also write a GGUF of this type for llama.cpp and ollama, if llama.cpp's converter is installed.
+        license: of the weights, as README.md states it.
+    """
     from training import checkpoint
 
-    # A run folder stands for its newest complete step.
-    model, card = load_with_card(checkpoint.newest_model(path) if path.is_dir() else path)
-    convert.save_hf(model, out_dir)
-    # The card ends with the line of Python that loads the folder.
-    (out_dir / "README.md").write_text(f'{card}    AutoModelForCausalLM.from_pretrained("{out_dir.name}")\n')
+    # Refuse what cannot be converted before anything is written.
+    run = model_card.read_run(checkpoint.newest_model(path) if path.is_dir() else path)
+    if gguf:
+        check_convertible(run.model.config)
+    layout = convert.save_hf(run.model, out_dir)
+    name = out_dir.resolve().name
+    card = model_card.make_card(run, name, layout, license, has_checkpoint=False, has_curves=False)
+    (out_dir / "README.md").write_text(card)
+    if gguf:
+        write_gguf(run.model, out_dir, out_dir / f"{name}-{gguf}.gguf", gguf)
     print0(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
+    if layout.needs_code:
+        print0("transformers has no class for this network: load it with trust_remote_code=True (see its README.md)")
 
 
 def import_old(old: Path, out_dir: Path) -> None:

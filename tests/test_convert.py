@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, same_bits
+from helpers import ROOT, TRICKY_TEXTS, same_bits
 
 from model import GPT, GPTConfig
 from system.cli import UserError
@@ -164,22 +164,18 @@ def test_every_network_runs_in_transformers(tmp_path, name, no_tokenizer, module
     assert {p.name for p in tmp_path.iterdir()} == {"out", "again", "by transformers"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "record8", "speedrun"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=SLOW), pytest.param("record8", marks=SLOW), "speedrun"])
 def test_the_pipeline_continues_text_to_the_end_of_the_context(tmp_path, name, modules_cache):
     """As a user types it: a prompt, and no length. GPT-2's tokenizer is in the folder."""
-    from transformers import AutoTokenizer, pipeline
+    from transformers import pipeline
 
     layout = convert.save_hf(make_network(NETWORKS[name][1]), tmp_path / "out")
     pipe = pipeline("text-generation", model=str(tmp_path / "out"), trust_remote_code=layout.needs_code)
     text = pipe("Hello, world", return_full_text=True)[0]["generated_text"]
     assert text.startswith("Hello, world") and len(text) > 30
-
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=layout.needs_code)
-    text = "Hello, world!  naïve \n\n 你好 🙂 don't"
-    tokens = hf_tokenizer(text)["input_ids"]
-    assert tokens == tokenizer.encoding().encode_ordinary(text)
-    assert hf_tokenizer.decode(tokens) == text
-    assert hf_tokenizer("<|endoftext|>")["input_ids"] == [hf_tokenizer.eos_token_id]
 
 
 def test_the_folder_says_what_the_converters_of_other_runtimes_read(tmp_path, no_tokenizer):
@@ -394,16 +390,28 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    from transformers import GPT2Tokenizer
-
     def raise_disk_full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(GPT2Tokenizer, "save_pretrained", raise_disk_full)
+    monkeypatch.setattr(convert, "save_hf_tokenizer", raise_disk_full)
     with pytest.raises(OSError, match="disk full"):
         convert.save_hf(GPT(TINY), tmp_path / "out")
 
     assert not list(tmp_path.iterdir())
+
+
+def test_the_tokenizer_is_that_of_openai(tmp_path):
+    from transformers import AutoTokenizer
+
+    convert.save_hf(GPT(TINY), tmp_path / "out")
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert hf_tokenizer.model_max_length == 32
+    for text in TRICKY_TEXTS:
+        if "<|endoftext|>" not in text:
+            tokens = hf_tokenizer(text)["input_ids"]
+            assert tokens == tokenizer.encoding().encode_ordinary(text)
+            assert hf_tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
+    assert hf_tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.EOT] == [hf_tokenizer.eos_token_id]
 
 
 # ------------------------------------------------------------------------- any kind of model

