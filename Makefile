@@ -34,10 +34,10 @@ QUIET = $(shell [ -t 2 ] || echo --quiet)
 PIP = env -u PIP_CONSTRAINT $(PY) -m pip install --disable-pip-version-check $(QUIET)
 INSTALL = $(if $(UV),$(UV) pip install --python $(PY) $(QUIET),$(PIP))
 
-.PHONY: help install quickstart test lint torture clean
+.PHONY: help install quickstart test lint torture gpu-report clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s%s\n", $$1, $$2}' Makefile
 
 install: .venv/.installed ## create .venv with the pinned packages (SYSTEM_TORCH=1: use the torch that this machine has)
 
@@ -121,6 +121,9 @@ lint: .venv/.installed-dev ## check the code's style with ruff
 torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, then run the slow tests
 	$(PY) tests/faults/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+gpu-report: .venv/.installed-dev ## measure this machine's GPU in half an hour, into one file to paste into an issue
+	$(PY) -m bench.gpu_report $(REPORT_ARGS)
 
 clean: ## remove .venv and caches, but neither data/ nor log/
 	@# A container may have its own .venv mounted here: that can only be emptied.

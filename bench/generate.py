@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import tyro
 
 from bench import turns
-from infer import prepare
+from infer import fastest_dtype, prepare
 from model import GPT, GPTConfig
 from system import cli, distributed
 from training import checkpoint
@@ -111,6 +111,9 @@ def make_generator(args: Args, rt: distributed.Runtime, folder: Path) -> Callabl
 def measure_one_way(args: Args) -> None:
     """In a process of its own: generate in the way args.child, and print the time."""
     with distributed.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
+        # `auto` is what infer.py would take for this many samples.
+        if args.dtype == "auto":
+            rt = replace(rt, dtype=fastest_dtype(rt.device, args.samples))
         generate = make_generator(args, rt, Path(folder))
         generate(args.new_tokens if rt.device.type == "cuda" else 4)  # warms up; the static cache is compiled
         seconds = turns.measure_seconds(lambda: generate(args.new_tokens), rt)

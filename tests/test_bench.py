@@ -1,9 +1,15 @@
 """The benchmarks still run, and print their tables. At their smallest: the figures in them mean nothing."""
 
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from helpers import make_documents, make_hellaswag_rows, make_shards, write_jsonl, write_parquet
+
+from bench import generate, gpu_report
+from system.cli import UserError
 
 # A network and a step that take a fraction of a second.
 SMALL = (
@@ -37,3 +43,68 @@ def test_a_benchmark_runs(name, run_in_fork, tmp_path):
     write_parquet(tmp_path / "a.parquet", make_documents(1))
     output = run_in_fork(f"bench.{name}", *shlex.split(arguments.format(tmp=tmp_path)), timeout=600).stdout
     assert expected in output, output
+
+
+def test_generate_takes_the_precision_that_infer_would_take(monkeypatch, capsys):
+    monkeypatch.setattr(generate, "fastest_dtype", lambda device, num_samples: torch.float16)
+    monkeypatch.setattr(generate, "make_generator", lambda args, rt, folder: lambda n: None)
+    generate.measure_one_way(generate.Args(child="ours", device="cpu"))
+    assert "float16" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------- the report of a GPU
+
+
+def test_a_part_that_fails_is_in_the_report_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_report", "--toy", "--out-dir", str(tmp_path)])
+    failing = [sys.executable, "-c", "import sys; print('half done'); sys.exit('out of memory')"]
+    endless = [sys.executable, "-c", "import time; time.sleep(60)"]
+    parts = {
+        "fails": lambda report: report.run(*failing),
+        "hangs": lambda report: report.run(*endless, limit=1),
+        "has a bug": lambda report: 1 // 0,
+        "works": lambda report: f"as it should, in {Path.home()}",
+    }
+    monkeypatch.setattr(gpu_report, "PARTS", parts)
+
+    gpu_report.main()
+
+    text = (tmp_path / "gpu-report.md").read_text()
+    assert [line.split(" | ")[:2] for line in text.splitlines()[4:8]] == [
+        ["| fails", "FAILED"],
+        ["| hangs", "FAILED"],
+        ["| has a bug", "FAILED"],
+        ["| works", "done"],
+    ]
+    for words in ("exit code 1", "half done\nout of memory", "stopped after 1 s", "ZeroDivisionError", "in ~"):
+        assert words in text, text
+
+
+def test_no_part_starts_when_the_time_is_used_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_report", "--toy", "--seconds", "0", "--out-dir", str(tmp_path)])
+    monkeypatch.setattr(gpu_report, "PARTS", {"late": lambda report: "too late"})
+
+    gpu_report.main()
+
+    assert "no time was left" in (tmp_path / "gpu-report.md").read_text()
+
+
+def test_a_machine_without_a_gpu_is_told_how_to_try_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_report", "--out-dir", str(tmp_path)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"no GPU here; .* --toy"):
+        gpu_report.main()
+
+
+@pytest.mark.slow
+def test_the_report_of_a_toy_on_the_cpu_has_every_part(run_in_fork, tmp_path):
+    make_shards(tmp_path / "data", size=200_000)
+    folders = ["--data-dir", tmp_path / "data", "--out-dir", tmp_path / "out"]
+    run_in_fork("bench.gpu_report", "--toy", *folders, timeout=1700)
+    text = (tmp_path / "out" / "gpu-report.md").read_text()
+    assert [line.split(" | ")[1] for line in text.splitlines()[4 : 4 + len(gpu_report.PARTS)]] == (
+        ["done"] * len(gpu_report.PARTS)
+    ), text
+    assert "failed" not in text, text
+    for words in ("| same bits | same bits |", "2 passed", "Largest difference in loss: 0.0e+00", "| ours |"):
+        assert words in text, text

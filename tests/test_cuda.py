@@ -104,6 +104,40 @@ def test_attention_is_that_of_the_math_kernel(run_on_gpu):
     run_on_gpu("-c", COMPARE_ATTENTION, DEVICE)
 
 
+# The loss and the gradients of the head in chunks, in bfloat16, at a vocabulary that is padded and at one that is not;
+# and the precision of the residual stream that reaches it.
+CHECK_HEAD = """
+import sys, torch
+from model import GPT, GPTConfig
+from training.step import Forward
+for vocab_size in (50257, 50304):
+    torch.manual_seed(0)
+    modern = dict(positions="rope", norm="rmsnorm", activation="relu2", qk_norm=True, tied_head=False, bias=False)
+    model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=128, vocab_size=vocab_size, **modern))
+    model = model.to(sys.argv[1], torch.bfloat16)
+    idx, targets = torch.randint(50257, (2, 4, 64), device=sys.argv[1])
+
+    found = []
+    for forward in (model, Forward(model, compiles=False), Forward(model, compiles=True)):
+        model.zero_grad()
+        with torch.autocast(sys.argv[1], torch.bfloat16):
+            x = model.hidden(idx)
+            assert x.dtype == torch.bfloat16, x.dtype
+            _, loss = forward(idx, targets)
+        loss.backward()
+        found.append((loss.detach(), model.lm_head.weight.grad.float()))
+    (loss, gradient), *others = found
+    for other_loss, other_gradient in others:
+        torch.testing.assert_close(other_loss, loss, rtol=1e-2, atol=0)
+        torch.testing.assert_close(other_gradient, gradient, rtol=5e-2, atol=2e-2 * gradient.abs().max().item())
+"""
+
+
+def test_the_head_in_chunks_is_that_of_all_logits(run_on_gpu):
+    """The script fails where they differ."""
+    run_on_gpu("-c", CHECK_HEAD, DEVICE)
+
+
 @pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
 def test_training_is_that_of_the_cpu(run_on_gpu, preset, tiny_data, tmp_path):
     """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""

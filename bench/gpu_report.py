@@ -1,0 +1,480 @@
+"""What a machine with a GPU can tell, in one Markdown file to paste into an issue: `make gpu-report`.
+
+    python -m bench.gpu_report                       # the parts marked *, within half an hour
+    python -m bench.gpu_report --only attention head # others
+    python -m bench.gpu_report --toy                 # tiny, on the CPU: tries the report itself
+
+The report is OUT/gpu-report.md. It is written anew after each part, so it is there if the machine goes away. A part
+that fails, or runs out of time, is written into it with its last lines, and the next part runs. Parts, in this order:
+
+    machine *       cards, driver, versions, links between the cards
+    data *          tokens to train on: Python's standard library, unless --data-dir has shards
+    steps *         time, MFU and memory of a step, and the micro-batch that `auto` finds, beside what is predicted
+    tests *         tests/test_cuda.py: samples, scores and curves are the CPU's; a killed run ends with the same bits
+    resume *        the same at full width, with --deterministic
+    hellaswag *     rows scored per second
+    sampling *      tokens generated per second
+    two-ranks *     two cards have the curve of one, and how much faster they are; needs two cards
+    larger *        as `steps`, for the larger presets that are predicted to fit
+    profile *       the kernels that take most of a step
+    attention, head, checkpoint, longer, tuning, recipes     the other benchmarks, by --only
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from system import cli
+from system.cli import UserError, require
+from system.files import atomic_write
+from training import hellaswag_eval, metrics_file, predict
+from training.presets import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT_SECONDS = 28 * 60
+TAIL_LINES = 25  # of what a failed command printed
+
+
+@dataclass(frozen=True)
+class Args:
+    out_dir: Path = Path("log/gpu-report")
+    data_dir: Path = Path("data/stdlib")
+    only: tuple[str, ...] = ()
+    """Parts to run instead of those marked * in the list above."""
+    seconds: int = REPORT_SECONDS
+    """No part starts after this, and the running one is stopped."""
+    toy: bool = False
+    """Tiny networks on the CPU: tries the report itself. No figure in it means anything."""
+
+
+# ------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: flags of train_gpt2.py (after a preset) and of the other benchmarks."""
+
+    steps: tuple[str, ...]
+    larger: tuple[str, ...]
+    preset: str  # of the parts that train one preset
+    micro_batch: str  # added to it where `auto` would compile several sizes
+    timed_steps: int
+    tests: tuple[str, ...]
+    resume: tuple[str, ...]
+    two_ranks_steps: int
+    hellaswag: tuple[str, ...]
+    sampling: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    card: str = ""  # predicted for; empty: the one that is here
+
+
+# A smaller batch than the presets' only leaves out micro-steps.
+BATCH = "--total-batch-size=131072"
+ON_A_GPU = Sizes(
+    # The second is the network of OpenAI's GPT-2, whose vocabulary is no round number.
+    steps=(f"gpt2-124m {BATCH}", f"gpt2-124m {BATCH} --model.vocab-size=50257", f"speedrun-124m {BATCH}"),
+    larger=(f"gpt2-350m {BATCH}", f"gpt2-774m {BATCH}", f"gpt2-1558m {BATCH}", f"gpt2-1558m {BATCH} --recompute"),
+    preset=f"gpt2-124m {BATCH}",
+    micro_batch="--micro-batch-size=8",
+    timed_steps=5,
+    tests=(),
+    resume=("--ways", "deterministic"),
+    two_ranks_steps=12,
+    hellaswag=("--limit", "400"),
+    sampling=("--only", "ours", "memory", "transformers"),
+)
+TOY_NETWORK = (
+    "--optimizer=adamw --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304 --model.n-layer=1 "
+    "--model.n-head=2 --model.n-embd=32 --model.block-size=32 --no-compile"
+)
+ON_A_CPU = Sizes(
+    steps=(f"gpt2-124m {TOY_NETWORK}", f"speedrun-124m {TOY_NETWORK} --weights=float32"),
+    larger=(f"gpt2-350m {TOY_NETWORK}",),
+    preset=f"gpt2-124m {TOY_NETWORK}",
+    micro_batch="--micro-batch-size=4",
+    timed_steps=1,
+    tests=("-k", "samples"),
+    resume=("--steps", "60", "--ways", "deterministic"),
+    two_ranks_steps=4,
+    hellaswag=("--limit", "2", "--device", "cpu"),
+    sampling=("--only", "ours", "--new-tokens", "2", "--samples", "1", "--device", "cpu"),
+    environment={"DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+    card="H100",
+)
+
+# ------------------------------------------------------------------------- commands
+
+
+class PartFailed(Exception):
+    """A command of a part failed or ran out of time. The message ends with what it printed last."""
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a command that was started in a session of its own, and every process that it has started."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(10)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+@dataclass
+class Report:
+    """The file, and what its parts need."""
+
+    args: Args
+    sizes: Sizes
+    start_time: float
+    sections: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.args.out_dir / "gpu-report.md"
+
+    def seconds_left(self) -> float:
+        return self.args.seconds - (time.monotonic() - self.start_time)
+
+    def run(self, *command: str, limit: float = 600, environment: dict[str, str] | None = None) -> str:
+        """What a command prints to its standard output. It gets `limit` seconds at most, and what is left of the
+        report's time. Raises PartFailed."""
+        environment = os.environ | self.sizes.environment | (environment or {})
+        limit = max(1, min(limit, self.seconds_left()))
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=errors, env=environment, cwd=ROOT, start_new_session=True
+            )
+            try:
+                exit_code = process.wait(limit)
+                problem = f"exit code {exit_code}" if exit_code else ""
+            except subprocess.TimeoutExpired:
+                problem = f"stopped after {limit:.0f} s"
+            finally:
+                end_group(process)
+            output.seek(0)
+            errors.seek(0)
+            text = output.read()
+            if problem:
+                lines = (text + errors.read()).strip().splitlines()[-TAIL_LINES:]
+                raise PartFailed(f"{problem}: {' '.join(command)}\n" + "\n".join(lines))
+            return text
+
+    def bench(self, module: str, *arguments: str, limit: float = 600) -> str:
+        """The table that a benchmark prints."""
+        return self.run(sys.executable, "-m", f"bench.{module}", *arguments, limit=limit)
+
+    def write(self) -> None:
+        """Write the file: the summary of all parts so far, then their sections."""
+        table = ["| part | result | s |", "|---|---|---|", *self.summary]
+        text = "\n".join(["# GPU report", "", *table, "", *self.sections])
+        # The report is for the public.
+        for private, public in ((str(ROOT), "."), (str(Path.home()), "~")):
+            text = text.replace(private, public)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path) as f:
+            f.write(text.encode(errors="replace"))
+
+
+def as_code(text: str) -> str:
+    return f"```\n{text.strip()}\n```"
+
+
+def list_gpus() -> list[str]:
+    """The names of this machine's NVIDIA GPUs, as their driver lists them. Asking torch would take memory of them."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split("\n")[:-1]
+
+
+# ------------------------------------------------------------------------- the parts
+
+
+def machine_part(report: Report) -> str:
+    code = "import torch; from system import machine; print(machine.versions(), 'CUDA', torch.version.cuda)"
+    lines = [report.run(sys.executable, "-c", code, limit=120), f"{os.cpu_count()} CPU cores"]
+    if list_gpus():
+        fields = "name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.max,pcie.link.width.current"
+        lines.append(report.run("nvidia-smi", f"--query-gpu={fields}", "--format=csv", limit=60))
+    if len(list_gpus()) > 1:
+        lines.append(report.run("nvidia-smi", "topo", "-m", limit=60))
+    return as_code("\n".join(line.strip() for line in lines))
+
+
+def data_part(report: Report) -> str:
+    if any(report.args.data_dir.glob("*train*")):
+        return f"shards of `{report.args.data_dir}`"
+    command = [sys.executable, "fineweb.py", "--source", "stdlib", "--out", str(report.args.data_dir)]
+    return as_code(report.run(*command, limit=120))
+
+
+def train_flags(report: Report, preset_and_flags: str, *more: str) -> list[str]:
+    """The arguments of bench.train for a preset with flags."""
+    preset, *flags = preset_and_flags.split()
+    return [preset, "--data-dir", str(report.args.data_dir), "--rounds", "1", *more, "--", *flags]
+
+
+def measure_step(report: Report, preset_and_flags: str, limit: float) -> dict:
+    """What the child of bench.train prints about this project's step."""
+    steps = str(report.sizes.timed_steps)
+    arguments = train_flags(report, preset_and_flags, "--steps", steps, "--child", "ours")
+    command = [sys.executable, "-m", "bench.train", *arguments]
+    output = report.run(*command, limit=limit, environment={"BENCH_BEGAN": str(time.time())})
+    return json.loads(output.splitlines()[-1])
+
+
+def predict_step(report: Report, preset_and_flags: str) -> predict.Prediction:
+    """What --dry-run --card would predict. Raises UserError if the card is not known, or if nothing fits it."""
+    card = report.sizes.card or list_gpus()[0]
+    return predict.predict(parse(preset_and_flags.split(), None), card)
+
+
+def step_row(preset_and_flags: str, predicted: predict.Prediction | None, measured: dict) -> str:
+    """A row of the table of steps: each figure as predicted -> measured."""
+    rate = measured["tokens"] / measured["ms"] * 1e3
+    mfu = f"{rate * measured['flops_per_token'] / measured['peak_flops']:.1%}" if measured["peak_flops"] else "?"
+    pairs = [
+        (predicted and predicted.micro_batch_size, measured["B"]),
+        (predicted and f"{predicted.memory_bytes / 2**30:.1f}", f"{measured['peak_gb'] * 1e9 / 2**30:.1f}"),
+        (predicted and f"{predicted.step_s * 1e3:,.0f}", f"{measured['ms']:,.0f}"),
+        (predicted and f"{predicted.mfu:.1%}", mfu),
+    ]
+    cells = [f"{before or '?'} → {after}" for before, after in pairs]
+    update_ms = statistics.median(parts[-1] for parts in measured["times"])
+    cells += [f"{update_ms:,.1f}", f"{rate:,.0f}", f"{measured['first_s']:.0f}", f"{measured['loss']:.4f}"]
+    return f"| `{preset_and_flags}` | {' | '.join(cells)} |"
+
+
+def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
+    """Measure a step of each preset with flags. One that fails is a row, and its message stands below the table."""
+    lines = [
+        "Predicted → measured.",
+        "",
+        "| preset, flags | micro-batch | peak GiB | step ms | MFU | update ms | tokens/s | first step s | loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    problems = []
+    measured_any = False
+    for row in rows:
+        # A card that is not in the table is no reason not to measure it; a preset that cannot fit is.
+        predicted = None
+        try:
+            predicted = predict_step(report, row)
+        except UserError as e:
+            if "fit" in str(e):
+                lines.append(f"| `{row}` | {e} |")
+                measured_any = True
+                continue
+            problems.append(str(e))
+        try:
+            lines.append(step_row(row, predicted, measure_step(report, row, limit)))
+            measured_any = True
+        except PartFailed as e:
+            lines.append(f"| `{row}` | failed, see below |")
+            problems.append(str(e))
+    text = "\n".join(lines + [f"\n{as_code(problem)}" for problem in dict.fromkeys(problems)])
+    if not measured_any:
+        raise PartFailed(f"no step was measured\n{text}")
+    return text
+
+
+def steps_part(report: Report) -> str:
+    return steps_table(report, report.sizes.steps, limit=240)
+
+
+def larger_part(report: Report) -> str:
+    return steps_table(report, report.sizes.larger, limit=180)
+
+
+def tests_part(report: Report) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-v",
+        "--no-header",
+        "tests/test_cuda.py",
+        *report.sizes.tests,
+    ]
+    return as_code("\n".join(report.run(*command, limit=420).splitlines()[-40:]))
+
+
+def resume_part(report: Report) -> str:
+    preset, *flags = report.sizes.preset.split()
+    flags.append(report.sizes.micro_batch)
+    data = ["--data-dir", str(report.args.data_dir)]
+    return report.bench("resume", preset, *data, *report.sizes.resume, "--", *flags, limit=480)
+
+
+def hellaswag_part(report: Report) -> str:
+    # The rows that are here or, to measure the speed alone, made-up ones of usual lengths.
+    rows = hellaswag_eval.DEFAULT_PATH
+    note = ""
+    if not rows.exists():
+        rows = report.args.out_dir / "made-up-rows.jsonl"
+        note = "Made-up rows: the speed means something, the agreement of predictions does not.\n\n"
+        ending = "puts the ball down and walks away from the table."
+        row = {"ctx": "A man stands in a room and holds a ball. " * 5, "endings": [ending] * 4, "label": 0}
+        different = [{**row, "endings": [f"{i} {j} {ending}" for j in range(4)]} for i in range(400)]
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.write_text("".join(json.dumps(r) + "\n" for r in different))
+    return note + report.bench("hellaswag", "--data", str(rows), "--rounds", "1", *report.sizes.hellaswag, limit=180)
+
+
+def sampling_part(report: Report) -> str:
+    return report.bench("generate", "--rounds", "1", *report.sizes.sampling, limit=180)
+
+
+def two_ranks_part(report: Report) -> str:
+    if not report.args.toy and len(list_gpus()) < 2:
+        return "This machine has one card."
+
+    # The same run on one rank and on two.
+    preset, *flags = report.sizes.preset.split()
+    steps = report.sizes.two_ranks_steps
+    curves = {}
+    step_ms = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in (1, 2):
+            out = Path(folder) / str(ranks)
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            command = [*launcher, "train_gpt2.py", preset, "--data-dir", str(report.args.data_dir), "--out-dir", out]
+            command += ["--max-steps", steps, *"--val-every 0 --hellaswag-every 0 --sample-every 0".split()]
+            command += ["--save-every", 0, *flags, report.sizes.micro_batch]
+            report.run(*map(str, command), limit=240)
+            rows = [row for row in metrics_file.read_metrics(out / "metrics.jsonl") if "train_loss" in row]
+            curves[ranks] = [row["train_loss"] for row in rows]
+            step_ms[ranks] = statistics.median(row["step_ms"] for row in rows[steps // 2 :])
+
+    largest = max(abs(a - b) for a, b in zip(curves[1], curves[2], strict=True))
+    speedup = step_ms[1] / step_ms[2]
+    times = f"One rank: {step_ms[1]:,.0f} ms a step; two: {step_ms[2]:,.0f} ms, {speedup:.2f} times as fast."
+    losses = f"Largest difference in loss: {largest:.1e} of {curves[1][-1]:.3f}."
+    return f"`{report.sizes.preset}`, {steps} steps. {times} {losses}"
+
+
+def profile_part(report: Report) -> str:
+    preset = f"{report.sizes.preset} {report.sizes.micro_batch}"
+    return report.bench("train", *train_flags(report, preset, "--steps", "2", "--only", "ours", "--profile"), limit=180)
+
+
+def attention_part(report: Report) -> str:
+    return report.bench("attention")
+
+
+def head_part(report: Report) -> str:
+    return report.bench("head", "--rounds", "1", "--rows", "65536", "--width", "768", "--columns", "50257")
+
+
+def checkpoint_part(report: Report) -> str:
+    size = ["--sequence-length", "1024", "--micro-batch-size", "64"]
+    return report.bench("checkpoint", "--dir", str(report.args.out_dir), *size)
+
+
+def longer_part(report: Report) -> str:
+    # Contexts, with as many tokens in a micro-batch; then recomputation.
+    contexts = tuple(f"{report.sizes.preset} --sequence-length={T} --model.block-size={T}" for T in (2048, 4096))
+    return steps_table(report, (*contexts, f"{report.sizes.preset} --recompute"), limit=180)
+
+
+def tuning_part(report: Report) -> str:
+    rows = tuple(f"{report.sizes.preset} {flag}" for flag in ("--weights=bfloat16", "--optimizer=muon"))
+    table = steps_table(report, rows, limit=150)
+    os.environ["TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"] = "1"
+    tuned = steps_table(report, (report.sizes.preset,), limit=240)
+    del os.environ["TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"]
+    return f"{table}\n\nWith TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1:\n\n{tuned}"
+
+
+def recipes_part(report: Report) -> str:
+    out = str(report.args.out_dir / "recipes")
+    size = "--size 124m --steps 480 --seeds 1 --share 0.4 --recipes adamw speedrun record8".split()
+    return report.bench("recipes", "--data-dir", str(report.args.data_dir), "--out", out, "--report", out, *size)
+
+
+PARTS: dict[str, Callable[[Report], str]] = {
+    "machine": machine_part,
+    "data": data_part,
+    "steps": steps_part,
+    "tests": tests_part,
+    "resume": resume_part,
+    "hellaswag": hellaswag_part,
+    "sampling": sampling_part,
+    "two-ranks": two_ranks_part,
+    "larger": larger_part,
+    "profile": profile_part,
+}
+MORE_PARTS: dict[str, Callable[[Report], str]] = {
+    "attention": attention_part,
+    "head": head_part,
+    "checkpoint": checkpoint_part,
+    "longer": longer_part,
+    "tuning": tuning_part,
+    "recipes": recipes_part,
+}
+
+# ------------------------------------------------------------------------- the report
+
+
+@contextmanager
+def part_of(report: Report, name: str) -> Iterator[list[str]]:
+    """Write into the report what the part appends to the list, or why it failed."""
+    start_time = time.monotonic()
+    lines: list[str] = []
+    result = "done"
+    try:
+        yield lines
+    except PartFailed as e:
+        result = "FAILED"
+        lines.append(as_code(str(e)))
+    # A mistake in this file must not lose what the other parts measured.
+    except Exception as e:
+        result = "FAILED"
+        lines.append(as_code(f"{type(e).__name__}: {e}"))
+    finally:
+        seconds = time.monotonic() - start_time
+        report.summary.append(f"| {name} | {result} | {seconds:.0f} |")
+        report.sections.append(f"## {name}\n\n" + "\n\n".join(lines) + "\n")
+        report.write()
+        print(f"{name}: {result}, {seconds:.0f} s", flush=True)
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    all_parts = PARTS | MORE_PARTS
+    for name in args.only:
+        require(name in all_parts, f"--only {name!r} must be one of {', '.join(all_parts)}")
+    hint = "to try the report itself, tiny and on the CPU: python -m bench.gpu_report --toy"
+    require(args.toy or list_gpus(), f"nvidia-smi lists no GPU here; {hint}")
+
+    report = Report(args, ON_A_CPU if args.toy else ON_A_GPU, time.monotonic())
+    print(f"this takes up to {args.seconds / 60:.0f} minutes; the report grows in {report.path}", flush=True)
+    for name in args.only or PARTS:
+        with part_of(report, name) as lines:
+            if report.seconds_left() <= 0:
+                raise PartFailed("not run: no time was left")
+            lines.append(all_parts[name](report))
+    print(f"paste it into an issue: {report.path}")
+
+
+if __name__ == "__main__":
+    cli.run_cli(main)
