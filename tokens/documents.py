@@ -9,8 +9,9 @@ The suffix of a file's name chooses its reader. Suffixes in READERS are parsed; 
 without a suffix, are plain text, one document per file; anything else is refused. A file of any format but parquet may
 be compressed as a whole, with a suffix of COMPRESSIONS after the first one.
 
-The readers are this project's own: `datasets` 5.2 turns the text "2020-01-01" of JSON into a date, shifts the columns
-of a csv file with one long row, and took 7.6 GB of memory for a row group of 4 GB of parquet (here 0.2).
+Files of a Hub dataset that no reader here takes are streamed by `datasets` (read_with_datasets). The readers are this
+project's own because `datasets` 5.2 turns the text "2020-01-01" of JSON into a date, shifts the columns of a csv file
+with one long row, and took 7.6 GB of memory for a row group of 4 GB of parquet (here 0.2).
 """
 
 import bz2
@@ -287,8 +288,8 @@ def format_names(names: Iterable[str]) -> str:
 
 # ------------------------------------------------------------------------- which reader for which file
 
-# In order of preference: of a Hub dataset with several formats, the first one here is read. The suffix .json comes
-# last, as datasets have metadata in .json files beside their data.
+# In order of preference: of a Hub dataset with several formats below a path, the first one here is read. The suffix
+# .json comes last, as datasets have metadata in .json files beside their data.
 READERS: dict[str, Reader] = {
     ".parquet": read_parquet,
     ".jsonl": read_json,
