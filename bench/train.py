@@ -123,7 +123,8 @@ class PeerStep:
             case _:
                 raise ValueError(f"no peer {name!r}: add a case here")
         self.forward = torch.compile(self.model) if name.endswith("compiled") else self.model
-        self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.forward)
+        self.sequence_length = cfg.sequence_length
+        self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.rehearse)
 
     def compute_gradients(self, batch: Tensor) -> SimpleNamespace:
         """batch (micro_steps, B, T + 1) -> .loss, the mean over the step."""
@@ -136,6 +137,13 @@ class PeerStep:
             loss_sum += loss.detach() / len(batch)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return SimpleNamespace(loss=loss_sum.item())
+
+    def rehearse(self, B: int, with_other_ranks: bool) -> None:
+        """Forward and backward of two micro-batches of B sequences, for --micro-batch-size auto."""
+        try:
+            self.compute_gradients(torch.zeros(2, B, self.sequence_length + 1, dtype=torch.uint16))
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def update(self) -> None:
         self.optimizer.step()

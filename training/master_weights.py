@@ -31,13 +31,20 @@ class MasterWeights:
             for p in model.parameters():
                 p.data = p.data.bfloat16()
 
-    def take_gradients(self) -> list[nn.Parameter]:
-        """Move the gradients from the model to the float32 weights, and return these weights."""
+    def take_gradients(self, keep: bool = False) -> list[nn.Parameter]:
+        """Move the gradients from the model to the float32 weights, or copy them with `keep`, and return these
+        weights."""
         for p, master in self.pairs:
             # A parameter that the forward pass skips has no gradient.
             master.grad = None if p.grad is None else p.grad.float()
-            p.grad = None
+            if not keep:
+                p.grad = None
         return list(self.named.values())
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of the float32 copies; those of the model stay as they are."""
+        for _, master in self.pairs:
+            master.grad = None
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

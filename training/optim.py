@@ -154,6 +154,12 @@ def all_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def all_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups of an optimizer and, with ZeRO-1, those of the inner one."""
+    inner = unwrap(optimizer)
+    return optimizer.param_groups + (inner.param_groups if inner is not optimizer else [])
+
+
 # ------------------------------------------------------------------------- state
 
 
@@ -176,6 +182,14 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         if not inner.state[p]:
             shapes = state_shapes(type(inner), p)
             inner.state[p] = {name: torch.zeros(s, device=p.device) for name, s in shapes.items()}
+
+
+def reset_state(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Set the state of this rank's parameters back to what create_state made: zeros."""
+    for optimizer in optimizers:
+        for tensors in unwrap(optimizer).state.values():
+            for tensor in tensors.values():
+                tensor.zero_()
 
 
 def state_numel(optimizer_type: type, params: Iterable[Tensor]) -> int:

@@ -29,7 +29,7 @@ from tokens.loader import Loader, to_device
 from training import head, optim, schedule
 from training.config import TrainConfig
 from training.master_weights import MasterWeights
-from training.microbatch import choose_micro_batch_size
+from training.microbatch import choose_micro_batch_size, explain_out_of_memory, sequences_per_rank
 
 
 class UpdateRefused(Exception):
@@ -54,8 +54,7 @@ class TrainStep:
         self.cfg, self.rt, self.model = cfg, rt, model
 
         # Precision. A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
-        uses_float16 = rt.dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(rt.device.type, enabled=uses_float16)
+        self.scaler = make_scaler(rt)
 
         # The weights that are updated and the optimizers with their state. They are allocated before the micro-batch is
         # chosen, so that the search for one sees the memory that is really left.
@@ -63,7 +62,7 @@ class TrainStep:
             case "float32":
                 keep_float32_copy = False
             case "bfloat16":
-                keep_float32_copy = not uses_float16
+                keep_float32_copy = rt.dtype != torch.float16
             case _:
                 raise ValueError(f"no weights in {cfg.weights!r}: add a case to TrainStep in training/step.py")
         self.weights = MasterWeights(model, keep_float32_copy)
@@ -72,7 +71,7 @@ class TrainStep:
         # Validation calls `forward`; training calls it through DDP.
         self.forward = make_forward(model, cfg, rt)
         self.ddp_forward = wrap_in_ddp(self.forward, rt)
-        self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.ddp_forward)
+        self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.rehearse)
         self.refused_steps = 0
 
     def compute_gradients(self, batch: Tensor, stop_requested: bool = False) -> StepResult:
@@ -81,23 +80,9 @@ class TrainStep:
         batch: (micro_steps, B, T + 1) uint16, this rank's tokens. stop_requested: whether this rank was asked to stop.
         The gradients are those of the mean loss over all ranks. Every rank must call it.
         """
-        # Accumulate the gradients. DDP reduces them over the ranks once, in the last backward pass.
-        local_loss = torch.zeros((), device=self.rt.device)
-        for i, tokens in enumerate(batch):
-            x, y = to_device(tokens, self.rt.device)  # (B, T) each
-            # DDP reads this attribute; without DDP it has no effect.
-            self.ddp_forward.require_backward_grad_sync = i == len(batch) - 1
-            with self.rt.autocast():
-                _, loss = self.ddp_forward(x, y)
-            # The micro-batches are of equal size, so the mean of their means is the mean over the step.
-            self.scaler.scale(loss / len(batch)).backward()
-            local_loss += loss.detach() / len(batch)
-
-        # Undo the loss scale of float16, move the gradients to the master weights, clip. Without --grad-clip the call
-        # only measures the norm.
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(self.weights.take_gradients(), self.cfg.grad_clip or math.inf)
+        with explain_out_of_memory(self.cfg, self.rt, len(batch[0])):
+            local_loss = self._accumulate_gradients(batch, reduce=True)
+            norm = self._clip_gradients()
 
         # One collective, and one wait for the device, settles three questions: the mean loss over all ranks, how many
         # ranks were asked to stop, and how many have a norm that is not finite.
@@ -113,15 +98,40 @@ class TrainStep:
             local_loss=local_loss.item(),
         )
 
+    def _accumulate_gradients(self, batch: Tensor, reduce: bool) -> Tensor:
+        """Forward and backward over the micro-batches; returns the mean loss of this rank. With `reduce` DDP averages
+        the gradients over the ranks, once, in the last backward pass; without, no other rank is waited for."""
+        local_loss = torch.zeros((), device=self.rt.device)
+        for i, tokens in enumerate(batch):
+            x, y = to_device(tokens, self.rt.device)  # (B, T) each
+            # DDP reads this attribute; without DDP it has no effect.
+            self.ddp_forward.require_backward_grad_sync = reduce and i == len(batch) - 1
+            with self.rt.autocast():
+                _, loss = self.ddp_forward(x, y)
+            # The micro-batches are of equal size, so the mean of their means is the mean over the step.
+            self.scaler.scale(loss / len(batch)).backward()
+            local_loss += loss.detach() / len(batch)
+        return local_loss
+
+    def _clip_gradients(self) -> Tensor:
+        """Undo the loss scale of float16, move the gradients to the master weights, clip. Returns the norm before
+        that. Without --grad-clip the call only measures the norm."""
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        # Gradients in DDP's buckets stay there.
+        weights = self.weights.take_gradients(keep=self.rt.world_size > 1)
+        return nn.utils.clip_grad_norm_(weights, self.cfg.grad_clip or math.inf)
+
     def set_learning_rates(self, step: int, max_steps: int) -> float:
         """Set the learning rates for `step`; return the scheduled value of --max-lr, the rate that is logged."""
         return schedule.set_learning_rates(self.optimizers, step, max_steps, self.cfg)
 
     def update(self) -> None:
         """Apply the gradients. On a GPU the work is still running when this returns."""
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-        self.weights.copy_to_model()
+        with explain_out_of_memory(self.cfg, self.rt, self.micro_batch_size):
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
+            self.weights.copy_to_model()
         self._finish_step()
 
     def refuse_update(self, step: int, result: StepResult, data: Loader) -> None:
@@ -144,8 +154,50 @@ class TrainStep:
     def _finish_step(self) -> None:
         # GradScaler.update, once a step, halves the loss scale after an overflow, else doubles it now and then.
         self.scaler.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        # Gradients in DDP's buckets are set to zero there (see wrap_in_ddp), those of one rank free their memory.
+        if self.rt.world_size > 1:
+            torch._foreach_zero_([p.grad for p in self.model.parameters()])
+        else:
+            self.model.zero_grad(set_to_none=True)
+        self.weights.drop_gradients()
+
+    def rehearse(self, B: int, with_other_ranks: bool) -> None:
+        """Do a whole step with micro-batches of B sequences of zeros, and undo it: a step takes no more memory than
+        this. Weights, optimizer state and loss scale are as before, bit for bit, if nothing was trained or loaded yet.
+
+        with_other_ranks: as in training; every rank must call it. Without, no collective is called.
+        """
+        # Two micro-steps, if the run has more than one: the second runs with the first's gradients in memory.
+        micro_steps = min(2, sequences_per_rank(self.cfg, self.rt.world_size) // B)
+        batch = torch.zeros(micro_steps, B, self.cfg.sequence_length + 1, dtype=torch.uint16)
+        rates = [(group, group["lr"]) for o in self.optimizers for group in optim.all_groups(o)]
+        try:
+            if with_other_ranks:
+                self.compute_gradients(batch)
+            else:
+                self._accumulate_gradients(batch, reduce=False)
+                self._clip_gradients()
+
+            # An update at a rate of 0 changes no weight, as long as what it is multiplied with is finite: so the
+            # gradients, which may have overflowed in float16, are set to 1.
+            for group, _ in rates:
+                group["lr"] = 0.0
+            for p in self.weights.named.values():
+                p.grad.fill_(1.0)
+            for optimizer in self.optimizers:
+                if with_other_ranks:
+                    self.scaler.step(optimizer)
+                else:
+                    optim.unwrap(optimizer).step()  # with ZeRO-1, the update of this rank's share alone
+        finally:
+            for group, rate in rates:
+                group["lr"] = rate
+            optim.reset_state(self.optimizers)
+            self.scaler = make_scaler(self.rt)
+            self._drop_gradients()
 
     def _describe_bad_step(self, step: int, result: StepResult, data: Loader) -> str:
         """Name the rank, shard and sequence of a loss or gradient that is not finite. Every rank must call it."""
@@ -228,6 +280,11 @@ class Forward(nn.Module):
         return loss, chosen_loss
 
 
+def make_scaler(rt: Runtime) -> torch.amp.GradScaler:
+    """The loss scale of float16, at its start; in other precisions it does nothing."""
+    return torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
+
+
 def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     """The forward pass of training and validation, compiled where that is possible. HellaSwag, sampling and checkpoints
     use the model itself."""
@@ -251,13 +308,32 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
 
 
 def wrap_in_ddp(forward: nn.Module, rt: Runtime) -> nn.Module:
-    """DDP, which averages the gradients over the ranks; the gradients are views into its buckets."""
+    """DDP, which averages the gradients over the ranks; the gradients are views into its buckets, from the first
+    micro-step on."""
     if rt.world_size == 1:
         return forward
+
+    # DDP lets gradients that exist live in its buckets. If they were None when a backward pass begins, they would be
+    # new tensors beside the buckets until the ranks reduce them: 4 bytes a parameter more while micro-batches
+    # accumulate. So they exist from here on, and are set to zero after each step. These zeros take no memory: DDP
+    # copies them.
+    parameters = list(forward.parameters())
+    for p in parameters:
+        p.grad = p.new_zeros(()).expand_as(p)
+
     DDP = nn.parallel.DistributedDataParallel
     device_ids = [rt.device.index] if rt.device.type == "cuda" else None
 
     # The only buffer is the table of RoPE, which is the same everywhere. torch 2.13 renamed the switch for it.
     is_renamed = "forward_sync_buffers" in signature(DDP).parameters
     no_buffer_sync = {"forward_sync_buffers" if is_renamed else "broadcast_buffers": False}
-    return DDP(forward, device_ids=device_ids, gradient_as_bucket_view=True, **no_buffer_sync)
+    ddp = DDP(forward, device_ids=device_ids, gradient_as_bucket_view=True, **no_buffer_sync)
+
+    # After its first backward pass DDP sorts the parameters into its buckets anew, in the order in which their
+    # gradients came. Where a gradient lies in a bucket decides in which order three and more ranks sum it, so the first
+    # step after a restart would round differently from the same step of a run that was never stopped. A pass without
+    # the network, whose gradients are zero and come in about the order of training's, lets it happen here.
+    forward.forward = lambda zero: zero * sum(p.float().sum() for p in parameters)
+    ddp(torch.zeros((), device=rt.device)).backward()
+    del forward.forward
+    return ddp

@@ -129,6 +129,7 @@ CUDA_RETURN_VALUES = {
     "get_device_capability": (9, 0),
     "get_device_name": "NVIDIA H200",
     "max_memory_allocated": 0,
+    "mem_get_info": (2**30, 80 * 2**30),
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), mock.DEFAULT),
 }
 
@@ -249,9 +250,7 @@ def train_and_use(preset: str, dtype: str, *flags: str) -> None:
 
 def plan(preset: str) -> None:
     """--dry-run, which tries what micro-batch fits."""
-    # The ranks agree on the micro-batch by a float32 item(): let it be a possible one.
-    with mock.patch.dict(ITEM_VALUES, {torch.float32: 2.0}):
-        run_script(train_gpt2, preset, *TINY_FLAGS, "--micro-batch-size", "auto", "--dry-run")
+    run_script(train_gpt2, preset, *TINY_FLAGS, "--micro-batch-size", "auto", "--dry-run")
 
 
 # ---- planted faults, which must be noticed
@@ -300,11 +299,23 @@ def keep_checkpoint_on_card(copy_to_host: Callable) -> Callable:
     return lambda tree, copies: tree
 
 
+def run_out_of_memory(forward: Callable) -> Callable:
+    """A forward pass that finds no memory when gradients are wanted."""
+
+    def limited_forward(self, *args):
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, *args)
+
+    return limited_forward
+
+
 # The fault that is planted, and the message that then must come.
 FAULTS = {
     "targets": (replace_function(step, "to_device", keep_targets_on_host), "devices"),
     "checkpoint": (replace_function(checkpoint, "copy_to_host", keep_checkpoint_on_card), "is still on cuda:0"),
     "moments": (replace_function(optim, "load_state", keep_moments_on_host), "_fused_adamw_"),
+    "memory": (replace_function(step.Forward, "forward", run_out_of_memory), "(NVIDIA H200) with a micro-batch of 4"),
     "loss": (mock.patch.dict(ITEM_VALUES, {torch.float32: math.nan}), "the update was refused"),
 }
 

@@ -29,4 +29,4 @@ def test_the_scripts_run_on_a_fake_card_and_a_planted_fault_is_noticed(run_scrip
 
 @pytest.mark.slow
 def test_every_preset_and_precision_runs_and_every_fault_is_noticed(run_script):
-    assert "39 cases, 0 failed" in run_cases(run_script, timeout=1800)
+    assert "40 cases, 0 failed" in run_cases(run_script, timeout=1800)
