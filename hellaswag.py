@@ -11,6 +11,7 @@ style of build-nanogpt and llm.c.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -143,7 +144,8 @@ def main() -> None:
         if not args.data.exists():
             download(args.data, args.url)
         row_count = len(hellaswag_eval.load_examples(args.data))
-        print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
+        data_flag = "" if args.data == Args.data else f" --data {shlex.quote(str(args.data))}"
+        print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2{data_flag}")
         return
 
     # torch and the modules that need it take seconds to import, and --help and a download do without.
