@@ -36,8 +36,8 @@ QUICKSTART_SEQUENCE_LENGTH, QUICKSTART_BATCH_TOKENS, QUICKSTART_STEPS = 256, 409
 class Args:
     source: tuple[str, ...] = ("fineweb-edu",)
     """fineweb-edu, fineweb, fineweb-edu-100bt, fineweb-100bt; stdlib; a Hub dataset OWNER/NAME; or files or
-    globs: parquet, csv, jsonl (also named ndjson or json: an object per line), and plain text (.txt, .md, .py and the
-    like, or no suffix), one document per file; all but parquet also as .gz, .bz2, .xz or .zst."""
+    globs: parquet, csv, jsonl (also named ndjson or json: an object per line, or one array), and plain text (.txt, .md,
+    .py and the like, or no suffix), one document per file; all but parquet also as .gz, .bz2, .xz or .zst."""
     out: Path | None = None
     """Folder for the shards; default data/NAME."""
     shard_size: int | None = None

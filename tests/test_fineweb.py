@@ -199,6 +199,52 @@ def test_jsonl_fields_blank_lines_and_half_surrogates(tmp_path):
     assert read_tokens(tmp_path / "out") == encode_with_tiktoken([*documents, ""])
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 1 << 23])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_that_is_one_array(tmp_path, monkeypatch, chunk_bytes, indent):
+    """As many datasets of the Hub are, over however many lines, and however it is cut."""
+    documents = ["one", "", 'brackets ]}[{ and "quotes"', "a \\ at the end \\", "half \ud83d", "é" * 99, *ODD_TEXTS]
+    rows = [{"n": [[1], {"a": "]"}], "text": document} for document in documents]
+    rows.append({"text": None})
+    source = json.dumps(rows, indent=indent, ensure_ascii=indent is None)
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xef\xbb\xbf \n" + source.encode("utf-8", "surrogatepass") + b"\n\n")
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+
+    chunks = list(readers.read_files([path], 0, "text"))
+
+    texts = [text for chunk in chunks for text in chunk.texts]
+    assert texts == [document.replace("\ud83d", "\ufffd") for document in documents] + [""]
+    assert all(chunk.documents == len(chunk.texts) for chunk in chunks)
+    assert len(chunks) > 5 or chunk_bytes > 7
+    path.write_text(" [ ] ")
+    assert list(readers.read_files([path], 0, "text")) == []
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 23])
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ('[{"text": "a"}, {"text": "b"}', "cut off or damaged after object 2"),
+        ('[{"text": "a"}, {"text": "b', "cut off or damaged after object 1"),
+        ('[{"text": "a"},', "cut off or damaged after object 1"),
+        ('[{"text": "a"},]', "is not an object|damaged after object 1"),
+        ('[{"text": "a"}] {"text": "b"}', "cut off or damaged after object 1"),
+        ('[{"text": "a"} {"text": "b"}]', "',' is missing before object 2"),
+        ('["a"]', "is not an object"),
+        ("[", "cut off or damaged after object 0"),
+        ('[{"text": "a"}, {"text": 3}]', "object 2 is not an object with text in 'text'; choose .*: text$"),
+        ('[{"text": "a"}, {"text" 3}]', "object 2 is not an object with text in 'text'; convert"),
+    ],
+)
+def test_a_damaged_array_is_refused(tmp_path, monkeypatch, source, message, chunk_bytes):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+    (tmp_path / "a.json").write_text(source)
+
+    with pytest.raises(UserError, match=message):
+        list(readers.read_files([tmp_path / "a.json"], 0, "text"))
+
+
 def test_csv_gives_every_text_as_it_stands(tmp_path):
     """Commas, quotes and line ends in texts; words that other readers take for nothing, for numbers or for dates."""
     odd_texts = ["NA", "null", "1.0", "2020-01-01", 'a "quoted", one', "two\nlines\r\nor three\r", " x "]

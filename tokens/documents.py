@@ -46,6 +46,12 @@ MAX_NAMES_CHARACTERS = 500  # of an error message: columns or fields that the us
 # what comes before it, so the tokens of the two parts are those of the whole.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
+# JSON in bytes. Its white space and the mark of UTF-8 that some editors write first; and what tells where an object
+# ends: brackets, and texts, of which group 1 is the last quote, if it is there.
+JSON_SPACE = b" \t\r\n\xef\xbb\xbf"
+JSON_SPACES = tuple(bytes([byte]) for byte in JSON_SPACE)
+JSON_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?|[][{}]', re.DOTALL)
+
 
 class Chunk(NamedTuple):
     """Texts to tokenize together: texts[:documents] each start a document; all later texts continue the last one begun,
@@ -139,7 +145,12 @@ def _cut_pieces(text: str, searched: int) -> tuple[list[str], str]:
 
 
 def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
-    """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped."""
+    """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped. A
+    file that begins with a bracket is one array of such objects, over however many lines."""
+    if file.peek(1).lstrip(JSON_SPACE).startswith(b"["):
+        yield from _read_json_array(file, field)
+        return
+
     # Lines are read a chunk at a time, so a file of any size needs little memory.
     line_number = 0
     lines = file.readlines(CHUNK_BYTES)
@@ -147,22 +158,94 @@ def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
         texts = []
         for line in lines:
             line_number += 1
-            if line.isspace():
-                continue
-            row = None
-            try:
-                row = json.loads(line)
-                text = row[field] or ""
-                # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
-                texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                problem = f"line {line_number} is not an object with text in {field!r}"
-                if not isinstance(row, dict) or not row:
-                    raise ValueError(problem) from None
-                fields = format_names(row)
-                raise UserError(f"{problem}; choose a field with --text-column: {fields}") from None
+            if not line.isspace():
+                texts.append(_parse_object(line, field, f"line {line_number}"))
         yield Chunk(texts, len(texts))
         lines = file.readlines(CHUNK_BYTES)
+
+
+def _parse_object(source: bytes, field: str, place: str) -> str:
+    """The text in `field` of a JSON object. An error names the place."""
+    row = None
+    try:
+        row = json.loads(source)
+        text = row[field] or ""
+        # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        problem = f"{place} is not an object with text in {field!r}"
+        if not isinstance(row, dict) or not row:
+            raise ValueError(problem) from None
+        fields = format_names(row)
+        raise UserError(f"{problem}; choose a field with --text-column: {fields}") from None
+
+
+def _read_json_array(file: BinaryIO, field: str) -> Iterator[Chunk]:
+    """The documents of a file that is one array of objects: [{...}, {...}]. Only a chunk of it is in memory."""
+    number = 0
+    expected = b"["  # what stands before the next object
+    pending = b""  # read, and not yet parsed
+    at_end = False
+    while not at_end:
+        # At least as much as is pending, so that a long object is not searched again and again.
+        block = file.read(max(CHUNK_BYTES, len(pending)))
+        at_end = not block
+        pending += block
+
+        # The objects that end in what has been read.
+        texts = []
+        position = 0
+        while True:
+            start = _skip_space(pending, position)
+            is_closed = number > 0 and pending[start : start + 1] == b"]"
+            if is_closed or start == len(pending):
+                break
+            if pending[start : start + 1] != expected:
+                raise ValueError(f"in its array, {expected.decode()!r} is missing before object {number + 1}")
+            start = _skip_space(pending, start + 1)
+            is_empty = number == 0 and pending[start : start + 1] == b"]"
+            end = None if is_empty else _find_object_end(pending, start)
+            if end is None:
+                break
+            number += 1
+            texts.append(_parse_object(pending[start:end], field, f"object {number}"))
+            expected = b","
+            position = end
+        if texts:
+            yield Chunk(texts, len(texts))
+        pending = pending[position:]
+
+    # After the last object there is the bracket alone; an array without objects is [].
+    ending = b"".join(pending.split())
+    if ending.lstrip(JSON_SPACE) not in ((b"]",) if number else (b"[]",)):
+        raise ValueError(f"its array is cut off or damaged after object {number}")
+
+
+def _skip_space(source: bytes, start: int) -> int:
+    """The first position from `start` on that is no white space."""
+    while source[start : start + 1] in JSON_SPACES:
+        start += 1
+    return start
+
+
+def _find_object_end(source: bytes, start: int) -> int | None:
+    """The position after the JSON value that begins at `start` with a bracket, or None if it does not end in `source`.
+    Raises ValueError if no bracket is there."""
+    if start < len(source) and source[start : start + 1] not in (b"{", b"["):
+        raise ValueError(f"{source[start : start + 20]!r} in its array is not an object")
+    depth = 0
+    for match in JSON_STRUCTURE.finditer(source, start):
+        match match[0][:1]:
+            case b"{" | b"[":
+                depth += 1
+            case b"}" | b"]":
+                depth -= 1
+                if depth == 0:
+                    return match.end()
+            case _:  # a text, which may have brackets in it
+                if match[1] is None:
+                    return None
+    return None
 
 
 def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
