@@ -86,14 +86,11 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
     except UserError as e:
         # Every rank writes the status at once: torchrun may end this one as soon as another one fails.
         write_status("user_error", str(e))
-        # Most errors hit every rank. Rank 0 reports them; torchrun then ends the others.
-        if env_rank() > 0:
-            time.sleep(3)
+        leave_report_to_local_rank_0()
         fail(f"error: {e}")
     except RetryableError as e:
         write_status("system_error", str(e))
-        if env_rank() > 0:
-            time.sleep(3)
+        leave_report_to_local_rank_0()
         fail(f"error: {e}")
     except SystemExit as e:
         # tyro has printed what is wrong with a flag. Many who type an unknown one know it from another trainer.
@@ -112,6 +109,14 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         # cannot be written may have room again, so train.sh restarts after this one.
         write_status("system_error", str(e))
         fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
+
+
+def leave_report_to_local_rank_0() -> None:
+    """Wait until the first rank of this machine has reported an error that most ranks have met; torchrun then ends the
+    others. Not until rank 0 has: where it runs on another machine, that machine's torchrun ends with it, and the end of
+    that one ends the torchrun here before anything is said."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(3)
 
 
 def write_status(status: str, reason: str = "") -> None:

@@ -1,15 +1,30 @@
 """Ranks that die and machines that meet: torchrun restarts, two torchruns on loopback, resume after the loss of one."""
 
+import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import threading
+import time
 
+import numpy as np
 import pytest
-from helpers import ROOT, assert_curves_close, load_curve, load_weights, same_bits, train_quickstart
+from helpers import (
+    ROOT,
+    assert_curves_close,
+    load_curve,
+    load_weights,
+    make_hellaswag_rows,
+    same_bits,
+    train_quickstart,
+    write_jsonl,
+)
 from processes import find_free_port, rank_pids, start_torchrun, wait_for
 
+from tokens import shards
 from training import checkpoint
 
 SCRIPT = str(ROOT / "train_gpt2.py")
@@ -88,6 +103,142 @@ def test_a_rank_killed_on_one_of_two_machines_is_restarted_and_the_bits_are_the_
     kill_last_rank_of(machine, killed)
 
     assert_restarted_and_equal([late_machine, machine], killed, undisturbed)
+
+
+# ------------------------------------------------------------------------- two hosts with networks of their own
+
+
+class Hosts:
+    """Two hosts on this machine, each with its own network, name and /etc/hosts, connected by a cable."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.namespaces = [f"gpt2-{os.getpid()}-{i}" for i in range(2)]
+        self.addresses = ["10.77.0.1", "10.77.0.2"]
+        first, second = self.namespaces
+        self.run_ip(f"netns add {first}", f"netns add {second}")
+        self.run_ip(f"link add cable0 netns {first} type veth peer name cable1 netns {second}")
+        for i, name in enumerate(self.namespaces):
+            self.run_ip(f"-n {name} addr add {self.addresses[i]}/24 dev cable{i}")
+            self.run_ip(f"-n {name} link set cable{i} up", f"-n {name} link set lo up")
+
+    def run_ip(self, *commands):
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+
+    def remove(self):
+        for name in self.namespaces:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def start(self, i, *arguments, script=SCRIPT, own_address=None, **env):
+        """Start the torchrun of host i. own_address: what its name stands for there."""
+        # Each host knows both names.
+        known = {**dict(enumerate(self.addresses)), i: own_address or self.addresses[i]}
+        hosts = self.folder / f"hosts{i}"
+        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} host{n}\n" for n, a in known.items()))
+        shell = f'hostname host{i} && mount --bind {hosts} /etc/hosts && exec "$@"'
+        command = ["ip", "netns", "exec", self.namespaces[i], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh"]
+
+        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29400", "--rdzv-conf=join_timeout=60"]
+        command += [f"--local-addr={self.addresses[i]}", str(script), *map(str, arguments)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", EXPORTED_NAME: EXPORTED_VALUE, **env}
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two Hosts; the test is skipped where namespaces of the network cannot be made."""
+    try:
+        found = Hosts(tmp_path)
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"needs root and iproute2: {e}")
+    yield found
+    found.remove()
+
+
+def make_difference(kind, flags, tmp_path, tiny_data):
+    """What is started on the second host, as {flags, script}, and what the refusal says."""
+    how = {"flags": flags, "script": SCRIPT}
+    match kind:
+        case "setting":
+            return how | {"flags": [*flags, "--val-every", "3"]}, "--val-every is 4 on rank"
+        case "data":
+            other = shutil.copytree(tiny_data, tmp_path / "other data")
+            shards.write_shard(other / "tiny_train_000001.npy", np.arange(60, dtype=np.uint16))
+            return how | {"flags": [*flags, "--data-dir", other]}, "the data is"
+        case "rows":
+            rows = write_jsonl(tmp_path / "fewer.jsonl", make_hellaswag_rows(6))
+            return how | {"flags": [*flags, "--hellaswag-data", rows]}, "the HellaSwag file is 7 rows"
+        case "checkpoint":
+            out = train_quickstart(flags, tmp_path / "other run", "--max-steps", "3")
+            how["flags"] = [*flags, "--out-dir", out, "--resume", "auto"]
+            return how, "the checkpoint to resume from is none on rank"
+        case "weights":
+            first = train_quickstart(flags, tmp_path / "a", "--max-steps", "1", "--init-from", "scratch")
+            second = train_quickstart(flags, tmp_path / "b", "--max-steps", "2", "--init-from", "scratch")
+            flags += ["--init-from", first]
+            return how | {"flags": [*flags, "--init-from", second]}, "before training: give every machine the same"
+        case "code":
+            copy = shutil.copytree(ROOT, tmp_path / "code", ignore=shutil.ignore_patterns(".*", "data", "log", "tests"))
+            (copy / "model.py").write_text((copy / "model.py").read_text() + "# changed\n")
+            return how | {"script": copy / "train_gpt2.py"}, "the code (a hash) is"
+        case "torch":
+            script = tmp_path / "other_torch.py"
+            run = f"sys.path.insert(0, {str(ROOT)!r}); runpy.run_path({SCRIPT!r}, run_name='__main__')"
+            script.write_text(f"import runpy, sys, torch\ntorch.__version__ = '2.11.0'\n{run}\n")
+            return how | {"script": script}, "torch is"
+        case "missing data":
+            return how | {"flags": [*flags, "--data-dir", tmp_path / "nowhere"]}, "nowhere"
+
+
+KINDS = ["setting", "data", "rows", "checkpoint", "weights", "code", "torch", "missing data"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts_that_differ_refuse_within_a_minute(hosts, tiny_args, tiny_data, tmp_path, kind):
+    """Both say the same, soon, and nothing restarts them."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
+    flags = [*tiny_args, "--model.vocab-size", "50304", "--hellaswag-every", "4", "--hellaswag-data", rows]
+    flags += ["--out-dir", tmp_path / "run"]
+    other, message = make_difference(kind, flags, tmp_path, tiny_data)
+    statuses = [tmp_path / f"status{i}.json" for i in range(2)]
+
+    start_time = time.monotonic()
+    first = hosts.start(0, "quickstart", *flags, TRAIN_STATUS_FILE=str(statuses[0]))
+    second = hosts.start(1, "quickstart", *other["flags"], script=other["script"], TRAIN_STATUS_FILE=str(statuses[1]))
+    outputs = [torchrun.communicate(timeout=120)[0] for torchrun in (first, second)]
+
+    assert time.monotonic() - start_time < 60
+    assert first.returncode and second.returncode
+    for output, status in zip(outputs, statuses, strict=True):
+        assert message in output, output[-3000:]
+        assert 'Traceback (most recent call last):\n  File "' + SCRIPT not in output
+        assert json.loads(status.read_text())["status"] == "user_error", output[-3000:]
+    assert not checkpoint.complete_steps(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", [None, "GLOO_SOCKET_IFNAME"])
+def test_hosts_whose_names_stand_for_the_loopback_are_told_what_to_export(hosts, tiny_args, tmp_path, variable):
+    """As Debian writes /etc/hosts. With the variable that the message names, the same hosts train."""
+    flags = [*tiny_args, "--out-dir", tmp_path / "run"]
+    torchruns = []
+    for i in range(2):
+        env = {variable: f"cable{i}"} if variable else {}
+        torchruns.append(hosts.start(i, "quickstart", *flags, own_address="127.0.1.1", **env))
+    outputs = [torchrun.communicate(timeout=150)[0] for torchrun in torchruns]
+
+    if variable:
+        assert [torchrun.returncode for torchrun in torchruns] == [0, 0], outputs
+        assert checkpoint.latest_step(tmp_path / "run") == 12
+    else:
+        assert any("export GLOO_SOCKET_IFNAME=" in output for output in outputs), outputs
+        assert all(torchrun.returncode for torchrun in torchruns)
+
+
+# ------------------------------------------------------------------------- machines that die
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import processes
 import pytest
+import torch
 from helpers import (
     CPU,
     ROOT,
@@ -25,10 +26,11 @@ from helpers import (
     write_jsonl,
 )
 from processes import rank_pids, start_torchrun, wait_for
+from torch.distributed.launcher.api import LaunchConfig
 
 from model import GPT
 from tokens import shards, tokenizer
-from training import checkpoint
+from training import checkpoint, stop
 from training.evaluator import Evaluator
 from training.metrics_file import read_metrics
 from training.step import TrainStep
@@ -84,6 +86,73 @@ def test_a_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path
     # Rank 0 may learn of it from rank 1 before its own signal comes.
     assert re.search("stopped by (signal SIGTERM|.*another rank's signal)", output), output[-3000:]
     assert checkpoint.latest_step(out) > last_step(out), output[-3000:]
+
+
+# ------------------------------------------------------------------------- the time that torchrun gives
+
+# A run whose checkpoint takes about six seconds to write.
+SLOW_DISK = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from system import cli
+from training import checkpoint
+import train_gpt2
+
+write = checkpoint.write
+
+def write_slowly(path, content):
+    time.sleep(3)
+    write(path, content)
+
+checkpoint.write = write_slowly
+cli.run_cli(train_gpt2.main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout_s, saved", [(2, False), (60, True)])
+def test_torchrun_kills_a_save_that_takes_longer_than_its_timeout(tiny_args, tmp_path, timeout_s, saved):
+    """SIGTERM to torchrun alone, which then waits for its ranks for so many seconds."""
+    out, script = tmp_path / "out", tmp_path / "slow.py"
+    script.write_text(SLOW_DISK)
+    flags = [*tiny_args, "--max-steps", "100000", "--save-every", "0", "--val-every", "0", "--out-dir", str(out)]
+    env = {stop.TORCHRUN_TIMEOUT: str(timeout_s)}
+
+    torchrun = start_torchrun("--standalone", "--nproc_per_node=2", str(script), "quickstart", *flags, **env)
+    wait_for(lambda: last_step(out) >= 5)
+    torchrun.send_signal(signal.SIGTERM)
+    output = torchrun.communicate(timeout=90)[0]
+
+    assert (checkpoint.latest_step(out) is not None) == saved, output[-3000:]
+    assert (HOW_TO_RESUME in output) == saved
+
+
+def test_every_way_to_start_torchrun_gives_the_ranks_time_to_save(monkeypatch):
+    for path in ("README.md", "docs/clouds.md", "train.sh", "cloud/slurm.sbatch", "cloud/Dockerfile"):
+        assert f"{stop.TORCHRUN_TIMEOUT}=" in (ROOT / path).read_text(), path
+
+    # torchrun reads that variable, and no other.
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+        pytest.skip(f"torch {torch.__version__} always waits 30 seconds")
+    monkeypatch.setenv(stop.TORCHRUN_TIMEOUT, "600")
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 600
+
+
+def test_a_save_that_takes_as_long_as_torchrun_waits_is_warned_of_once(tmp_path, monkeypatch, capsys):
+    def save_twice():
+        with checkpoint.CheckpointWriter(tmp_path) as writer:
+            for step in (1, 2):
+                writer.save(step, {"model": {}}, {})
+                writer.wait()
+        return capsys.readouterr().out
+
+    # Without torchrun nobody waits, and with time enough there is nothing to say.
+    assert save_twice() == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert save_twice() == ""
+
+    monkeypatch.setenv(stop.TORCHRUN_TIMEOUT, "0")
+    assert save_twice().count(f"Before the next start: export {stop.TORCHRUN_TIMEOUT}=600") == 1
 
 
 # ------------------------------------------------------------------------- a second signal
