@@ -252,6 +252,15 @@ def hostile_manifests(good):
         yield json.dumps({**good, "source": {**SOURCE, "files": [{"path": path, "bytes": 1}]}})
     for files in (None, "x", [1], [{}]):
         yield json.dumps({**good, "source": {**SOURCE, "files": files}})
+    for reader in (
+        None,
+        "csv",
+        {},
+        {"builder": "csv"},
+        {"builder": 1, "settings": {}},
+        {"builder": "csv", "settings": 1},
+    ):
+        yield json.dumps({**good, "source": {**SOURCE, "reader": reader}})
 
 
 def test_hostile_manifests_are_refused(tmp_path):

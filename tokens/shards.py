@@ -262,7 +262,8 @@ class Shard:
 @dataclass(frozen=True)
 class Manifest:
     """What a folder of shards holds and where it comes from; no timestamps, so that the same work gives the same bytes.
-    `source`: name, subset, column, revision, files [{path, bytes}]."""
+    `source`: name, subset, column, revision, files [{path, bytes}]; of a configuration of a Hub dataset also config,
+    split and, if `datasets` streams its files, reader {builder, settings}."""
 
     source: dict
     format: str
@@ -314,6 +315,8 @@ def _check_manifest(manifest: Manifest) -> None:
     # Fields that messages, cards and comparisons use.
     require(all(isinstance(source[key], str) for key in ("name", "subset", "column", "revision")), "source")
     require(all(SHA256.fullmatch(shard.sha256) for shard in manifest.shards), "sha256")
+    reader = source.get("reader", {"builder": "", "settings": {}})
+    require(isinstance(reader["builder"], str) and isinstance(reader["settings"], dict), "reader of the source")
 
 
 def fingerprint(data_dir: str | Path, with_hashes: bool = True) -> str:
