@@ -174,7 +174,7 @@ class AppendFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.file = open(path, "ab", buffering=0)
+        self.file = retry_io(lambda: open(path, "ab", buffering=0), path)
         self.synced_bytes = os.fstat(self.file.fileno()).st_size
         self.since_sync: list[bytes] = []
 

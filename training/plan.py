@@ -16,7 +16,7 @@ import torch
 from system import machine, precision
 from system.cli import print0, require
 from system.disk import free_space
-from system.files import atomic_write
+from system.files import write_file
 from system.units import dtype_name, format_cost, format_duration
 from tokens import shards
 from tokens.loader import Loader
@@ -125,8 +125,8 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
         "world_size": train_step.rt.world_size,
         "versions": machine.versions(),
     }
-    with atomic_write(cfg.run_dir / "config.json") as f:
-        f.write((json.dumps(content, indent=2) + "\n").encode())
+    text = json.dumps(content, indent=2) + "\n"
+    write_file(cfg.run_dir / "config.json", lambda f: f.write(text.encode()))
 
     # An earlier start from the same step may have left one.
     diff_path = cfg.run_dir / f"code_{run.start_step:05d}.diff"
