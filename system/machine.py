@@ -6,6 +6,7 @@ Importing this imports torch, so cli.set_omp_wait_policy must have run before.
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import resource
@@ -71,7 +72,14 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     require(kind in usable, f"device {name!r} is not available here (available: {available}); use --device auto")
     if kind == "cuda":
         return choose_gpu(int(number or local_rank))
+    silence_missing_cuda()
     return torch.device(kind)
+
+
+def silence_missing_cuda() -> None:
+    """Without this, a torch built for CUDA warns "No CUDA runtime is found" when the first step compiles on the CPU. By
+    then choose_device has reported what is wrong with a GPU, if there is one."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def choose_gpu(index: int) -> torch.device:

@@ -1,6 +1,7 @@
 """What a machine lacks is reported: a GPU that torch cannot use, a compiler, bfloat16; and a card's peak is known or
 unknown, never another card's."""
 
+import logging.handlers
 import os
 import re
 import subprocess
@@ -134,3 +135,22 @@ def test_windows_is_refused_with_one_message_that_names_wsl():
 
     assert done.stderr == "" and len(done.stdout.splitlines()) == len(scripts)
     assert all("error: " in line and "wsl --install" in line for line in done.stdout.splitlines())
+
+
+def test_a_run_on_the_cpu_is_not_told_that_there_is_no_cuda_runtime(monkeypatch):
+    """The warning that a torch built for CUDA gives where nvcc is installed and no GPU is."""
+    from torch.utils import cpp_extension
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setenv("CUDA_HOME", "/usr/local")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [handler := logging.handlers.BufferingHandler(10)])
+    monkeypatch.setattr(logger, "level", logger.level)  # back to this afterwards
+    logger.setLevel(logging.WARNING)
+
+    cpp_extension._find_cuda_home()
+    assert len(handler.buffer) == 1
+
+    machine.choose_device("cpu")
+    cpp_extension._find_cuda_home()
+    assert len(handler.buffer) == 1
