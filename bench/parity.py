@@ -2,6 +2,7 @@
 
     python -m bench.parity build-nanogpt ~/build-nanogpt --data-dir data/stdlib
     python -m bench.parity record8 ~/modded-nanogpt --as-written        # at its commit 11e39fb
+    python -m bench.parity record8-bfloat16 ~/modded-nanogpt --as-written      # with bfloat16 weights, the same commit
     python -m bench.parity build-nanogpt ~/build-nanogpt --plant rate   # a planted error: must exit with 1
 
 Run by hand; tests/test_parity.py runs it on a stand-in. docs/reference-implementations.md has a table of the results. A
@@ -39,7 +40,7 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -121,6 +122,50 @@ CUDA_TO_CPU = {
 }
 BFLOAT16_CASTS = {r"\.bfloat16\(\)": ".float()"}
 
+# modded-nanogpt at commit 11e39fb.
+RECORD8 = Reference(
+    script="train_gpt2.py",
+    edits={
+        **CUDA_TO_CPU,
+        r"assert torch\.cuda\.is_available\(\)": "",
+        r"device_ids=\[ddp_local_rank\]": "",
+        r"model = torch\.compile\(model\)": "",
+        r"enable_(\w+)_sdp\((True|False)\)": "None",  # chooses among CUDA's attention kernels
+        # size
+        r"num_vocab = 50304": f"num_vocab = {VOCAB_SIZE}",
+        r"n_layer=12, n_head=6, n_embd=768": f"n_layer={N_LAYER}, n_head=2, n_embd={N_EMBD}",
+        r"= 8\*64 ": f"= {SEQUENCES_PER_STEP} ",
+        r"device_batch_size : int = 64": f"device_batch_size : int = {MICRO_BATCH_SIZE}",
+        r"sequence_length : int = 1024": f"sequence_length : int = {T}",
+        r"num_iterations : int = 4578": "num_iterations : int = {steps}",
+        r"warmdown_iters : int = 1308": "warmdown_iters : int = 20",
+        r"val_tokens : int = 10485760": f"val_tokens : int = {TOKENS_PER_STEP}",
+        # logs
+        r"if master_process": "if False",
+        r"print\(f\"peak memory.*": "None",
+        # As written, it reads its first micro-batch twice: once before this reset, once after it.
+        r"# begin training\ntrain_loader\.reset\(\)": "",
+    },
+    flags="record8-124m --model.n-head 2 --cooldown {cooldown}",
+    weight_names={r"c_[qkv]\.": "c_attn."},
+    float32_edits=BFLOAT16_CASTS | {r"torch\.bfloat16": "torch.float32"},
+    max_loss_difference=1e-4,
+)
+# What its commit 6671ed1 changed: no autocast; every layer casts its own float32 weight; the embedding is bfloat16.
+CASTS_OF_6671ED1 = {
+    r"class CausalSelfAttention\(nn\.Module\):": (
+        "class CastedLinear(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return F.linear(x, self.weight.to(x.dtype))\n\n"
+        "class CausalSelfAttention(nn.Module):"
+    ),
+    r"(self\.\w+ +)= nn\.Linear\(": r"\1= CastedLinear(",
+    r"ctx = torch\.amp\.autocast\(.*": "import contextlib\nctx = contextlib.nullcontext()",
+    r"if hasattr\(config, \"coordinate_descent_tuning\"\):": (
+        "model.bfloat16()\nfor m in model.modules():\n    if isinstance(m, CastedLinear):\n        m.float()\nif False:"
+    ),
+}
+
 REFERENCES = {
     "build-nanogpt": Reference(
         script="train_gpt2.py",
@@ -192,35 +237,9 @@ REFERENCES = {
         "--learning_rate_decay_frac 0 --warmup_iters 10 --weight_decay 0.1 --overfit_single_batch 0 --write_tensors 0 "
         "--flash 1 --device cpu",
     ),
-    # modded-nanogpt at commit 11e39fb.
-    "record8": Reference(
-        script="train_gpt2.py",
-        edits={
-            **CUDA_TO_CPU,
-            r"assert torch\.cuda\.is_available\(\)": "",
-            r"device_ids=\[ddp_local_rank\]": "",
-            r"model = torch\.compile\(model\)": "",
-            r"enable_(\w+)_sdp\((True|False)\)": "None",  # chooses among CUDA's attention kernels
-            # size
-            r"num_vocab = 50304": f"num_vocab = {VOCAB_SIZE}",
-            r"n_layer=12, n_head=6, n_embd=768": f"n_layer={N_LAYER}, n_head=2, n_embd={N_EMBD}",
-            r"= 8\*64 ": f"= {SEQUENCES_PER_STEP} ",
-            r"device_batch_size : int = 64": f"device_batch_size : int = {MICRO_BATCH_SIZE}",
-            r"sequence_length : int = 1024": f"sequence_length : int = {T}",
-            r"num_iterations : int = 4578": "num_iterations : int = {steps}",
-            r"warmdown_iters : int = 1308": "warmdown_iters : int = 20",
-            r"val_tokens : int = 10485760": f"val_tokens : int = {TOKENS_PER_STEP}",
-            # logs
-            r"if master_process": "if False",
-            r"print\(f\"peak memory.*": "None",
-            # As written, it reads its first micro-batch twice: once before this reset, once after it.
-            r"# begin training\ntrain_loader\.reset\(\)": "",
-        },
-        flags="record8-124m --model.n-head 2 --cooldown {cooldown}",
-        weight_names={r"c_[qkv]\.": "c_attn."},
-        float32_edits=BFLOAT16_CASTS | {r"torch\.bfloat16": "torch.float32"},
-        max_loss_difference=1e-4,
-    ),
+    "record8": RECORD8,
+    # The same with the casts of its commit 6671ed1: only the embedding is bfloat16 without a float32 copy.
+    "record8-bfloat16": replace(RECORD8, edits=RECORD8.edits | CASTS_OF_6671ED1),
     # modded-nanogpt's track 3; its result 36 is this script.
     "result36": Reference(
         script="records/track_3_optimization/train_gpt_simple.py",
