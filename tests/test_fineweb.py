@@ -1227,7 +1227,10 @@ def test_the_card_of_a_dataset_says_which_files_a_split_has(tmp_path, card_hub, 
     ]
     commands = [("--source", "owner/card", "--out", tmp_path / str(i), *cases[i][0]) for i in range(len(cases))]
 
-    run_commands(commands)
+    other_split = (*commands[0], "--split", "test")
+    other_subset = (*commands[0][:-1], "part-a/")
+
+    outputs = run_commands([*commands, other_split, other_subset])
 
     for i, (flags, documents, choice) in enumerate(cases):
         tokens, manifest = read_folder(tmp_path / str(i))
@@ -1236,16 +1239,15 @@ def test_the_card_of_a_dataset_says_which_files_a_split_has(tmp_path, card_hub, 
         assert (source.get("config"), source.get("split")) == choice
         assert source["subset"] == flags[1] and len(source["revision"]) == 40 and "reader" not in source
 
-    # A finished folder asks the Hub nothing, and keeps its bytes. Another choice needs another folder.
+    # Another choice needs another folder.
+    assert "made with split train, not test" in outputs[-2]
+    assert "made with subset english, not part-a/" in outputs[-1]
+
+    # A finished folder asks the Hub nothing, and keeps its bytes.
     before = read_bytes(tmp_path / "0")
     requests = len(card_hub.log)
-    other_split, other_subset = (*commands[0], "--split", "test"), (*commands[0][:-1], "part-a/")
-    outputs = run_commands([commands[0]])
-    assert "nothing left" in outputs[0] and len(card_hub.log) == requests
-    outputs = run_commands([other_split, other_subset])
-    assert "made with split train, not test" in outputs[0]
-    assert "made with subset english, not part-a/" in outputs[1]
-    assert read_bytes(tmp_path / "0") == before
+    assert "nothing left" in run_commands(commands[:1])[0]
+    assert read_bytes(tmp_path / "0") == before and len(card_hub.log) == requests
 
 
 def test_a_choice_that_the_page_does_not_offer_is_an_error_that_lists_what_it_does(tmp_path, run_commands):
