@@ -56,7 +56,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     # paid for.
     train_step = build_train_step(cfg, rt, saved, initial_model)
     plan.print_plan(train_step, data, run)
-    plan.check_disk(train_step, run)
+    if rt.is_main:
+        plan.check_disk(train_step, run)
     plan.write_config(train_step, run)
 
     # Evaluations, the log, and the batches, which a thread reads before they are needed.
@@ -65,6 +66,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     batches = data.batches(
         run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
     )
+
+    # What may fail on one rank alone, such as a full disk or a missing tracker, has been tried. The others wait here,
+    # where they learn of its error, and not in a collective, where they would wait in vain.
+    rt.barrier(hours=1)
 
     # Checkpoints are written by a thread while training continues. Leaving this block, even by an error, waits for it.
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
@@ -316,7 +321,11 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
 
 def main() -> None:
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
-    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    try:
+        cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    except UserError as e:
+        distributed.report_early_failure(e)
+        raise
 
     # A prediction needs no device.
     if cfg.card:

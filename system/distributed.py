@@ -149,6 +149,9 @@ def session(
     # Which process this is, on which device, in which precision.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if ":" in device and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        name = device.partition(":")[0]
+        raise UserError(f"--device {device} is one device, which ranks cannot share; use --device {name}, one a rank")
     dev = machine.choose_device(device, local_rank)
     if dtype == "auto":
         torch_dtype, _ = precision.choose_dtype(dev, precision.SCORING)
@@ -205,8 +208,7 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
     # torchrun keeps one key-value store across its restarts, where ranks would find the addresses of dead ranks. On one
     # machine a prefix for each restart is enough. The agents of several machines count their restarts differently, so
     # there every restart needs a store of its own, which an environment variable asks for.
-    on_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == rt.world_size
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not on_one_machine:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_on_one_machine(rt):
         raise UserError(
             "torchrun would share one store across restarts, where ranks find the addresses of dead ranks; "
             "run on every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start again"
@@ -218,17 +220,14 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
     problem = f"rank {rt.rank} could not join the {rt.world_size} ranks at {address}"
     hint = ""
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=join_timeout))
-        if on_one_machine:
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        rt = replace(rt, store=store)
-        roll_call(store, rt.rank, rt.world_size, join_timeout)
+        rt = replace(rt, store=open_store(rt, join_timeout))
+        roll_call(rt, join_timeout)
         check_start(rt, settings)
 
         # From here on the ranks need more than the store: each must reach each other.
         hint = network_hint(rt)
         backend = {"backend": "gloo"} if rt.uses_gloo else {"backend": "nccl", "device_id": rt.device}
-        dist.init_process_group(timeout=join_timeout, world_size=rt.world_size, rank=rt.rank, store=store, **backend)
+        dist.init_process_group(timeout=join_timeout, world_size=rt.world_size, rank=rt.rank, store=rt.store, **backend)
     except RuntimeError as e:  # a torchrun restart may fix it, so this is not a UserError
         raise SystemExit(f"{problem}: {e}{hint}") from None
     if rt.uses_gloo:
@@ -278,24 +277,43 @@ def check_network(rt: Runtime) -> None:
         raise SystemExit(f"network check on rank {rt.rank}: {responded:.0f} of {rt.world_size} ranks responded")
 
 
-def roll_call(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Wait until every rank has called this. Raises RuntimeError with the names of those that have not."""
+def roll_call(rt: Runtime, timeout: timedelta) -> None:
+    """Wait until every rank has called this. Raises LostRank with the names of those that have not, or the error of one
+    that has failed before it came here."""
     # Each rank leaves its name in the store, then waits for the names of all.
-    names = [f"rank {r}" for r in range(world_size)]
-    store.set(names[rank], "here")
-    try:
-        store.wait(names, timeout)
-    except RuntimeError:
-        absent = ", ".join(name for name in names if not store.check([name]))
-        if absent:
-            raise RuntimeError(f"no sign of {absent:.300} for {timeout.total_seconds():.0f} seconds") from None
+    names = [f"rank {r}" for r in range(rt.world_size)]
+    rt.store.set(names[rt.rank], "here")
+    wait_for_keys(rt, names, "the start", timeout.total_seconds())
+
+
+def report_early_failure(error: Exception) -> None:
+    """Leave the error of a rank that fails before it joins the others, such as a bad flag, where they wait for it. Does
+    nothing without torchrun, or if the store does not answer."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "MASTER_ADDR" not in os.environ:
+        return
+    # Not a place for another error: the one to report is what matters.
+    with suppress(Exception):
+        rt = Runtime(torch.device("cpu"), torch.float32, env_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+        report_failure(replace(rt, store=open_store(rt, timedelta(seconds=FAILURE_GRACE_S))), error)
+
+
+def open_store(rt: Runtime, timeout: timedelta) -> dist.Store:
+    """torchrun's key-value store, for this start alone."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if is_on_one_machine(rt):
+        return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return store
+
+
+def is_on_one_machine(rt: Runtime) -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == rt.world_size
 
 
 # ------------------------------------------------------------------------- through the store
 
-# How long the ranks wait for each other where none should be late: at the comparison of what they found on
-# their disks, for example, after each has read its checkpoint and its rows.
-EXCHANGE_TIMEOUT_S = 600
+# How long the ranks wait for each other where none should be late: at the comparison of what they found on their disks,
+# for example, after each has read its checkpoint, which from a slow network volume takes minutes.
+EXCHANGE_TIMEOUT_S = 1800
 # How long the rank that may host the store waits, when it fails, until the others have read why.
 FAILURE_GRACE_S = 5
 FAILURE = "failure"

@@ -38,7 +38,7 @@ from model import GPT
 from system import cli, distributed, machine
 from system.cli import UserError
 from tokens import shards
-from training import checkpoint, optim, replicas, resume, schedule
+from training import checkpoint, optim, plan, replicas, resume, schedule
 from training.config import MAY_DIFFER, TrainConfig
 from training.master_weights import MasterWeights
 from training.run_state import RunState
@@ -254,7 +254,7 @@ def test_a_missing_rank_is_named(start_script):
 
     assert rank.exit_code == 1
     assert "rank 0 could not join the 2 ranks" in rank.output
-    assert "no sign of rank 1 for 2 seconds" in rank.output
+    assert "rank 1 did not come to the start for 2 seconds" in rank.output
     assert "Traceback" not in rank.output
 
 
@@ -357,6 +357,42 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named():
 
     assert distributed.is_lost_rank_error(present)
     assert "rank 1 did not come to the barrier" in str(present)
+
+
+def lose_the_checkpoint_of_rank_1() -> None:
+    """A `prepare` for ranks of which the second does not see the folder that --resume names."""
+    shorten_sleeps()
+    if os.environ["RANK"] == "1":
+        os.chdir("/")
+
+
+def fill_the_disk_of_rank_0() -> None:
+    """A `prepare` for ranks of which the first has no room for checkpoints."""
+    shorten_sleeps()
+    plan.free_space = lambda folder: SimpleNamespace(free=10, note="")
+
+
+def test_what_fails_on_one_rank_before_training_ends_all_at_once(tiny_args, tmp_path, run_ranks):
+    """With the message of that rank: while it reads its flags, and while the others build the model."""
+    flags = [*tiny_args, "--out-dir", tmp_path / "run"]
+    run = train_quickstart(tiny_args, tmp_path / "first", "--max-steps", "1")
+    start = time.monotonic()
+
+    command = ["train_gpt2.py", *flags, "--resume", "first/model_00001.pt"]
+    output = run_ranks(2, *command, prepare=lose_the_checkpoint_of_rank_1, cwd=run.parent, fails=True)
+    assert re.search("error: rank 1 on .*: no checkpoint first/model_00001.pt", output), output
+
+    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=fill_the_disk_of_rank_0, fails=True)
+    assert re.search("error: rank 0 on .*: .* do not fit on the disk", output), output
+    assert time.monotonic() - start < 50
+
+
+def test_one_device_for_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    with pytest.raises(UserError, match=r"--device cuda:1 is one device.*use --device cuda, one a rank"):
+        with distributed.session("cuda:1"):
+            pass
 
 
 # ------------------------------------------------------------------------- ranks that differ
