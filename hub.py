@@ -7,17 +7,20 @@
     python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers; --gguf q8_0: for llama.cpp
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
-After an interrupted transfer, run the same command again: complete files are not transferred twice, one that was cut off
-starts anew. A transfer is complete only once all hashes match.
+After an interrupted transfer, run the same command again: complete files are not transferred twice, one that was cut
+off starts anew. A transfer is complete only once all hashes match.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from safetensors import SafetensorError
 
 from system.cli import UserError, print0, require, run_cli
 from system.hub_client import hold_files, open_to_write, pull, push, staging_folder
@@ -173,7 +176,12 @@ def push_model(
             (folder / "config.json").rename(folder / RUN_CONFIG)
         layout = None
         if with_export:
-            layout = add_export(run.model, folder, repo.strip("/").split("/")[-1], gguf)
+            # A full disk must not keep the checkpoint itself from the Hub: a rented machine may wait for this push.
+            try:
+                layout = add_export(run.model, folder, repo.strip("/").split("/")[-1], gguf)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(folder.parent / "export", ignore_errors=True)
+                print0(f"warning: the export could not be written ({error}); the checkpoint is pushed without it")
         has_curves = (folder / "curves.png").is_file()
         card = model_card.make_card(run, "REPO", layout, license, has_checkpoint=True, has_curves=has_curves)
 
@@ -218,8 +226,8 @@ def hold_checkpoints(path: Path, folder: Path, steps: str, with_optimizer: bool)
     model file that the card describes."""
     # A run that is training may delete a checkpoint (--keep) between the choice and the links: then choose again.
     for _ in range(10):
-        described, files = list_pushed_files(path, steps, with_optimizer)
         try:
+            described, files = list_pushed_files(path, steps, with_optimizer)
             hold_files(files, folder)
             return described.name
         except FileNotFoundError:
@@ -254,6 +262,9 @@ def list_pushed_files(path: Path, steps: str, with_optimizer: bool) -> tuple[Pat
     files = models | {p for p in others if p.is_file()}
     if with_optimizer:
         optim = newest.with_name(newest.name.replace("model_", "optim_"))
+        # A run that is training may have deleted both meanwhile: the caller then chooses again.
+        if not optim.is_file() and not newest.is_file():
+            raise FileNotFoundError(newest)
         require(optim.is_file(), f"{optim} does not exist; push without --with-optimizer")
         files |= {newest, optim}
     return described, sorted(files)

@@ -4,7 +4,7 @@
         pod.start("--max-steps", "5", plan="crash finish")   # the first start crashes, the restart finishes
         assert "training finished" in pod.wait_until_ended()
 
-Used by test_train_sh.py and faults/torture.py.
+Used by test_train_sh.py, test_billing.py and faults/torture.py.
 """
 
 import os
@@ -313,6 +313,43 @@ class Pod:
         with open(f"/proc/{self.pid('rank0', out)}/status") as f:
             parent_line = next(line for line in f if line.startswith("PPid:"))
         return self.pid("rank0", out), self.pid("rank1", out), int(parent_line.split()[1])
+
+
+HOUR = 3600  # seconds
+NEVER = 10**9
+GPU_PRICE = 8 * 2.5  # dollars an hour of the whole machine
+
+
+class RentedPod(Pod):
+    """A RunPod pod of eight GPUs with a simulated clock, and a bill. Its run folder does not outlive it."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.use_simulated_clock()
+        self.env |= {"PUSH_TO": "me/gpt2", "REMOVE_POD": "1", "GPU_HOUR_USD": "2.5", "NPROC": "8"}
+        self.add_tool("runpodctl", f'#!/bin/sh\necho "$(date +%s) $@" >> {root}/removed\n')
+        self.set_mount("/")
+
+    def set_mount(self, mounted_at):
+        """Where the disk of the run folder is mounted."""
+        self.add_tool("df", f'#!/bin/sh\necho "Mounted on"; echo {mounted_at}\n')
+
+    def hub_is_away(self, seconds):
+        """Every push fails for so long, from the start on."""
+        (self.root / "hub_back").write_text(str(START_OF_CLOCK + seconds))
+
+    def ending(self):
+        """What became of the machine (removed, stopped, stays), and the dollars that were billed for it since the
+        start; training takes no time. A machine that stays is billed on."""
+        words = self.read("removed").split()
+        if not words:
+            return "stays", self.clock() / HOUR * GPU_PRICE
+        seconds = int(words[0]) - START_OF_CLOCK
+        return {"delete": "removed", "stop": "stopped"}[words[2]], seconds / HOUR * GPU_PRICE
+
+    def pushes(self):
+        """How often a push was tried."""
+        return len(self.read("pushed").splitlines())
 
 
 def alive(pid):

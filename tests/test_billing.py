@@ -1,7 +1,8 @@
 """The end of a rented machine: what is left, what was billed and what the log says when the last push goes wrong.
 
-train.sh is the real one, on the stand-ins of pod.py. The clock is simulated: a pause takes no time, and `Rented.billed`
-tells what it would have cost, 8 GPUs at 2.50 dollars an hour. docs/promises.md has these rows as a table.
+train.sh is the real one, on the stand-ins of pod.py. The clock is simulated: a pause takes no time, and
+`RentedPod.ending` tells what it would have cost, 8 GPUs at 2.50 dollars an hour. docs/promises.md has these rows
+as a table.
 """
 
 import os
@@ -11,54 +12,17 @@ import signal
 import pytest
 from faults import hub_server
 from helpers import train_quickstart
-from pod import START_OF_CLOCK, Pod, alive
+from pod import GPU_PRICE, HOUR, NEVER, START_OF_CLOCK, RentedPod, alive
 
 has_util_linux = shutil.which("setsid") and shutil.which("flock")
 pytestmark = pytest.mark.skipif(not has_util_linux, reason="needs util-linux")
 
-MINUTE, HOUR = 60, 3600
-NEVER = 10**9  # seconds
-PRICE = 8 * 2.5  # dollars an hour
-
-# How a RunPod pod is started; its run folder does not outlive it.
-RENTED = {"PUSH_TO": "me/gpt2", "REMOVE_POD": "1", "GPU_HOUR_USD": "2.5", "NPROC": "8", "PUSH_RETRY_HOURS": ""}
-
-
-class Rented(Pod):
-    """A pod with a simulated clock, and a bill."""
-
-    def __init__(self, root):
-        super().__init__(root)
-        self.use_simulated_clock()
-        # the trainer has one process: its price is that of eight
-        self.env |= RENTED
-        self.add_tool("runpodctl", f'#!/bin/sh\necho "$(date +%s) $@" >> {root}/removed\n')
-        # its disk is not one that outlives a stop
-        self.set_mount("/")
-
-    def set_mount(self, mounted_at):
-        self.add_tool("df", f'#!/bin/sh\necho "Mounted on"; echo {mounted_at}\n')
-
-    def hub_is_away(self, seconds):
-        """Every push fails for so long, from the start on."""
-        (self.root / "hub_back").write_text(str(START_OF_CLOCK + seconds))
-
-    def ending(self):
-        """What became of the machine: removed, stopped or stays; and the dollars that were billed from the end of
-        training until then, or an hour."""
-        line = self.read("removed").split()
-        if not line:
-            return "stays", PRICE
-        seconds = int(line[0]) - START_OF_CLOCK
-        return {"delete": "removed", "stop": "stopped"}[line[2]], seconds / HOUR * PRICE
-
-    def pushes(self):
-        return len(self.read("pushed").splitlines())
+MINUTE = 60
 
 
 @pytest.fixture
 def rented(tmp_path):
-    with Rented(tmp_path) as pod:
+    with RentedPod(tmp_path) as pod:
         yield pod
 
 
@@ -74,11 +38,15 @@ def last_lines(log):
     [
         (MINUTE, {}, "removed", 0.50),
         (MINUTE, {"PERSISTENT": "1"}, "removed", 0.50),
-        pytest.param(HOUR, {}, "removed", 1.2 * PRICE, marks=pytest.mark.slow),
-        pytest.param(HOUR, {"PERSISTENT": "1"}, "removed", 0.25 * PRICE, marks=pytest.mark.slow),
-        pytest.param(HOUR, {"STOP_CMD": "runpodctl pod stop pod7"}, "stopped", 0.25 * PRICE, marks=pytest.mark.slow),
-        pytest.param(NEVER, {"PERSISTENT": "1"}, "removed", 0.25 * PRICE, marks=pytest.mark.slow),
-        pytest.param(NEVER, {"STOP_CMD": "runpodctl pod stop pod7"}, "stopped", 0.25 * PRICE, marks=pytest.mark.slow),
+        pytest.param(HOUR, {}, "removed", 1.2 * GPU_PRICE, marks=pytest.mark.slow),
+        pytest.param(HOUR, {"PERSISTENT": "1"}, "removed", 0.25 * GPU_PRICE, marks=pytest.mark.slow),
+        pytest.param(
+            HOUR, {"STOP_CMD": "runpodctl pod stop pod7"}, "stopped", 0.25 * GPU_PRICE, marks=pytest.mark.slow
+        ),
+        pytest.param(NEVER, {"PERSISTENT": "1"}, "removed", 0.25 * GPU_PRICE, marks=pytest.mark.slow),
+        pytest.param(
+            NEVER, {"STOP_CMD": "runpodctl pod stop pod7"}, "stopped", 0.25 * GPU_PRICE, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_hub_that_is_away_costs_little_and_loses_nothing(rented, away, env, ending, most_dollars):
@@ -104,7 +72,7 @@ def test_the_only_copy_stays_when_the_hub_never_comes_back_and_the_log_says_what
     log = rented.wait_until_ended(seconds=120)
 
     # tried for 12 hours, in pauses of at most 10 minutes
-    assert rented.ending() == ("stays", PRICE) and 70 <= rented.pushes() <= 85
+    assert rented.ending()[0] == "stays" and 70 <= rented.pushes() <= 85
     assert 11.8 * HOUR < rented.clock() < 12.2 * HOUR
     end = last_lines(log)
     assert "to push by hand" in end and "it holds the only copy of the weights" in end
@@ -119,7 +87,7 @@ def test_a_push_that_hangs_is_ended_and_the_volume_lets_the_machine_go(rented):
 
     how, dollars = rented.ending()
     assert "that push did not end in 600 seconds" in log
-    assert how == "removed" and dollars <= PRICE  # less than an hour
+    assert how == "removed" and dollars <= GPU_PRICE  # less than an hour
 
 
 @pytest.mark.slow
@@ -158,7 +126,7 @@ def test_a_token_that_expires_is_reported_at_once_and_replaced_by_a_log_in(rente
     assert first < log.index("If the token has expired: hf auth login, on this machine") < log.index("try 2")
     assert "the weights are at me/gpt2" in log
     how, dollars = rented.ending()
-    assert how == "removed" and dollars <= PRICE
+    assert how == "removed" and dollars <= GPU_PRICE
 
 
 # ------------------------------------------------------------------------- the user, and runs that fail
@@ -188,7 +156,7 @@ def test_a_stop_ends_the_tries_and_keeps_the_machine(rented):
     os.kill(rented.pid(), signal.SIGTERM)
     end = last_lines(rented.wait_until_ended())
     assert "stays: asked to stop while it pushed" in end and "costs $20.00 an hour" in end
-    assert rented.ending() == ("stays", PRICE)
+    assert rented.ending()[0] == "stays"
 
 
 def test_a_pod_that_will_stay_says_so_before_the_first_step_with_its_price_a_day(rented):
@@ -233,7 +201,7 @@ def test_a_full_account_is_reported_with_the_hub_s_own_words(rented, trained, tm
     assert "Private repository storage limit reached, please upgrade your plan; delete what" in log
     assert "on persistent storage, and not at tester/run" in log
     how, dollars = rented.ending()
-    assert how == "removed" and dollars <= 0.25 * PRICE
+    assert how == "removed" and dollars <= 0.25 * GPU_PRICE
 
 
 @pytest.mark.slow

@@ -5,15 +5,16 @@ Most tests call run("push-data", ...), which is hub.py's main in this process.
 """
 
 import dataclasses
+import errno
+import fcntl
 import json
-import signal
+import os
 import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
-import processes
 import pytest
 import torch
 from faults import hub_server
@@ -24,7 +25,7 @@ import fineweb
 import hub as hub_script
 from model import GPT, GPTConfig
 from system.cli import UserError
-from system.hub_client import is_abandoned, open_hub
+from system.hub_client import open_hub
 from tokens import shards, tokenizer
 from training import checkpoint, convert, gguf, metrics_file
 from training.open_model import open_model
@@ -610,7 +611,7 @@ def test_a_newer_push_removes_what_train_sh_pushed_before_and_frees_its_storage(
 
     # pushed by hand: stays, whatever comes later
     save_another(20)
-    run("push-model", run_folder / "model_00020.pt", "tester/run")
+    run("push-model", run_folder / "model_00020.pt", "tester/run", "--no-export")
     save_another(30)
     run("push-model", run_folder, "tester/run", "--with-optimizer", "--temporary")
     size_of_two = stored()
@@ -633,7 +634,7 @@ def test_a_newer_push_removes_what_train_sh_pushed_before_and_frees_its_storage(
     run("push-model", run_folder, "tester/run", "--no-export")
     assert names() == {"model_00020", "model_00050", "optim_00050"} and stored() < size_of_two * 1.1
     save_another(60)
-    run("push-model", run_folder, "tester/run")
+    run("push-model", run_folder, "tester/run", "--no-export")
     assert names() == {"model_00020", "model_00050", "model_00060"}
 
 
@@ -676,39 +677,67 @@ def test_a_checkpoint_that_is_deleted_while_it_is_uploaded_arrives(run, hub, run
     assert not list(run_folder.glob(".pushing*"))
 
 
-def test_a_checkpoint_that_is_deleted_before_it_is_linked_is_not_the_newest_any_more(
-    run, hub, tiny, run_folder, monkeypatch
-):
-    choose = hub_script.list_pushed_files
+@pytest.mark.parametrize("deleted", ["before the optimizer is looked for", "before the link"])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_replaced_by_the_newer_one(run_folder, tiny, tmp_path, deleted):
+    """--keep deletes the model first, then the optimizer."""
+    held = tmp_path / "held"
+    held.mkdir()
+    is_file, link = Path.is_file, os.link
 
-    def choose_and_replace(*args):
-        chosen = choose(*args)
+    def replace_step():
         if (run_folder / "model_00010.pt").exists():
             save_checkpoint(run_folder, tiny, 30)
             (run_folder / "model_00010.pt").unlink()
-        return chosen
+            (run_folder / "optim_00010.pt").unlink()
 
-    monkeypatch.setattr(hub_script, "list_pushed_files", choose_and_replace)
-    run("push-model", run_folder, "tester/model")
+    def delete_and_look(path):
+        if deleted == "before the optimizer is looked for" and path.name == "optim_00010.pt":
+            replace_step()
+        return is_file(path)
 
-    assert [p.name for p in (hub.root / "models/tester/model").glob("*.pt")] == ["model_00030.pt"]
+    def delete_and_link(source, target):
+        if deleted == "before the link":
+            replace_step()
+        link(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_file", delete_and_look)
+        patch.setattr(os, "link", delete_and_link)
+        assert hub_script.hold_checkpoints(run_folder, held, "newest", with_optimizer=True) == "model_00030.pt"
+
+    assert {path.name for path in held.glob("*.pt")} == {"model_00030.pt", "optim_00030.pt"}
 
 
-def test_what_a_killed_push_leaves_is_removed_by_the_next_one(run, run_script, hub, run_folder, tmp_path):
-    # a push that is killed in the middle of its upload
-    hub.faults.append(Fault("status", "/preupload/", code=503, times=1000))
-    killed = processes.start("hub", "push-model", run_folder, "tester/model", log=tmp_path / "log", env=hub.env())
-    assert killed.wait_until(lambda: hub.count("POST", "/preupload/"))
+def test_a_disk_without_room_for_the_export_does_not_keep_the_checkpoint_from_the_hub(
+    run, hub, run_folder, monkeypatch
+):
+    def fill_disk(model, out_dir):
+        out_dir.mkdir()
+        (out_dir / "config.json").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    # another one does not touch what is in use
-    staged = list(run_folder.glob(".pushing-*"))
-    assert not any(is_abandoned(path) for path in staged)
-    killed.send(signal.SIGKILL)
-    killed.wait()
-    assert len(staged) == 1 and (staged[0] / "files" / "model_00010.pt").exists()
+    monkeypatch.setattr("training.convert.save_hf", fill_disk)
+    output = run("push-model", run_folder, "tester/model", "--with-optimizer")
 
-    hub.faults.clear()
-    run("push-model", run_folder, "tester/model")
+    assert "pushed without it" in output and "No space left" in output
+    pushed = {path.name for path in (hub.root / "models/tester/model").glob("*.pt")}
+    assert pushed == {"model_00010.pt", "optim_00010.pt"}
+
+
+def test_what_a_killed_push_leaves_is_removed_by_the_next_one(run, run_folder):
+    """tests/test_billing.py kills a real one."""
+    for name in (".pushing-killed", ".pushing-live"):
+        (run_folder / name / "files").mkdir(parents=True)
+        os.link(run_folder / "model_00010.pt", run_folder / name / "files" / "model_00010.pt")
+    (run_folder / ".pushing-killed" / "lock").touch()
+
+    # the lock of a push that is still running
+    with open(run_folder / ".pushing-live" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run("push-model", run_folder, "tester/model", "--no-export")
+        assert [path.name for path in run_folder.glob(".pushing*")] == [".pushing-live"]
+
+    run("push-model", run_folder, "tester/model", "--no-export")
     assert not list(run_folder.glob(".pushing*"))
 
 
