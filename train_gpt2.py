@@ -25,7 +25,7 @@ from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from system.files import lock_folder
 from system.units import format_duration
-from tokens.hub_data import pull_data
+from tokens.hub_data import pull_for_training
 from tokens.loader import Loader
 from training import checkpoint, hellaswag_eval, plan, precision, predict, replicas, resume
 from training.config import TrainConfig
@@ -314,7 +314,7 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
     repo = cfg.data_dir.removeprefix("hf://")
     folder = Path("data") / repo.replace("/", "--")
     if rt.local_rank == 0:
-        pull_data(repo, folder)
+        pull_for_training(repo, folder)
     rt.barrier(hours=24)
     return folder
 

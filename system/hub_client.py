@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from system.cli import UserError, print0, require
-from system.files import lock_folder
+from system.files import lock_folder, may_pass
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
@@ -47,12 +47,17 @@ TEMPORARY_LIST = ".temporary-checkpoints.json"
 # ------------------------------------------------------------------------- connecting
 
 
+class HubUnavailable(UserError):
+    """The Hub was not reached, or answered that it cannot serve this now: it may later."""
+
+
 @contextmanager
 def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[HfApi, str]]:
     """Yield a client and the full name of `repo`: hf:// removed and, for a write, the token's owner added.
 
-    Any failure of the Hub, the network or the library inside the block becomes a UserError, which never shows the token
-    and ends with `hint`. Raises UserError, too, for a write without a token.
+    Any failure of the Hub, the network or the library inside the block becomes a UserError (HubUnavailable, if it may
+    pass), which never shows the token and ends with `hint`. Raises UserError, too, for a write without a token, and
+    OSError if the disk that is downloaded to fails.
     """
     import httpx2
     from huggingface_hub import HfApi, constants, get_session, get_token
@@ -78,22 +83,37 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     except UserError:
         raise
     except Exception as error:
+        if may_pass(error):
+            raise
         fix = f"Run the same command again: files that are complete are not transferred twice{hint}"
-        raise UserError(f"{explain_failure(error, name)}. {fix}") from None
+        message = f"{explain_failure(error, name)}. {fix}"
+        raise (HubUnavailable if is_unavailable(error) else UserError)(message) from None
+
+
+def list_causes(error: BaseException) -> list[BaseException]:
+    """An exception and those that caused it: huggingface_hub wraps what the network library raises."""
+    chain = [error]
+    cause = error.__cause__ or error.__context__
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def is_unavailable(error: Exception) -> bool:
+    """Whether the Hub was not reached (OfflineModeIsEnabled counts), or answered that it is overloaded or failing."""
+    chain = list_causes(error)
+    class_names = {cls.__name__ for e in chain for cls in type(e).__mro__}
+    status = next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
+    return bool(class_names & {"TransportError", "OfflineModeIsEnabled"}) or status == 429 or status >= 500
 
 
 def explain_failure(error: Exception, name: str) -> str:
     """What an exception of huggingface_hub, or one that caused it, means for a user who asked for the repo `name`."""
     from huggingface_hub import constants
 
-    # The exception and those that caused it. huggingface_hub wraps what the network library raises.
-    chain = [error]
-    cause = error.__cause__ or error.__context__
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-
     # Compare names of classes, because their modules move between versions of the libraries.
+    chain = list_causes(error)
     class_names = {cls.__name__ for e in chain for cls in type(e).__mro__}
     status = next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
     endpoint = constants.ENDPOINT

@@ -5,6 +5,7 @@ the network protocol of that storage is not the real one.
 """
 
 import ast
+import errno
 import os
 import re
 import shutil
@@ -17,8 +18,9 @@ from faults import hub_server
 from faults.hub_server import Fault
 from helpers import make_shards
 
-from system.hub_client import open_hub
-from tokens import shards
+from system.cli import UserError
+from system.hub_client import HubUnavailable, open_hub
+from tokens import hub_data, shards
 
 UPLOAD = """
 import pathlib, sys
@@ -135,3 +137,39 @@ def test_what_a_killed_pull_left_is_removed_and_what_it_completed_is_kept(hub, p
     pull(out)
     assert same_files(out, tmp_path / "data")
     assert completed and not any(hub.count("GET", name) for name in completed)
+
+
+@pytest.mark.parametrize("status, may_pass", [(0, True), (429, True), (503, True), (401, False), (404, False)])
+def test_an_outage_of_the_hub_is_told_from_what_the_user_must_change(status, may_pass):
+    import httpx2
+
+    error = httpx2.ConnectError("no route")
+    if status:
+        error = ValueError("an answer")
+        error.response = httpx2.Response(status)
+
+    with pytest.raises(UserError) as raised, open_hub("tester/toy"):
+        raise error
+
+    assert isinstance(raised.value, HubUnavailable) == may_pass
+
+
+def test_a_disk_that_fails_is_no_fault_of_the_hub():
+    with pytest.raises(OSError, match="Input/output error"), open_hub("tester/toy"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_restart_while_the_hub_is_away_trains_on_what_was_pulled(tmp_path, monkeypatch, capsys):
+    def pull_data(repo, folder):
+        raise HubUnavailable("cannot reach the Hub")
+
+    monkeypatch.setattr(hub_data, "pull_data", pull_data)
+    data = make_shards(tmp_path / "data")
+
+    assert hub_data.pull_for_training("tester/toy", data) == data
+    assert "warning: cannot reach the Hub" in capsys.readouterr().out
+
+    # A pull that was not finished has no manifest.
+    (data / "manifest.json").unlink()
+    with pytest.raises(HubUnavailable):
+        hub_data.pull_for_training("tester/toy", data)

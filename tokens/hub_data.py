@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from system.cli import print0, require
-from system.hub_client import hold_files, pull, push, staging_folder
+from system.hub_client import HubUnavailable, hold_files, pull, push, staging_folder
 from tokens import shards
 from tokens.shards import Manifest
 
@@ -46,6 +46,19 @@ def read_or_create_manifest(data_dir: Path) -> Manifest:
     problems = "; ".join(shards.verify(data_dir))
     require(not problems, f"{data_dir} was not pushed: {problems}. See: python fineweb.py --verify {data_dir}")
     return manifest
+
+
+def pull_for_training(repo: str, data_dir: Path) -> Path:
+    """pull_data for a run that starts or restarts: if the Hub is not available, a folder that was pulled before serves,
+    so that an outage does not end the run. Returns the folder; raises UserError."""
+    try:
+        return pull_data(repo, data_dir)
+    except HubUnavailable as e:
+        # The manifest is written last: the folder is complete. Each shard's hash is checked when it is read.
+        if shards.read_manifest(data_dir) is None:
+            raise
+        print0(f"warning: {e}. Training continues with the shards that were pulled into {data_dir} before")
+        return data_dir
 
 
 def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
