@@ -161,15 +161,21 @@ def build_train_step(
     else:
         model = initial_model or GPT(cfg.model)
     model.recompute = cfg.recompute
-
-    # The optimizers and the compiled forward pass; a resumed run gets its optimizer state back.
-    train_step = TrainStep(cfg, rt, model.to(rt.device).train())
-    if saved:
-        train_step.load_state_dict(saved)
+    model = model.to(rt.device).train()
 
     # Every rank must begin with the same weights: --init-from or --resume may name different files on two machines.
-    difference = replicas.find_difference(rt, train_step.weights.named)
-    require(not difference, f"{difference} before training: give every machine the same checkpoint to start from")
+    # Random weights may differ by rounding between processors: then all take rank 0's.
+    difference = replicas.find_difference(rt, dict(model.named_parameters()))
+    if difference:
+        fix = "give every machine the same checkpoint to start from"
+        require(not saved and not initial_model, f"{difference} before training: {fix}")
+        for p in model.parameters():
+            rt.broadcast(p.detach(), source=0)
+
+    # The optimizers and the compiled forward pass; a resumed run gets its optimizer state back.
+    train_step = TrainStep(cfg, rt, model)
+    if saved:
+        train_step.load_state_dict(saved)
     return train_step
 
 
