@@ -17,6 +17,8 @@ Processes are real and die of real signals (see processes.py).
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +27,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import statistics
 import struct
 import subprocess
@@ -49,7 +52,7 @@ from pod import Pod, alive
 from processes import Script, rank_pids, shorten_sleeps, start_torchrun
 from torch.utils._pytree import tree_flatten
 
-from faults import hub_server
+from faults import hub_server, io_faults
 from faults.hub_server import Fault
 from system import distributed
 from system.cli import UserError
@@ -546,6 +549,96 @@ def disk_full(t: Torture) -> None:
                     job.judge(fault, script, disk_folder / "out", fix=enlarge)
 
 
+def fail_io(path_part: str, operation: str, code: int, times: int, skip: int) -> None:
+    """In a process that is about to start: an operation on some of its files fails (see io_faults.py), and the pauses
+    before the next try are short."""
+    shorten_sleeps()
+    io_faults.plant(path_part, operation, code, times, skip)
+
+
+def io_error(t: Torture) -> None:
+    """A network volume answers EIO, ESTALE or ETIMEDOUT, twice or from some moment on, while shards, manifests,
+    checkpoints and metrics are written, and shards and texts read: the script tries again in place, or ends with an
+    error of the system, after which the same command ends the work."""
+    twice = 2
+    always = 10**6
+    tokens_job = make_tokens_job(t)
+    training_job = TrainingJob(t, "--save-every", "5")
+    written = ("open", "write", "sync", "rename")
+    places = [(tokens_job, name, operation) for name in ("_train_", "manifest.json") for operation in written]
+    places += [(tokens_job, "text.jsonl", operation) for operation in ("open", "read")]
+    places += [(training_job, name, op) for name in ("model_", "optim_", "config.json") for op in written]
+    places += [(training_job, "metrics.jsonl", operation) for operation in ("open", "write", "sync", "rename")]
+    places += [(training_job, "tiny_", operation) for operation in ("open", "read")]
+    cases = [(*place, times) for place in places for times in (twice, always)]
+    for job, name, operation, times in t.scaled_sample(cases):
+        code = t.rng.choice([errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+        skip = t.rng.randrange(4)
+        folder = job.new_folder()
+        script = job.run(folder, prepare=partial(fail_io, name, operation, code, times, skip))
+
+        # It was hit if it said so. An error that lasts must not end as a success that skipped what was to be written.
+        is_hit = os.strerror(code) in script.output
+        outcome = "recovered" if is_hit else "unharmed"
+        often = "twice" if times == twice else "for ever"
+        fault = f"{job.script}, {errno.errorcode[code]} at {operation} of {name} after {skip} good ones, {often}"
+        job.judge(fault, script, folder, "system error: ", outcome=outcome)
+
+
+def remove_flock(host: str) -> None:
+    """In a process that is about to start: it is on another machine, and the file system has no flock."""
+    fcntl.flock = io_faults.without_flock(errno.ENOSYS)
+    socket.gethostname = lambda: host
+
+
+def lock_without_flock(t: Torture) -> None:
+    """Where the file system has no flock, a second run in a folder is refused by name; the lock that a killed one has
+    left is taken over by the next start on its machine, and by Slurm's next start of its job on another one; any other
+    process is told which file to remove. The work then ends with the same bits."""
+    jobs = [TrainingJob(t, "--max-steps", "150", "--save-every", "10"), make_tokens_job(t, 300)]
+    first_env = {"SLURM_JOB_ID": "7"}
+    on_node_a = partial(remove_flock, "node-a")
+    on_node_b = partial(remove_flock, "node-b")
+    for kind in t.scaled_sample(["second", "same node", "requeued", "elsewhere"] * 4):
+        job = t.rng.choice(jobs)
+        folder = job.new_folder()
+        marker = folder / ".lock.held"
+        first = job.start(folder, prepare=on_node_a, env=first_env)[0]
+        first.wait_until(marker.exists)
+        time.sleep(t.rng.uniform(0, 0.2))
+        fault = f"{job.script} without flock, {kind}"
+
+        # The first one lives.
+        if kind == "second":
+            second = job.run(folder, prepare=on_node_b)
+            if second.exit_code == 0:  # it came too late
+                t.record("unharmed", fault)
+            else:
+                t.check_refusal(fault, second, "in use by another process", "node-a", "Slurm job 7", str(marker))
+            is_same = first.wait().exit_code == 0 and job.equals_reference(folder)
+            t.record_result(fault, is_same, 0, details=first.output)
+            continue
+
+        # The first one is killed, unless it has ended.
+        t.kills += first.send(signal.SIGKILL)
+        first.wait()
+        match kind:
+            case "same node":
+                ended = job.run(folder, prepare=on_node_a)
+            case "requeued":
+                ended = job.run(folder, prepare=on_node_b, env={**first_env, "SLURM_RESTART_COUNT": "1"})
+            case "elsewhere":
+                ended = job.run(folder, prepare=on_node_b)
+                if marker.exists():
+                    t.check_refusal(fault, ended, "node-a", f"remove {marker}", is_final=False)
+                    marker.unlink()
+                    ended = job.run(folder, prepare=on_node_b)
+            case _:
+                raise ValueError(kind)
+        is_same = ended.exit_code == 0 and job.equals_reference(folder) and not marker.exists()
+        t.record_result(fault, is_same, details=ended.output)
+
+
 def log_full(t: Torture) -> None:
     """Nothing more can be printed: /dev/full as standard output, and train.sh on a full disk."""
     with open_hub(t, "train_gpt2", "fineweb", "export") as (_, jobs):
@@ -972,7 +1065,8 @@ def long_run(t: Torture) -> None:
 CLASSES = {
     f.__name__.replace("_", "-"): f
     for f in (
-        fineweb_kill, train_kill, rank_kill, torchrun_kill, hub_kill, train_sh_kill, disk_full, log_full, read_only,
+        fineweb_kill, train_kill, rank_kill, torchrun_kill, hub_kill, train_sh_kill, disk_full, io_error,
+        lock_without_flock, log_full, read_only,
         shard_damage, checkpoint_damage, clock, hub_faults, hung_rank, not_finite, two_runs, long_run,
     )
 }  # fmt: skip
