@@ -2,12 +2,14 @@
 
     python -m bench.head                           # 4,096 rows of 128 channels, as in quickstart
     python -m bench.head --rows 65536 --width 768  # one micro-batch of GPT-2 124M, on a GPU
+    python -m bench.head --width 768 --columns 50257 --only "ours compiled" "ours padded compiled"
 
 Each way computes the mean cross-entropy of the logits (rows, width) @ (width, columns), forward and backward, under
 autocast. A row of the input is a position of a sequence, a column of the logits is a token of the vocabulary.
 
     plain              all logits at once, as model.GPT does
     ours               chunk by chunk, as the trainer does (training/head.py)
+    ours padded        the same, with columns padded to a multiple of 64; on a GPU the trainer does that, too
     torch's            F.linear_cross_entropy, where torch has it (2.13); "chunked" is its own option for chunks
     products alone     the three matrix products without the loss: a lower bound in this precision
 
@@ -16,6 +18,7 @@ calls, the largest peak memory, and the loss and gradient norm, which must agree
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +33,16 @@ from bench import turns
 from system import cli, distributed, machine
 from training import head
 
-WAYS = ("plain", "plain compiled", "ours", "ours compiled", "torch's", "torch's chunked", "products alone")
+WAYS = (
+    "plain",
+    "plain compiled",
+    "ours",
+    "ours compiled",
+    "ours padded compiled",
+    "torch's",
+    "torch's chunked",
+    "products alone",
+)
 WARMUP_CALLS = 3
 
 # loss(x (rows, width), weight (columns, width), targets (rows,)) -> scalar
@@ -47,6 +59,8 @@ class Args:
     """Rows of a chunk; 0: as many as the trainer takes."""
     repeats: int = 5
     rounds: int = 3
+    only: tuple[str, ...] = ()
+    """Some of the ways above. Default: all."""
     child: str = ""
     """Set for the process that measures one way."""
 
@@ -82,6 +96,9 @@ def make_loss_function(way: str, args: Args, dtype: torch.dtype) -> LossFunction
         case "ours":
             return ours
         case "ours compiled":  # as in the trainer: the loop over the chunks is not compiled
+            return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
+        case "ours padded compiled":
+            head.padded_columns = lambda columns, device_type: math.ceil(columns / 64) * 64
             return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
         case "torch's":
             return partial(linear_cross_entropy, options=None)
@@ -133,7 +150,10 @@ def main() -> None:
     if args.child:
         return child(args)
     has_linear_cross_entropy = hasattr(F, "linear_cross_entropy")
-    ways = tuple(way for way in WAYS if has_linear_cross_entropy or not way.startswith("torch's"))
+    known_ways = tuple(way for way in WAYS if has_linear_cross_entropy or not way.startswith("torch's"))
+    ways = tuple(dict.fromkeys(args.only)) or known_ways
+    for way in ways:
+        cli.require(way in known_ways, f"--only {way!r} must be one of {', '.join(known_ways)}")
     results = turns.measure_in_turns("bench.head", ways, args.rounds)
 
     # The table: one row a way.
