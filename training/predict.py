@@ -18,11 +18,12 @@ docs/costs.md compares the predictions with published runs.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from model import GPT, GPTConfig, SkipInit
-from system.cards import BEFORE_AMPERE, CARDS, Card
+from system.cards import BEFORE_AMPERE, CARDS, TURING, Card
 from system.cli import require
 from system.units import format_cost, format_duration
 from training import microbatch, optim
@@ -59,18 +60,26 @@ AMPERE_MFU = AchievedMFU(
 )
 
 # The other architectures have set no constant: each is assumed to reach what the nearest one reaches.
+# fmt: off
 ARCHITECTURES = {
     "Volta": Architecture(AMPERE_MFU, ("V100", "V100-PCIE")),
-    "Turing": Architecture(AMPERE_MFU, ("T4", "RTX 2080 Ti")),
-    "Ampere": Architecture(
-        AMPERE_MFU, ("A100-40GB", "A100-80GB", "A800", "A40", "A30", "A10G", "A10", "A6000", "RTX 3090")
-    ),
-    "Ada": Architecture(AMPERE_MFU, ("L40S", "L40", "L4", "RTX 6000 Ada", "RTX 4090")),
-    "Hopper": Architecture(
-        HOPPER_MFU, ("H200", "GH200", "H200 NVL", "H100", "H100 PCIe", "H100 NVL", "H800", "H800 PCIe")
-    ),
-    "Blackwell": Architecture(HOPPER_MFU, ("B300", "GB300", "B200", "GB200", "RTX 5090")),
+    "Turing": Architecture(AMPERE_MFU, TURING),
+    "Ampere": Architecture(AMPERE_MFU, (
+        "A100-40GB", "A100-80GB", "A800", "A40", "A30", "A10G", "A10", "A6000", "A5000", "A4000", "RTX 3060",
+        "RTX 3060 Ti", "RTX 3070", "RTX 3070 Ti", "RTX 3080", "RTX 3080 Ti", "RTX 3090",
+    )),
+    "Ada": Architecture(AMPERE_MFU, (
+        "L40S", "L40", "L4", "RTX 6000 Ada", "RTX 4060", "RTX 4060 Ti", "RTX 4070", "RTX 4070 SUPER", "RTX 4070 Ti",
+        "RTX 4070 Ti SUPER", "RTX 4080", "RTX 4080 SUPER", "RTX 4090",
+    )),
+    "Hopper": Architecture(HOPPER_MFU, (
+        "H200", "GH200", "H200 NVL", "H100", "H100 PCIe", "H100 NVL", "H800", "H800 PCIe",
+    )),
+    "Blackwell": Architecture(HOPPER_MFU, (
+        "B300", "GB300", "B200", "GB200", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090",
+    )),
 }
+# fmt: on
 
 # The cards of the published runs; a prediction for any other one has not been checked.
 PUBLISHED_CARDS = ("A100-40GB", "A100-80GB", "H100", "H200", "RTX 4090")
@@ -84,8 +93,10 @@ WORST_ERROR = 0.40
 # Fraction of a link's bandwidth that a ring all-reduce reaches. Measured between two H100 over NVLink: 376 of 450 GB/s
 # (NVIDIA/nccl, issue 1264); a little less is assumed for more GPUs, and the same for PCIe.
 LINK_EFFICIENCY = 0.80
-# Fraction of the memory that tensors can use: assumed; CUDA's context and fragmentation take the rest.
-USABLE_MEMORY = 0.92
+# Fraction of the data sheet's memory that the driver reports, and what of it tensors cannot use: CUDA's context, loaded
+# kernels and NCCL's buffers. Both are assumed.
+REPORTED_MEMORY = 0.98
+CONTEXT_BYTES = 2**30
 # Fraction of a micro-step that is its backward pass, which takes twice as long as the forward pass.
 BACKWARD_FRACTION = 2 / 3
 
@@ -96,16 +107,26 @@ BFLOAT16 = 2  # or float16, on GPUs before Ampere
 # ------------------------------------------------------------------------- the prediction
 
 
+class CardGroup(NamedTuple):
+    """GPUs of one kind, among those that a prediction is for."""
+
+    count: int
+    name: str  # in system.cards.CARDS
+    card: Card
+    hour_usd: float | None = None  # price of each, if --card names it
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One optimizer step on `ranks` GPUs. Times are in seconds."""
 
-    card: str  # the GPU's name in system.cards.CARDS
+    groups: tuple[CardGroup, ...]  # the GPUs, by kind
     ranks: int  # GPUs
     parameters: int
     micro_batch_size: int  # sequences in one forward pass of one GPU
     micro_steps: int  # forward and backward passes of one GPU in a step
     memory_bytes: int  # of one GPU
+    memory_gb: int  # that the smallest GPU has
     compute_s: float  # all micro-steps and the optimizer's update
     all_reduce_s: float  # of the gradients, the part that the backward pass does not hide
     weight_broadcast_s: float  # ZeRO-1 only: each GPU sends the weights that it has updated to all others
@@ -115,34 +136,39 @@ class Prediction:
 
 
 def predict(cfg: TrainConfig, cards: str) -> Prediction:
-    """Time and memory of one step on `cards`, such as "8xH100". Raises UserError for cards that are not known, for
-    float32, and if not even one sequence fits."""
-    ranks, card_name, card = find_card(cards)
+    """Time and memory of one step on `cards`, such as "8xH100" or "2080Ti+3090".
+
+    Raises UserError for cards that are not known, for float32, and if not even one sequence fits.
+    """
+    groups = find_cards(cards)
+    ranks = sum(group.count for group in groups)
     require(cfg.dtype != "float32", "--card predicts training in bfloat16 or float16; leave out --dtype float32")
 
     # On the meta device the model has shapes but no data.
     with torch.device("meta"), SkipInit():
         model = GPT(cfg.model)
     parameters = model.num_params()
-    weight_size = bytes_per_weight(cfg, card_name)
+    weight_size = bytes_per_weight(cfg, groups)
 
     # The micro-batch decides the memory.
     def memory_of(micro_batch_size: int) -> int:
         return memory_bytes(cfg, model, ranks, weight_size, micro_batch_size)
 
-    B = choose_micro_batch_size(cfg, ranks, memory_of, USABLE_MEMORY * card.gb * 2**30)
+    memory_gb = min(group.card.gb for group in groups)
+    B = choose_micro_batch_size(cfg, ranks, memory_of, int(REPORTED_MEMORY * memory_gb * 2**30))
     asked = "one sequence" if cfg.micro_batch_size == "auto" else f"--micro-batch-size {cfg.micro_batch_size}"
-    reason = f"{cards}: {asked} of {cfg.sequence_length} tokens would not fit in {card.gb} GB"
+    reason = f"{cards}: {asked} of {cfg.sequence_length} tokens would not fit in {memory_gb} GB"
     require(B, f"{reason}; use a smaller one, --recompute or a larger card")
     micro_steps = cfg.sequences_per_step // ranks // B
 
-    # Compute: the GPUs share the step's tokens evenly.
+    # Compute: the GPUs share the step's tokens evenly, and wait for the slowest.
     flops_per_token = model.flops_per_token(cfg.sequence_length)
-    peak_flops = ranks * card.tflops * 1e12
-    flops = cfg.total_batch_size * (flops_per_token + recomputed_flops_per_token(cfg, model))
-    compute_s = flops / (peak_flops * achieved_mfu(cfg, card_name))
+    peak_flops = sum(group.count * group.card.tflops * 1e12 for group in groups)
+    flops = cfg.total_batch_size / ranks * (flops_per_token + recomputed_flops_per_token(cfg, model))
+    compute_s = max(flops / (card.tflops * 1e12 * achieved_mfu(cfg, name)) for _, name, card, _ in groups)
 
-    # Communication, of which there is none on one GPU.
+    # Communication, of which there is none on one GPU; the slowest link holds up all.
+    link = min(link_bytes_per_second(group.card) for group in groups)
     all_reduce_s = weight_broadcast_s = 0.0
     if ranks > 1:
         gradient_bytes = weight_size * parameters
@@ -150,25 +176,26 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
         # The last backward pass hides the all-reduce, except that of the embedding's gradient, which comes last.
         backward_s = BACKWARD_FRACTION * compute_s / micro_steps
         all_reduce_s = max(
-            ring_all_reduce_s(embedding_bytes, ranks, card),
-            ring_all_reduce_s(gradient_bytes, ranks, card) - backward_s,
+            ring_all_reduce_s(embedding_bytes, ranks, link),
+            ring_all_reduce_s(gradient_bytes, ranks, link) - backward_s,
         )
         match cfg.zero_stage:
             case 0:
                 weight_broadcast_s = 0.0
             case 1:
-                weight_broadcast_s = FLOAT32 * parameters / link_bytes_per_second(card)
+                weight_broadcast_s = FLOAT32 * parameters / link
             case _:
                 raise ValueError(f"zero_stage {cfg.zero_stage}: what it sends is not counted")
 
     step_s = compute_s + all_reduce_s + weight_broadcast_s
     return Prediction(
-        card=card_name,
+        groups=groups,
         ranks=ranks,
         parameters=parameters,
         micro_batch_size=B,
         micro_steps=micro_steps,
         memory_bytes=memory_of(B),
+        memory_gb=memory_gb,
         compute_s=compute_s,
         all_reduce_s=all_reduce_s,
         weight_broadcast_s=weight_broadcast_s,
@@ -176,6 +203,18 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
         tokens_per_second=cfg.total_batch_size / step_s,
         mfu=cfg.total_batch_size * flops_per_token / (peak_flops * step_s),
     )
+
+
+def find_cards(text: str) -> tuple[CardGroup, ...]:
+    """The GPUs of one kind, "8xH100", or of several, "2080Ti+3090". Each kind may have its price, in dollars for an
+    hour of one GPU: "2080Ti@0.08+2x3090@0.22". Raises UserError for what is not known."""
+    groups = []
+    for part in text.split("+"):
+        name, at, price = part.partition("@")
+        is_price = re.fullmatch(r"\s*[0-9]*\.?[0-9]+\s*", price)
+        require(is_price or not at, f"--card {text!r}: {price!r} is not a price in dollars; write it as in 3090@0.22")
+        groups.append(CardGroup(*find_card(name), float(price) if at else None))
+    return tuple(groups)
 
 
 def find_card(text: str) -> tuple[int, str, Card]:
@@ -196,7 +235,8 @@ def find_card(text: str) -> tuple[int, str, Card]:
     # An optional count, then the name.
     count, name = re.fullmatch(r"(?:([1-9][0-9]{0,3})\s*x\s*)?(.*)", " ".join(text.split())).groups()
     found = known.get(normalize(name))
-    require(found, f"--card {text!r} is not known; use one of {', '.join(with_data_sheet)}, or 8xH100 for eight")
+    names = ", ".join(with_data_sheet)
+    require(found, f"--card {text!r} is not known; use one of {names}, 8xH100 for eight, or 2080Ti+3090 for two kinds")
     return int(count or 1), found, CARDS[found]
 
 
@@ -225,22 +265,24 @@ def link_bytes_per_second(card: Card) -> float:
     return LINK_EFFICIENCY * card.link_gb_s * 1e9
 
 
-def ring_all_reduce_s(size: int, ranks: int, card: Card) -> float:
-    """Seconds to sum `size` bytes over all GPUs in a ring: each link carries the bytes twice, less each GPU's share."""
-    return 2 * (ranks - 1) / ranks * size / link_bytes_per_second(card)
+def ring_all_reduce_s(size: int, ranks: int, link: float) -> float:
+    """Seconds to sum `size` bytes over all GPUs in a ring, at `link` bytes per second: each link carries the bytes
+    twice, less each GPU's share."""
+    return 2 * (ranks - 1) / ranks * size / link
 
 
 # ------------------------------------------------------------------------- memory
 # L: n_layer, C: n_embd, V: vocab_size.
 
 
-def bytes_per_weight(cfg: TrainConfig, card_name: str) -> int:
-    """Bytes of one number of the model's weights, of their gradients, and of the residual stream."""
+def bytes_per_weight(cfg: TrainConfig, groups: tuple[CardGroup, ...]) -> int:
+    """Bytes of one number of the model's weights, of their gradients, and of the residual stream. One GPU without
+    bfloat16 is enough for float16, and float32 weights, on all."""
     match cfg.weights:
         case "float32":
             return FLOAT32
         case "bfloat16":
-            return FLOAT32 if card_name in BEFORE_AMPERE else BFLOAT16
+            return FLOAT32 if any(group.name in BEFORE_AMPERE for group in groups) else BFLOAT16
         case _:
             raise ValueError(f"weights {cfg.weights!r}: their bytes are not counted")
 
@@ -249,8 +291,8 @@ def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, mic
     """Bytes on one GPU when micro-steps of that many sequences run."""
     tokens = micro_batch_size * cfg.sequence_length
 
-    # Of each parameter: a weight and a gradient. Then autocast's copy of a float32 weight in bfloat16, or the float32
-    # master weight of a bfloat16 weight.
+    # Of each parameter: a weight and a gradient, which lives in DDP's bucket if there are several ranks. Then
+    # autocast's copy of a float32 weight in bfloat16, or the float32 master weight of a bfloat16 weight.
     other_copy = BFLOAT16 if weight_size == FLOAT32 else FLOAT32
     state = (2 * weight_size + other_copy) * model.num_params() + optimizer_bytes(cfg, model, ranks)
 
@@ -266,20 +308,28 @@ def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, mic
 
 
 def optimizer_bytes(cfg: TrainConfig, model: GPT, ranks: int) -> int:
-    """Bytes of optimizer state on one GPU: what the run's optimizers keep of their parameters, by the table that
-    creates it (OPTIMIZER_STATE in training/optim.py). With ZeRO-1 each rank keeps about its share."""
-    groups_by_optimizer = optim.parameter_groups(dict(model.named_parameters()), cfg)
-    numbers = 0
-    for name, groups in groups_by_optimizer.items():
-        for group in groups:
-            numbers += optim.state_numel(optim.optimizer_class(name), group["params"])
+    """Bytes of optimizer state on the GPU that has most of it: what the run's optimizers keep of their parameters, by
+    the table that creates it (OPTIMIZER_STATE in training/optim.py). With ZeRO-1 each rank keeps that of its parameters
+    alone."""
     match cfg.zero_stage:
         case 0:
-            return FLOAT32 * numbers
+            shards = 1
         case 1:
-            return FLOAT32 * numbers // ranks
+            shards = ranks
         case _:
             raise ValueError(f"zero_stage {cfg.zero_stage}: what it keeps is not counted")
+
+    # ZeroRedundancyOptimizer gives each parameter to the rank that has least so far, the largest of a group first. No
+    # parameter is split: where the embedding is more than a rank's share, its rank has more than the others.
+    numbers = [0] * shards  # of state, on each rank
+    for name, groups in optim.parameter_groups(dict(model.named_parameters()), cfg).items():
+        sizes = [0] * shards  # of the parameters of this optimizer, on each rank
+        for group in groups:
+            for p in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
+                rank = sizes.index(min(sizes))
+                sizes[rank] += p.numel()
+                numbers[rank] += optim.state_numel(optim.optimizer_class(name), [p])
+    return FLOAT32 * max(numbers)
 
 
 def activation_bytes_per_token(cfg: TrainConfig, residual_size: int) -> int:
@@ -328,10 +378,13 @@ def mlp_numbers(config: GPTConfig) -> int:
             raise ValueError(f"activation {config.activation!r}: what it keeps for the backward pass is not counted")
 
 
-def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[int], int], usable_bytes: float) -> int:
-    """Sequences in a forward pass: --micro-batch-size, or what its `auto` would find; 0 if that does not fit. Raises
-    UserError if the step's sequences do not split evenly over the ranks and the micro-batches."""
+def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[int], int], card_bytes: int) -> int:
+    """Sequences in a forward pass: --micro-batch-size, or what its `auto` would find on cards with so much memory; 0 if
+    that does not fit. Raises UserError if the step's sequences do not split evenly over the ranks and the
+    micro-batches."""
+    usable_bytes = card_bytes - CONTEXT_BYTES
     if cfg.micro_batch_size == "auto":
+        usable_bytes -= microbatch.ballast_bytes(card_bytes)
         candidates = microbatch.halving_candidates(microbatch.sequences_per_rank(cfg, ranks))
     else:
         candidates = [microbatch.check_micro_batch_size(cfg, ranks, cfg.micro_batch_size)]
@@ -341,17 +394,27 @@ def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[i
 # ------------------------------------------------------------------------- the report
 
 
+def price_per_gpu(p: Prediction, gpu_hour_usd: float) -> float:
+    """Dollars for an hour of one GPU, on average: the price that --card names for its kind, or else --gpu-hour-usd."""
+    prices = [gpu_hour_usd if group.hour_usd is None else group.hour_usd for group in p.groups]
+    # Half a price would look like a whole one.
+    if not all(prices):
+        return 0.0
+    return sum(group.count * price for group, price in zip(p.groups, prices, strict=True)) / p.ranks
+
+
 def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
     """What --dry-run --card prints about a run of max_steps."""
     # Time and price of the whole run, without evaluation.
     seconds = max_steps * p.step_s
     gpu_hours = seconds / 3600 * p.ranks
-    cost = format_cost(seconds, p.ranks, cfg.gpu_hour_usd)
+    cost = format_cost(seconds, p.ranks, price_per_gpu(p, cfg.gpu_hour_usd))
 
+    cards = " + ".join(f"{group.count} x {group.name}" for group in p.groups)
     split = f"{p.ranks} x {p.micro_steps} x {p.micro_batch_size} x {cfg.sequence_length}"
     lines = [
-        f"{cfg.preset}: {p.parameters:,} parameters on {p.ranks} x {p.card}, predicted, nothing was run",
-        f"predicted memory per card {p.memory_bytes / 2**30:.1f} of {CARDS[p.card].gb} GB with a micro-batch of "
+        f"{cfg.preset}: {p.parameters:,} parameters on {cards}, predicted, nothing was run",
+        f"predicted memory per card {p.memory_bytes / 2**30:.1f} of {p.memory_gb} GB with a micro-batch of "
         f"{p.micro_batch_size} (ranks x micro-steps x sequences x T: {split})",
         f"predicted step {p.step_s * 1e3:,.0f} ms (compute {p.compute_s * 1e3:,.0f}, waiting for gradients "
         f"{p.all_reduce_s * 1e3:,.0f}, sending weights {p.weight_broadcast_s * 1e3:,.0f}): "
@@ -362,8 +425,15 @@ def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
     ]
 
     # What makes this prediction less certain than those of the published runs.
-    if p.card not in PUBLISHED_CARDS:
-        lines.append(f"no published run used this card ({p.card}): its MFU is assumed (docs/costs.md)")
+    for group in p.groups:
+        if group.name not in PUBLISHED_CARDS:
+            lines.append(f"no published run used this card ({group.name}): its MFU is assumed (docs/costs.md)")
+    if len(p.groups) > 1:
+        slowest = max(p.groups, key=lambda group: 1 / (group.card.tflops * achieved_mfu(cfg, group.name))).name
+        smallest = min(p.groups, key=lambda group: group.card.gb).name
+        lines.append(
+            f"all cards take the time of the slowest ({slowest}) and the micro-batch of the smallest ({smallest})"
+        )
     if cfg.model.n_embd < PUBLISHED_N_EMBD:
         lines.append(f"a network of fewer than {PUBLISHED_N_EMBD} channels reaches a lower MFU than is predicted")
     if cfg.init_from not in ("scratch", "gpt2"):
