@@ -48,7 +48,7 @@ import numpy as np
 import processes
 import torch
 from helpers import TINY_FLAGS, load_curve, load_weights, same_bits, write_random_walk_shards
-from pod import Pod, alive
+from pod import GPU_PRICE, Pod, RentedPod, alive
 from processes import Script, rank_pids, shorten_sleeps, start_torchrun
 from torch.utils._pytree import tree_flatten
 
@@ -495,6 +495,69 @@ def train_sh_kill(t: Torture) -> None:
             finished = "training finished" in log and "the weights are at me/x" in log
             kept = bool(pod.read("o/model_00010.pt")) and not any(map(alive, ranks))
             t.record_result(f"{victim} killed", second_refused and finished and kept, details=log)
+
+
+def push_outage(t: Torture) -> None:
+    """The Hub is away, or a transfer hangs, for a random time at the end of a run, on a rented machine with a simulated
+    clock: no weights are lost, and nothing is billed for more than an hour without need."""
+    disks = {"volume": {"PERSISTENT": "1"}, "workspace": {}, "container": {}}
+    cases = [(disk, kind) for disk in disks for kind in ("away", "away", "away", "hangs")]
+    for disk, kind in t.scaled_sample(cases):
+        root = t.new_path("pod")
+        root.mkdir()
+        with RentedPod(root) as pod:
+            pod.set_mount("/workspace" if disk == "workspace" else "/")
+            plan = t.rng.choice(["finish", "save-crash", "limit"])
+            seconds = int(10 ** t.rng.uniform(1, 5))  # from 10 seconds to a day
+            if kind == "hangs":
+                (pod.root / "hub_hangs").touch()
+            else:
+                pod.hub_is_away(seconds)
+            pod.start(plan=plan, MAX_RESTARTS="0", **disks[disk])
+            log = pod.wait_until_ended(seconds=120)
+
+            how, dollars = pod.ending()
+            pushed = "the weights are at me/gpt2" in log
+            saved = bool(pod.read("log/gpt2-124m/model_00010.pt"))
+            is_safe = (
+                saved and (pushed or how != "removed" or disk == "volume") and (how != "stopped" or disk == "workspace")
+            )
+            # on a disk that is lost with the machine it must stay, billed, until the weights are on the Hub
+            is_needed = disk == "container"
+            is_cheap = dollars <= GPU_PRICE or is_needed
+            says_price = how != "stays" or "it costs $20.00 an hour" in log.splitlines()[-1]
+            fault = f"{disk}, {plan}, Hub {kind} for {seconds} s: {how}, ${dollars:.2f}"
+            t.record_result(
+                fault, is_safe and is_cheap and says_price, outcome="unharmed" if pushed else "refused", details=log
+            )
+
+
+def keep_race(t: Torture) -> None:
+    """Pushes while the run saves every step and keeps one: each brings a whole step, or says why not."""
+    job = TrainingJob(t, "--max-steps", "200", "--save-every", "1")
+    with hub_server.start(t.new_path("hub") / "root") as hub:
+        for _ in t.scaled_range(2):
+            folder = job.new_folder()
+            repo = f"tester/{folder.name}"
+            trainer = job.start(folder, "--keep", "1")[0]
+            trainer.wait_until(lambda: checkpoint.latest_step(folder))  # noqa: B023
+            while trainer.process.is_alive():
+                push = ["push-model", folder, repo, "--with-optimizer", "--temporary"]
+                ended = processes.start("hub", *push, log=t.new_path("output"), env=hub.env()).wait()
+                fault = f"push while step {checkpoint.latest_step(folder)} is saved"
+                if ended.exit_code != 0:
+                    t.check_refusal(fault, ended, "larger --keep")
+                    continue
+                # one step, complete, with the weights that the run had then
+                pushed = hub.root / "models" / repo
+                steps = checkpoint.complete_steps(pushed)
+                is_whole = len(steps) == 1 and len(list(pushed.glob("*.pt"))) == 2
+                is_same = is_whole and same_bits(
+                    load_weights(pushed, steps[0]), load_weights(job.reference_folder, steps[0])
+                )
+                t.record_result(fault, is_same, outcome="unharmed", details=f"{steps} {ended.output}")
+            left = list(folder.glob(".pushing-*"))
+            t.record_result("pushes beside a run", trainer.wait().exit_code == 0 and not left, 0, details=left)
 
 
 # ------------------------------------------------------------------------- disks
@@ -1065,8 +1128,8 @@ def long_run(t: Torture) -> None:
 CLASSES = {
     f.__name__.replace("_", "-"): f
     for f in (
-        fineweb_kill, train_kill, rank_kill, torchrun_kill, hub_kill, train_sh_kill, disk_full, io_error,
-        lock_without_flock, log_full, read_only,
+        fineweb_kill, train_kill, rank_kill, torchrun_kill, hub_kill, train_sh_kill, push_outage, keep_race, disk_full,
+        io_error, lock_without_flock, log_full, read_only,
         shard_damage, checkpoint_damage, clock, hub_faults, hung_rank, not_finite, two_runs, long_run,
     )
 }  # fmt: skip
