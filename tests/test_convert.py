@@ -160,7 +160,8 @@ def test_every_network_runs_in_transformers(tmp_path, name, no_tokenizer, module
     hf_model.save_pretrained(tmp_path / "by transformers")
     assert same_bits(convert.load_hf(tmp_path / "by transformers").state_dict(), again.state_dict())
 
-    # no temporary folder is left
+    # whoever may read the config may read the weights; no temporary folder is left
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
     assert {p.name for p in tmp_path.iterdir()} == {"out", "again", "by transformers"}
 
 

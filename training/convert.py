@@ -211,6 +211,8 @@ def save_hf(model: GPT, out_dir: str | Path) -> Layout:
         part.mkdir()
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         write_json(part / "config.json", hf_config)
+        # safetensors makes a file for its owner alone; it gets the permissions that the user's other new files have.
+        shutil.copymode(part / "config.json", part / "model.safetensors")
         generation = {name: token for name, token in special_tokens.items() if token is not None}
         if config.block_size < 2 * PIPELINE_TOKENS:
             generation["max_length"] = config.block_size
