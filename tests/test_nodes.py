@@ -140,7 +140,10 @@ class Hosts:
         command = ["ip", "netns", "exec", self.namespaces[i], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh"]
 
         command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29400", "--rdzv-conf=join_timeout=60"]
+        # torchrun knows by the endpoint whether it is on this host: by its address or, if that is not what its name
+        # stands for, by its name.
+        endpoint = "host0" if own_address else self.addresses[0]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:29400", "--rdzv-conf=join_timeout=60"]
         command += [f"--local-addr={self.addresses[i]}", str(script), *map(str, arguments)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", EXPORTED_NAME: EXPORTED_VALUE, **env}
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
