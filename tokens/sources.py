@@ -278,7 +278,7 @@ def changed_settings(config: "BuilderConfig") -> dict:
 
 
 def download_files(source: dict, first_index: int, folder: Path) -> Iterator[Path]:
-    """Download the files of a Hub source from `first_index` on into `folder`, of which the caller holds the lock. A file
+    """Download the files of a Hub source from `first_index` on into `folder`, whose lock the caller holds. A file
     whose download was cut off is downloaded anew; one that is complete is not."""
     from huggingface_hub.utils import disable_progress_bars
 
