@@ -169,3 +169,25 @@ def test_a_killed_run_ends_with_the_same_bits(run_on_gpu, tiny_data):
     output = run_on_gpu("-m", "bench.resume", "quickstart", *options, "--", *flags)
 
     assert output.count("| same bits | same bits |") == 2, output
+
+
+# Half of the card is taken by this process, as by another program; then --dry-run, which searches and does steps.
+FILL_HALF_AND_TRY = """
+import torch
+import train_gpt2
+half = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
+train_gpt2.main()
+print("peak", torch.cuda.max_memory_allocated(), "total", torch.cuda.mem_get_info()[1])
+"""
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the memory of a GPU")
+def test_auto_finds_a_micro_batch_that_trains_and_leaves_the_ballast(run_on_gpu, tmp_path, monkeypatch):
+    """The steps that follow the search do not run out of memory, and at least the ballast is left."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # here CUDA starts before training sets it
+    flags = ["gpt2-124m", "--dry-run", "--no-compile", "--data-dir", tmp_path / "none", "--out-dir", tmp_path / "run"]
+    output = run_on_gpu("-c", FILL_HALF_AND_TRY, *flags)
+
+    *_, peak, _, total = output.splitlines()[-1].split()
+    assert "tokens/s" in output
+    assert int(peak) <= int(total) - max(2**30, 0.04 * int(total)), output

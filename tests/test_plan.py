@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import json
 import os
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 import train_gpt2
 from model import GPT
-from system import distributed, machine
+from system import cli, distributed, machine
 from system.cli import RetryableError, UserError
 from system.distributed import Runtime
 from tokens import shards
@@ -278,6 +279,30 @@ def test_a_run_that_runs_out_of_memory_resumes_with_half(tiny_args, tmp_path, mo
 
     assert first_start == [8] * 6 and calls == [4] * 2 * 9
     assert load_curve(tmp_path / "run").keys() == set(range(13))
+
+
+def test_validation_that_runs_out_of_memory_halves_the_next_start(tiny_args, tmp_path, monkeypatch, capsys):
+    """This start trains on without its result."""
+    monkeypatch.setattr(step.Forward, "validation_losses", raise_out_of_memory)
+    flags = [*tiny_args, "--micro-batch-size", "auto", "--max-steps", "1"]
+    run = train_quickstart(flags, tmp_path / "run")
+    assert "resume with --val-every 0; the next start takes at most 4: run the same" in capsys.readouterr().out
+    assert (run / microbatch.LIMIT_FILE).exists()
+
+
+def test_a_retryable_error_is_one_that_a_restart_may_fix(tmp_path, monkeypatch, capsys):
+    """train.sh reads the status, and starts again after a system_error."""
+    status = tmp_path / "status.json"
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
+
+    def fail():
+        raise RetryableError("out of memory; the next start takes at most 4")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.run_cli(fail)
+    assert ended.value.code == 1
+    assert json.loads(status.read_text())["status"] == "system_error"
+    assert capsys.readouterr().err == "error: out of memory; the next start takes at most 4\n"
 
 
 @pytest.mark.parametrize("optimizer", choices(TrainConfig, "optimizer"))

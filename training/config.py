@@ -169,7 +169,7 @@ class TrainConfig:
     dry_run: bool = False
     """Print the plan with measured speed, memory, time and cost; then exit."""
     card: str = ""
-    """With --dry-run: predict it for other cards, e.g. 8xH100, A100-40GB."""
+    """With --dry-run: predict it for other cards, e.g. 8xH100, A100-40GB or 2080Ti+3090."""
     eval_only: bool = False
     """Print val loss and HellaSwag of the weights of --init-from, then exit."""
     overfit_single_batch: bool = False

@@ -22,6 +22,7 @@ from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training import hellaswag_eval, sampling
 from training.config import TrainConfig, config_drift
+from training.microbatch import is_out_of_memory, lower_micro_batch
 from training.presets import PRESETS
 from training.reference import DATASETS, Reference, find_reference, recognize_dataset
 from training.run_state import RunState
@@ -96,10 +97,16 @@ class Evaluator:
 
             reason = f"{type(e).__name__}: {printable(str(e)):.500}"
 
+            # Validation takes micro-batches as large as training's; HellaSwag has its own size.
+            fix = f"to turn {name} off, resume with {off_switch}"
+            if name == "validation" and is_out_of_memory(e):
+                smaller, _ = lower_micro_batch(self.cfg, self.rt, self.train_step.micro_batch_size)
+                fix = f"{fix}; {smaller}"
+
             # Not print0: this rank alone knows the reason.
             print(
                 f"warning: {name} failed at step {run.step} on rank {self.rt.rank} ({reason}). Training continues; "
-                f"to turn {name} off, resume with {off_switch}",
+                f"{fix}",
                 flush=True,
             )
             return {}
