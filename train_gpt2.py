@@ -72,7 +72,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     rt.barrier(hours=1)
 
     # Checkpoints are written by a thread while training continues. Leaving this block, even by an error, waits for it.
-    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
+    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, stop.check_save_time) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         try:
             stop_requested = rt.any_rank(stop.signal)

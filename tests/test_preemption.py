@@ -140,7 +140,7 @@ def test_every_way_to_start_torchrun_gives_the_ranks_time_to_save(monkeypatch):
 
 def test_a_save_that_takes_as_long_as_torchrun_waits_is_warned_of_once(tmp_path, monkeypatch, capsys):
     def save_twice():
-        with checkpoint.CheckpointWriter(tmp_path) as writer:
+        with checkpoint.CheckpointWriter(tmp_path, report_seconds=StopRequest().check_save_time) as writer:
             for step in (1, 2):
                 writer.save(step, {"model": {}}, {})
                 writer.wait()

@@ -36,7 +36,7 @@ import re
 import threading
 import time
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -47,7 +47,6 @@ import torch
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.files import explain_write_error, may_pass, retry_io, write_file
-from training import stop
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -298,13 +297,15 @@ class CheckpointWriter:
     the last write failed. One write is in progress at a time; the module's docstring draws it.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int = 0):
+    def __init__(
+        self, run_dir: str | Path, keep: int = 0, report_seconds: Callable[[float], object] = lambda seconds: None
+    ):
+        self.report_seconds = report_seconds  # told how long each save took
         self.run_dir = Path(run_dir)
         self.keep = keep
         self.thread: threading.Thread | None = None
         self.newest_save: int | None = None  # the step
         self.save_bytes = 0  # of its tensors
-        self.has_warned = False
         self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
@@ -387,25 +388,12 @@ class CheckpointWriter:
             write(model_path(self.run_dir, step), model)
             self._delete_old(step, best_step)
             self.error = None
-            self._warn_if_slow(time.monotonic() - start_time)
+            self.report_seconds(time.monotonic() - start_time)
         except Exception as e:
             # An error in a thread ends nothing by itself: print it now, and let `wait` raise it.
             self.error = e
             reason = self._describe_error()
             print0(f"warning: could not write the checkpoint of step {step} ({reason}); the next save tries again")
-
-    def _warn_if_slow(self, seconds: float) -> None:
-        """Say once if a save takes so long that torchrun would kill the ranks in the middle of one."""
-        # After a signal a step is finished first, and ZeRO-1 gathers its state: leave half of the time for that.
-        timeout_s = stop.torchrun_timeout_s()
-        if seconds < timeout_s / 2 or self.has_warned:
-            return
-        self.has_warned = True
-        print0(
-            f"warning: saving took {seconds:.0f} s, and torchrun kills the ranks {timeout_s:.0f} s after Ctrl-C or "
-            f"SIGTERM. Before the next start: export {stop.TORCHRUN_TIMEOUT}=600 (needs torch 2.13); until then stop "
-            "the run by signalling its ranks, not torchrun, or with --time-limit"
-        )
 
     def _delete_old(self, step: int, best_step: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
-from system.cli import env_rank
+from system.cli import env_rank, print0
 from system.distributed import Runtime
 from system.units import parse_duration
 
@@ -64,6 +64,7 @@ class StopRequest:
     limit of 0 is none, as for every period."""
 
     def __init__(self, time_limit: str = ""):
+        self.has_warned = False  # of a save that takes too long
         self.signal: str | None = None  # the name of the first signal that came
         self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = time.monotonic()
@@ -91,6 +92,19 @@ class StopRequest:
                 raise Stopped
             case Vote.EVALUATION_FAILED:
                 raise EvaluationFailedElsewhere
+
+    def check_save_time(self, seconds: float) -> None:
+        """Say once if a save takes so long that torchrun would kill the ranks in the middle of one."""
+        # After a signal a step is finished first, and ZeRO-1 gathers its state: leave half of the time for that.
+        timeout_s = torchrun_timeout_s()
+        if seconds < timeout_s / 2 or self.has_warned:
+            return
+        self.has_warned = True
+        print0(
+            f"warning: saving took {seconds:.0f} s, and torchrun kills the ranks {timeout_s:.0f} s after Ctrl-C or "
+            f"SIGTERM. Before the next start: export {TORCHRUN_TIMEOUT}=600 (needs torch 2.13); until then stop "
+            "the run by signalling its ranks, not torchrun, or with --time-limit"
+        )
 
     def reason(self) -> str:
         # A rank that was not asked itself was stopped by the vote of another.
