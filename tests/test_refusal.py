@@ -112,6 +112,8 @@ def test_the_rank_at_fault_is_named(tiny_args, tiny_data, capsys, losses, norms)
     """By its loss or, if all losses are finite, by its norm: one bad loss makes the norm bad on all three ranks."""
     cfg = parse_config("quickstart", *tiny_args, "--total-batch-size", "384", "--skip-bad-steps", "9")
     train_step, data = TrainStep(cfg, CPU, GPT(cfg.model)), Loader(tiny_data, "train", 32, 256)
+    for p in train_step.model.parameters():
+        p.grad = torch.zeros_like(p)  # as DDP leaves them
     per_rank = list(torch.tensor([losses, norms]).T)
     train_step.rt = SimpleNamespace(device=CPU.device, world_size=3, all_gather=lambda local: per_rank)
 

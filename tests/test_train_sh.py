@@ -340,7 +340,9 @@ def test_the_trainer_reports_the_end_of_a_run(read_status, tiny_args, tmp_path):
 
 def test_the_trainer_reports_why_it_was_stopped(read_status, tiny_args, tmp_path):
     """cloud/slurm.sbatch looks for these reasons."""
-    train_quickstart(tiny_args, tmp_path / "limit", stop=StopRequest("0s"))
+    stop = StopRequest("1s")
+    stop.start_time -= 2
+    train_quickstart(tiny_args, tmp_path / "limit", stop=stop)
     assert read_status() == ("stopped", "the time limit")
 
     stop = StopRequest()
