@@ -68,7 +68,9 @@ COMMAND = re.compile(rf"!?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}|sbatch|{'|'.join(ELSEWH
 OTHER_PROJECTS_COMMAND = re.compile(r" (sample|train)\.py|config/")
 
 # Settings in front of a command that are libraries', not train.sh's.
-LIBRARY_VARIABLES = "CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES HF_ENDPOINT HF_HOME HF_TOKEN LAMBDA_API_KEY NCCL_DEBUG PIP_INDEX_URL".split()
+LIBRARY_VARIABLES = (
+    "CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES HF_ENDPOINT HF_HOME HF_TOKEN LAMBDA_API_KEY NCCL_DEBUG PIP_INDEX_URL"
+).split()
 
 
 def find_commands(text: str) -> list[str]:
