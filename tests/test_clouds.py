@@ -13,7 +13,8 @@ from helpers import ROOT
 
 from training.presets import parse
 
-CLOUDS = (ROOT / "docs" / "clouds.md").read_text()
+TWO_MACHINES = (ROOT / "docs" / "two-machines.md").read_text()
+CONTAINER = (ROOT / "docs" / "container.md").read_text()
 
 # ------------------------------------------------------------------------- Slurm
 
@@ -67,8 +68,8 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_at_the_first(tmp_path):
     assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv-endpoint=node-a:20007", "--rdzv-id=7"} <= set(torchrun)
     cfg = train_config(torchrun)
     assert (cfg.preset, cfg.out_dir, cfg.resume, cfg.time_limit) == ("gpt2-350m", "/shared/log/x", "auto", "28200")
-    # the variable that docs/clouds.md has people export on each of several machines
-    assert re.search(r"export TORCH_\w+=\w+", CLOUDS)[0] in (ROOT / "cloud" / "slurm.sbatch").read_text()
+    # the variable that docs/two-machines.md has people export on each of several machines
+    assert re.search(r"export TORCH_\w+=\w+", TWO_MACHINES)[0] in (ROOT / "cloud" / "slurm.sbatch").read_text()
 
 
 def test_two_slurm_jobs_on_one_node_do_not_meet_in_one_store(tmp_path):
@@ -164,7 +165,7 @@ def test_dockerfile_has_the_pins_and_every_file_a_command_needs():
 
 def test_a_container_on_the_users_folder_has_a_venv_of_its_own(tmp_path):
     """`make clean install` in it must not delete the .venv of the host."""
-    mounts_project = [line for line in CLOUDS.splitlines() if "docker run" in line and '"$PWD:/gpt2"' in line]
+    mounts_project = [line for line in CONTAINER.splitlines() if "docker run" in line and '"$PWD:/gpt2"' in line]
     assert mounts_project and all("-v /gpt2/.venv " in line for line in mounts_project)
 
     # what the container sees: another folder mounted over the host's .venv

@@ -31,9 +31,9 @@ SCRIPT = str(ROOT / "train_gpt2.py")
 LAST_STEP = 60
 RUN_FLAGS = ["--max-steps", str(LAST_STEP), "--save-every", "10", "--val-every", "40", "--resume", "auto"]
 
-# The variable that docs/clouds.md has people export on each of several machines.
+# The variable that docs/two-machines.md has people export on each of several machines.
 EXPORTED_NAME, EXPORTED_VALUE = re.search(
-    r"export (TORCH_\w+)=(\w+)", (ROOT / "docs" / "clouds.md").read_text()
+    r"export (TORCH_\w+)=(\w+)", (ROOT / "docs" / "two-machines.md").read_text()
 ).groups()
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")

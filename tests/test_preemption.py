@@ -128,7 +128,7 @@ def test_torchrun_kills_a_save_that_takes_longer_than_its_timeout(tiny_args, tmp
 
 
 def test_every_way_to_start_torchrun_gives_the_ranks_time_to_save(monkeypatch):
-    for path in ("README.md", "docs/clouds.md", "train.sh", "cloud/slurm.sbatch", "cloud/Dockerfile"):
+    for path in ("README.md", "docs/two-machines.md", "train.sh", "cloud/slurm.sbatch", "cloud/Dockerfile"):
         assert f"{stop.TORCHRUN_TIMEOUT}=" in (ROOT / path).read_text(), path
 
     # torchrun reads that variable, and no other.

@@ -390,7 +390,7 @@ PRESETS_LEFT_OUT = {
     # implementations.
     "README.md": {"gpt2-350m", "gpt2-774m", "gpt2-1558m", "untied-124m", "llmc-124m", "record8-124m"},
     "docs/reference-implementations.md": {"quickstart", "finetune"},  # no other project's recipe
-    "docs/clouds.md": {"quickstart", "overfit", "finetune"},  # minutes, on any machine: nobody rents for them
+    "docs/renting.md": {"quickstart", "overfit", "finetune"},  # minutes, on any machine: nobody rents for them
     "docs/costs.md": {"quickstart", "overfit"},
 }
 
@@ -417,10 +417,10 @@ def test_no_table_names_a_preset_that_does_not_exist(page):
 
 
 def test_the_sizes_of_checkpoints_are_those_of_the_presets():
-    """The table of docs/clouds.md: 4 bytes a parameter for weights, 8 for AdamW, 4 for a matrix of Muon's."""
+    """The table of docs/renting.md: 4 bytes a parameter for weights, 8 for AdamW, 4 for a matrix of Muon's."""
     row = r"^\| `([\w-]+)` \| ([\d,]+) \| ([\d.]+) GB \| (\d+) \| ([\d.]+) GB \|"
-    rows = re.findall(row, PAGES["docs/clouds.md"], re.M)
-    assert {name for name, *_ in rows} == PRESETS.keys() - PRESETS_LEFT_OUT["docs/clouds.md"]
+    rows = re.findall(row, PAGES["docs/renting.md"], re.M)
+    assert {name for name, *_ in rows} == PRESETS.keys() - PRESETS_LEFT_OUT["docs/renting.md"]
     for name, parameters, step_gb, checkpoints, total_gb in rows:
         cfg = PRESETS[name]
         with torch.device("meta"):
