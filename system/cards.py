@@ -17,8 +17,9 @@ class Card(NamedTuple):
 
 def geforce(sms: int, boost_ghz: float, gb: int, gb_s: int, link_gb_s: int) -> Card:
     """A GeForce card, from its number of streaming multiprocessors and its boost clock. From Turing to Blackwell each
-    does 512 FLOP a clock in 16 bit with float32 accumulation: 71 TFLOP/s of a 3090, 165.2 of a 4090, 209.5 of a 5090 in
-    NVIDIA's whitepapers on the GA102, Ada and RTX Blackwell architectures."""
+    does 512 FLOP a clock in 16 bit with float32 accumulation. That gives the rates that NVIDIA prints for the four
+    cards that were looked up: 56.9 TFLOP/s of a 2080 Ti ("NVIDIA Turing Architecture In-Depth", developer.nvidia.com),
+    71.2, 165.2 and 209.5 of a 3090, 4090 and 5090 (table 3 of the RTX Blackwell whitepaper, as others quote it)."""
     return Card(round(sms * boost_ghz * 512 / 1000, 1), gb, gb_s / 1000, link_gb_s)
 
 
@@ -37,19 +38,22 @@ CARDS = {
     "RTX 6000 Ada": Card(364, 48, 0.96, 32), "RTX 3090": Card(71, 24, 0.936, 32),
     "RTX 4090": Card(165.2, 24, 1.008, 32), "RTX 5090": Card(209.5, 32, 1.792, 64),
     "A4000": Card(76.7, 16, 0.448, 32), "A5000": Card(111.1, 24, 0.768, 32),
-    # From NVIDIA's product pages: multiprocessors, boost clock, memory, its bandwidth, PCIe. Turing: Founders Editions.
+    # Multiprocessors, boost clock, memory, its bandwidth and PCIe as in Wikipedia's "List of Nvidia graphics processing
+    # units" of June 2025, which also has the figures of the A4000 and A5000 above. NVIDIA's own pages were read for the
+    # 2080 Ti alone. The 2070, 2080 and 2080 Ti have the higher clocks of the Founders Editions; of the 2070 and 2080
+    # these are from lists made by users.
     "RTX 2060": geforce(30, 1.68, 6, 336, 16), "RTX 2070": geforce(36, 1.71, 8, 448, 16),
     "RTX 2070 SUPER": geforce(40, 1.77, 8, 448, 16), "RTX 2080": geforce(46, 1.80, 8, 448, 16),
     "RTX 2080 SUPER": geforce(48, 1.815, 8, 496, 16), "RTX 2080 Ti": geforce(68, 1.635, 11, 616, 16),
     "RTX 3060": geforce(28, 1.777, 12, 360, 32), "RTX 3060 Ti": geforce(38, 1.665, 8, 448, 32),
     "RTX 3070": geforce(46, 1.725, 8, 448, 32), "RTX 3070 Ti": geforce(48, 1.77, 8, 608, 32),
     "RTX 3080": geforce(68, 1.71, 10, 760, 32), "RTX 3080 Ti": geforce(80, 1.665, 12, 912, 32),
-    "RTX 4060": geforce(24, 2.46, 8, 272, 16), "RTX 4060 Ti": geforce(34, 2.535, 8, 288, 16),
+    "RTX 4060": geforce(24, 2.46, 8, 272, 16), "RTX 4060 Ti": geforce(34, 2.54, 8, 288, 16),
     "RTX 4070": geforce(46, 2.475, 12, 504, 32), "RTX 4070 SUPER": geforce(56, 2.475, 12, 504, 32),
     "RTX 4070 Ti": geforce(60, 2.61, 12, 504, 32), "RTX 4070 Ti SUPER": geforce(66, 2.61, 16, 672, 32),
     "RTX 4080": geforce(76, 2.505, 16, 717, 32), "RTX 4080 SUPER": geforce(80, 2.55, 16, 736, 32),
-    "RTX 5070": geforce(48, 2.51, 12, 672, 64), "RTX 5070 Ti": geforce(70, 2.45, 16, 896, 64),
-    "RTX 5080": geforce(84, 2.62, 16, 960, 64),
+    "RTX 5070": geforce(48, 2.512, 12, 672, 64), "RTX 5070 Ti": geforce(70, 2.452, 16, 896, 64),
+    "RTX 5080": geforce(84, 2.617, 16, 960, 64),
 }  # fmt: skip
 # Cards without bfloat16, which train in float16.
 TURING = ("T4", "RTX 2060", "RTX 2070", "RTX 2070 SUPER", "RTX 2080", "RTX 2080 SUPER", "RTX 2080 Ti")
