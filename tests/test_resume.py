@@ -3,6 +3,7 @@ never overwritten, and never continues silently with other settings or other dat
 
 import errno
 import hashlib
+import json
 import shutil
 
 import pytest
@@ -343,6 +344,16 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
     (tiny_data / "tiny_train_000003.npy").unlink()
     with pytest.raises(UserError, match=r"data: the shards in .* are not those"):
         train_quickstart(tiny_args, run, *longer)
+
+
+def test_a_run_resumed_without_its_init_from_is_still_known_to_have_begun_with_it(tiny_args, tmp_path):
+    """Taken for a run from scratch, it would be judged by the public runs of its preset."""
+    first = train_quickstart(tiny_args, tmp_path / "first", "--max-steps", "1")
+    run = train_quickstart(tiny_args, tmp_path / "run", "--init-from", first, "--max-steps", "1")
+    train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "2")
+
+    assert json.loads((run / "config.json").read_text())["init_from"] == str(first)
+    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(first)
 
 
 def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch, capsys):

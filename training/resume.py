@@ -71,6 +71,11 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 def resolve_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT | None]:
     """The config with the network that is really trained, and the weights of --init-from if the run begins with them.
     From here on use `cfg.model`. Raises UserError if the weights are of another network than asked for."""
+    # A resumed run began with what its checkpoint says. A command that resumes it without --init-from must not turn it
+    # into a run from scratch, which would be compared with public runs.
+    old = TrainConfig.from_dict(saved["config"]) if saved else cfg
+    if old.init_from != "scratch":
+        cfg = replace(cfg, init_from=old.init_from)
     if cfg.init_from == "scratch":
         return cfg, None
 
@@ -78,7 +83,7 @@ def resolve_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[Tra
     # flags ask for a network, they are kept, except that the vocabulary comes from the checkpoint; check_drift compares
     # the rest.
     if saved:
-        old_network = TrainConfig.from_dict(saved["config"]).model
+        old_network = old.model
         if is_network_from_init(cfg):
             return with_network(cfg, old_network), None
         return with_network(cfg, replace(cfg.model, vocab_size=old_network.vocab_size)), None
