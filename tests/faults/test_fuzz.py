@@ -6,25 +6,27 @@ from helpers import ROOT
 from faults import fuzz
 from tokens import documents
 
-INPUTS_PER_CASE = 20  # in `make test`
+INPUTS_PER_CASE = 8  # in `make test`
 
 
-def run_fuzz(run_script, count, seed, timeout):
-    """Read `count` inputs over all cases, in a process of its own; none may end badly."""
-    done = run_script("tests/faults/fuzz.py", "--count", count, "--seed", seed, check=False, timeout=timeout)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-3000:]
-    assert f"{count} mutated inputs" in done.stdout
-    assert " 0 bad" in done.stdout.splitlines()[-1]
+def run_fuzz(capsys, count, seed):
+    """Read `count` inputs over all cases; none may end badly."""
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main(count=count, seed=seed)
+
+    output = capsys.readouterr().out
+    assert not ended.value.code, output[-9000:]
+    assert f"{count} mutated inputs" in output
+    assert " 0 bad" in output.splitlines()[-1]
 
 
-def test_mutated_files_end_in_success_or_one_message(run_script):
-    run_fuzz(run_script, INPUTS_PER_CASE * len(fuzz.CASES), 0, 120)
+def test_mutated_files_end_in_success_or_one_message(capsys):
+    run_fuzz(capsys, INPUTS_PER_CASE * len(fuzz.CASES), 0)
 
 
 @pytest.mark.slow
-def test_many_mutated_files(run_script):
-    run_fuzz(run_script, 30_000, 1, 1800)
+def test_many_mutated_files(capsys):
+    run_fuzz(capsys, 30_000, 1)
 
 
 def test_promises_state_how_many_readers_are_fuzzed():
