@@ -386,9 +386,7 @@ def test_what_a_page_points_to_is_there(page):
 # The pages that list the presets, and the presets that a page leaves out on purpose. A new preset gets a row in each of
 # them, or its name here.
 PRESETS_LEFT_OUT = {
-    # It names the larger sizes in one row of its table, and leaves recipes of other projects to the page of reference
-    # implementations.
-    "README.md": {"gpt2-350m", "gpt2-774m", "gpt2-1558m", "untied-124m", "llmc-124m", "record8-124m"},
+    "README.md": set(),
     "docs/reference-implementations.md": {"quickstart", "finetune"},  # no other project's recipe
     "docs/renting.md": {"quickstart", "overfit", "finetune"},  # minutes, on any machine: nobody rents for them
     "docs/costs.md": {"quickstart", "overfit"},
