@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from system.cli import UserError, print0, require, run_cli
+from system.disk import free_space
 from system.files import explain_write_error, lock_folder, may_pass
 from tokens import shards, sources
 from tokens.documents import choose_reader, read_files, read_text
@@ -121,9 +122,13 @@ def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
     # While one downloaded file is read, the next one arrives.
     download_bytes = sum(sorted(file_bytes)[-2:]) if downloads else 0
     needed = 2 * tokens + download_bytes
-    free = shutil.disk_usage(out).free
-    room = f"{out} needs about {needed / 1e9:.1f} GB but its disk has only {free / 1e9:.1f} GB free"
-    require(needed <= free, f"{room}; choose another --out or lower --limit-tokens")
+
+    # A network volume may show the space of the whole cluster: DISK_GB tells what was bought.
+    space = free_space(out)
+    if space.note:
+        print0(space.note)
+    room = f"{out} needs about {needed / 1e9:.1f} GB but its disk has only {space.free / 1e9:.1f} GB free"
+    require(needed <= space.free, f"{room}; choose another --out or lower --limit-tokens")
 
 
 # ------------------------------------------------------------------------- the work

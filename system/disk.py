@@ -4,7 +4,7 @@
     room.free                   # bytes
     room.note                   # "" or what the user should know about that figure
 
-Called by training/plan.py before a run.
+Called by training/plan.py before a run, and by fineweb.py before shards are made.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The room for checkpoints where a volume has a quota: system/disk.py, and the plan that uses it."""
+"""The room for checkpoints and shards where a volume has a quota: system/disk.py, and those that use it."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import shutil
 import pytest
 from helpers import train_quickstart
 
+import fineweb
 from system.cli import UserError
 from system.disk import free_space, used_bytes
 
@@ -55,3 +56,18 @@ def test_a_run_whose_checkpoints_exceed_what_was_bought_is_refused(tiny_args, tm
 
     with pytest.raises(UserError, match="do not fit on the disk of"):
         train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "2")
+
+
+def test_shards_that_exceed_what_was_bought_are_refused(tmp_path, monkeypatch, capsys):
+    manifest = fineweb.Manifest({"subset": "", "files": [{"bytes": 3_000_000}]}, "npy", 100_000)
+    monkeypatch.setattr("system.disk.find_mount", lambda folder, _: (tmp_path, "nfs"))
+
+    monkeypatch.setenv("DISK_GB", "0.002")
+    with pytest.raises(UserError, match=r"its disk has only 0\.0 GB free; choose another --out or lower"):
+        fineweb.check_disk_space(tmp_path, manifest, downloads=False)
+
+    # The quota of a volume cannot be seen.
+    monkeypatch.delenv("DISK_GB")
+    capsys.readouterr()
+    fineweb.check_disk_space(tmp_path, manifest, downloads=False)
+    assert f"{tmp_path} (nfs) shows" in capsys.readouterr().out
