@@ -11,8 +11,9 @@ pytestmark = [
     pytest.mark.skipif(not (sys.platform == "linux" and shutil.which("g++")), reason="wants Linux and g++"),
 ]
 
-# One case of each kind: a plan; training with two optimizers, a loss scale and RoPE; a fault that must be noticed.
-QUICK_CASES = ("gpt2-124m:plan", "speedrun-124m:float16", "fault:moments")
+# A plan, and a fault that is noticed only after training has evaluated, sampled and saved, when the run is resumed. The
+# slow test below has every preset's whole life, with hellaswag.py and infer.py.
+QUICK_CASES = ("gpt2-124m:plan", "fault:moments")
 
 
 def run_cases(run_script, *words, timeout) -> str:
@@ -24,7 +25,7 @@ def run_cases(run_script, *words, timeout) -> str:
 
 
 def test_the_scripts_run_on_a_fake_card_and_a_planted_fault_is_noticed(run_script):
-    assert "3 cases, 0 failed" in run_cases(run_script, *QUICK_CASES, timeout=300)
+    assert "2 cases, 0 failed" in run_cases(run_script, *QUICK_CASES, timeout=300)
 
 
 @pytest.mark.slow
