@@ -7,8 +7,8 @@
 
 Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * hs), V vocabulary.
 
-Importing this module imports nothing else of the project; only `generate` loads training/sampling.py, when called.
-Training compiles the blocks and replaces the head by one that never holds all the logits (training/step.py,
+Importing this module imports no other module of the project; `generate` imports training/sampling.py when it is called.
+Training compiles the blocks and replaces the head with one that never holds all the logits (training/step.py,
 training/head.py).
 """
 
@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabulary to a round size
 
-# The attention kernels for lengths that change from call to call. cuDNN's, which torch prefers on Hopper and Blackwell,
-# would plan each new length, which takes 0.4 s (modelscope/FunASR#3704).
+# The attention kernels for lengths that change from call to call. They leave out cuDNN's kernel, which torch prefers on
+# Hopper and Blackwell: it plans each new length, which takes 0.4 s (modelscope/FunASR#3704).
 ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -47,7 +47,7 @@ class GPTConfig:
 
     positions: Literal["learned", "rope", "half_rope"] = "learned"  # half_rope: only half of the channel pairs rotate
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
-    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # of GPT-2 (tanh), nanoGPT (exact), modded-nanogpt
+    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # GPT-2's (tanh), nanoGPT's (exact), modded-nanogpt's
     qk_norm: bool = False  # RMSNorm on queries and keys
     attention_scale: float = 0.0  # 0: one over the square root of the head size
     zero_init_projections: bool = False  # blocks start as the identity
@@ -60,9 +60,9 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError or TypeError if no network of this version can have it:
-        a setting that is unknown here may mean another network with the same weights."""
-        # New settings are off in old checkpoints, so their defaults apply. Removed ones must have been off.
+        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build that network.
+        An unknown setting is refused, because it may change what a network with the same weights computes."""
+        # Old checkpoints lack newer settings, whose defaults mean "off". Removed settings must have been off.
         known = {f.name for f in fields(GPTConfig)}
         removed = ("logit_softcap", "unet_skips", "value_tables")  # of versions up to November 2026
         for name in saved.keys() - known:
@@ -83,7 +83,7 @@ class GPTConfig:
         if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
 
-        # Written this way, the comparison refuses NaN, too. A huge integer could not be converted to a float.
+        # This comparison also refuses NaN. math.isfinite would raise OverflowError for a huge integer.
         for name in ("attention_scale", "softcap"):
             if not 0 <= getattr(self, name) <= 2**20:
                 raise ValueError(f"{name} {getattr(self, name)!s:.99} must lie between 0 and {2**20}")
@@ -117,8 +117,8 @@ def rope_table(config: GPTConfig) -> Tensor:
         case _:
             raise ValueError(f"no rotation for positions {config.positions!r}: add a case to rope_table in model.py")
 
-    # The angle is position times frequency. On the CPU even when the model is built on the meta device: the table is no
-    # parameter, so nothing would load it.
+    # The angle is position times frequency. The table is on the CPU even when the model is built on the meta device,
+    # because it is not in the state dict, so no checkpoint would fill it in.
     positions = torch.arange(config.block_size, device="cpu").float()
     angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
     return torch.stack((angles.cos(), angles.sin()))
@@ -135,9 +135,9 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension of x, in the precision of x: only the statistics are in
     float32."""
-    # Autocast on a GPU would return float32 (since torch 2.12), and make the whole residual stream float32, as it
-    # starts with a norm. On a CPU, in torch 2.5 (modded-nanogpt's record 8) and without autocast (its simple trainer)
-    # x keeps its precision; here it does so everywhere.
+    # Since torch 2.12, autocast on a GPU makes rms_norm return float32. The residual stream starts with a norm, so all
+    # of it would be float32. The output has the precision of x on a CPU, in torch 2.5 (modded-nanogpt's record 8) and
+    # without autocast (modded-nanogpt's simple trainer); here it has the precision of x everywhere.
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
         return F.rms_norm(x, x.shape[-1:], weight)
@@ -179,8 +179,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """So et al. 2021 (Primer)."""
-    # A product keeps the precision of x; square() is a power, which autocast on a GPU computes and keeps in float32.
+    """The square of ReLU (So et al. 2021, Primer)."""
+    # A product keeps the precision of x. square() is a power, which autocast on a GPU computes and returns in float32.
     positive = F.relu(x)
     return positive * positive
 
@@ -198,7 +198,8 @@ def choose_activation(config: GPTConfig) -> Callable[[Tensor], Tensor]:
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    """The logits z or, with a cap, z / sqrt(1 + (z / cap)^2): modded-nanogpt's."""
+    """The logits z, limited to the range from -cap to cap by z / sqrt(1 + (z / cap)^2), as in modded-nanogpt; with a
+    cap of 0 unchanged."""
     if not cap:
         return logits
     z = logits.float()
@@ -252,12 +253,12 @@ class Attention(nn.Module):
             q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, T, nh, hs) -> (B, nh, T, hs)
 
-        # With a cache, the new positions attend to the S = length + T seen so far. It may have a precision of its own.
+        # With a cache, the new positions attend to the S = length + T seen so far. Its precision may differ.
         if cache is not None:
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))  # (B, nh, S, hs)
             q = q.to(k.dtype)
 
-        # A single new position attends to everything. Otherwise the mask applies, or the causal one if there is none.
+        # A single new position attends to everything. Several use the given mask or, without one, the causal mask.
         is_causal = T > 1 and mask is None
         scale = self.config.attention_scale or None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
@@ -270,6 +271,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two linear layers with the activation function between them."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         # Four times as wide inside, as in the original transformer.
@@ -283,6 +286,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer of the transformer: attention, then the MLP."""
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.ln_1 = make_norm(config)
@@ -298,8 +303,8 @@ class Block(nn.Module):
 
 
 class SkipInit(TorchFunctionMode):
-    """A context in which torch.nn.init does nothing: on the meta device there is nothing to initialize, and the attempt
-    would load torch's compiler, which takes a second."""
+    """A context in which torch.nn.init does nothing. Tensors on the meta device have no data to initialize, and the
+    attempt would import torch's compiler, which takes a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__module__", "") == "torch.nn.init":
@@ -333,8 +338,8 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Random weights as in GPT-2, or as in modded-nanogpt with zero_init_projections. The order of the draws is
-        part of what a seed means."""
+        """Random weights as in GPT-2, or as in modded-nanogpt with zero_init_projections. A seed gives the same weights
+        only as long as the order of the random draws stays the same."""
         config = self.config
 
         # All matrices and embeddings, then zero biases.
@@ -345,15 +350,16 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-        # Each layer adds two projections to the residual stream; its variance must not grow with the depth.
+        # Each layer adds the outputs of two projections to the residual stream. Smaller weights in deeper networks keep
+        # the variance of the stream independent of the depth.
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
 
-        # An embedding that is normalized next may have any scale, unless it is also the head: the scale only sets its
-        # effective learning rate.
+        # An embedding whose output is normalized may have any scale, unless the head shares its weight: the scale only
+        # sets its effective learning rate.
         if normalizes_embedding(config) and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
@@ -361,7 +367,7 @@ class GPT(nn.Module):
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
         """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises ValueError or
         RuntimeError if they do not match `config`."""
-        # Checked before building as many layers as the config asks for: both may come from a file.
+        # Check before building the layers: a config from a file may ask for a million of them.
         layers = {name.split(".")[2] for name in state if name.startswith("transformer.h.")}
         if len(layers) != config.n_layer:
             raise ValueError(f"{len(layers)} layers of weights for a config with {config.n_layer}")
@@ -369,7 +375,7 @@ class GPT(nn.Module):
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a float32 tensor")
 
-        # Build the modules without memory, then put the tensors in. assign=True breaks the tie of the head.
+        # Build the modules without memory, then assign the tensors. assign=True unties the head, so tie it again.
         with torch.device("meta"), SkipInit():
             model = cls(config)
         model.load_state_dict(state, assign=True)
@@ -384,7 +390,7 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Training FLOPs per token: 6 per parameter used in a matmul (the head counts, embedding lookups do not) plus
         12 * n_layer * n_embd * T for attention (PaLM, Chowdhery et al. 2022, appendix B)."""
-        # A tied head is an embedding that is also multiplied with.
+        # A tied head uses the embedding's weight in a matmul, so that weight counts.
         embeddings = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         tied_head = self.lm_head.weight.numel() if self.config.tied_head else 0
         in_matmuls = self.num_params() - embeddings + tied_head
@@ -400,9 +406,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`.
 
-        cache: idx continues the text that the cache holds. positions (B, T) and mask (B, 1, T, T), both or neither:
-        each row holds several texts that share a prefix (HellaSwag's endings after their context); the mask is true
-        where position i attends to j. blocks: the model's own, compiled.
+        cache: idx continues the text that the cache holds. positions (B, T) and mask (B, 1, T, S), where S is T plus
+        the cache's length, are given together: for rows that hold several texts with a common prefix (HellaSwag's
+        endings after their context), or for padded rows. The mask is true where query i attends to key j. blocks: the
+        compiled versions of the model's blocks.
         """
         T = idx.size(1)
         start = cache.length if cache is not None else 0
@@ -414,7 +421,7 @@ class GPT(nn.Module):
             assert start + T <= self.config.block_size, f"{start + T} positions, block_size {self.config.block_size}"
             positions = slice(start, start + T)
 
-        # Embeddings: learned positions are added here, rotations are applied in the attention.
+        # Embeddings. Learned positions are added here; RoPE is applied in the attention.
         x = self.transformer.ln_0(self.transformer.wte(idx))  # (B, T) -> (B, T, C)
         cos_sin = None
         if has_rope(self.config):
@@ -422,7 +429,7 @@ class GPT(nn.Module):
         else:
             x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
 
-        # The blocks. Lengths vary from call to call where there is a cache or a mask.
+        # The blocks. With a cache or a mask, lengths vary from call to call.
         with sdpa_kernel(ANY_LENGTH_KERNELS) if cache is not None or mask is not None else nullcontext():
             for block in blocks or self.transformer.h:
                 if self.recompute and torch.is_grad_enabled():
@@ -448,9 +455,9 @@ class GPT(nn.Module):
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache. Its precision is autocast's; without autocast, float32 on a CPU, which is faster there, and
-        the weights' elsewhere."""
-        # The head's weight tells the device and the precision of the model.
+        """An empty cache. Its precision is autocast's. Without autocast it is float32 on a CPU, which is faster there,
+        and the precision of the weights on other devices."""
+        # The head's weight has the device and the precision of the model.
         weight = self.lm_head.weight
         device_type = weight.device.type
         if torch.is_autocast_enabled(device_type):
@@ -471,8 +478,9 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """idx (B, T) continued to (B, T + max_new_tokens), drawn as training/sampling.py describes."""
-        # Here, so that importing the network imports nothing else. In a folder of hub.py export this file is alone, and
-        # transformers, which has a generate of its own, refuses files with imports that it cannot resolve outside try.
+        # Imported here, so that importing model.py imports no other module. An export (hub.py export) has this file
+        # without the rest of the project. transformers, which has its own generate, refuses a file with an import that
+        # it cannot resolve, unless the import is inside try.
         try:
             from training.sampling import generate
         except ImportError as e:

@@ -40,38 +40,39 @@ from training.stop import Stopped, StopRequest
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     """One run, from its first or resumed step to its last, or until `stop` is requested."""
-    # Where the run starts. Each line may refuse: a run is never overwritten, nor resumed with other settings or data.
+    # Decide where the run starts. Each of these lines may raise UserError: a run is never overwritten, nor resumed with
+    # other settings or data.
     saved = resume.find_checkpoint(cfg)
     cfg, initial_model = resume.resolve_network(cfg, saved)
     data, val_data = open_data(cfg, rt)
     run = resume.start_or_resume(cfg, rt, data, saved)
 
-    # The same command is used to start and to resume, so it may meet a run that has nothing left to do.
+    # The same command starts and resumes a run, so the run may already be complete.
     if run.is_complete:
-        fix = "to train further: the same command with --resume auto and a larger --max-steps or --epochs"
+        fix = "to train further, run the same command with --resume auto and a larger --max-steps or --epochs"
         print0(f"{cfg.run_dir} is complete at step {run.step}; {fix}")
         return finish("finished", rt)
 
-    # Build the model, its optimizers and the compiled forward pass. Then print what the run will do, before hours are
-    # paid for.
+    # Build the model, its optimizers and the compiled forward pass. Then print what the run will do, before anybody
+    # pays for hours of training.
     train_step = build_train_step(cfg, rt, saved, initial_model)
     plan.print_plan(train_step, data, run)
     if rt.is_main:
         plan.check_disk(train_step, run)
     plan.write_config(train_step, run)
 
-    # Evaluations, the log, and the batches, which a thread reads before they are needed.
+    # Set up the evaluations, the log, and the batches, which a background thread prefetches.
     evaluator = Evaluator(train_step, data, val_data)
     metrics = MetricsLogger(train_step, run)
     batches = data.batches(
         run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
     )
 
-    # What may fail on one rank alone, such as a full disk or a missing tracker, has been tried. The others wait here,
-    # where they learn of its error, and not in a collective, where they would wait in vain.
+    # Everything above may fail on one rank alone, for example if its disk is full or the tracker is missing. At this
+    # barrier the other ranks receive the error of such a rank; in a collective they would wait for it in vain.
     rt.barrier(hours=1)
 
-    # Checkpoints are written by a thread while training continues. Leaving this block, even by an error, waits for it.
+    # A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for it.
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, stop.check_save_time) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         try:
@@ -81,13 +82,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
                 if stop_requested:
                     raise Stopped
 
-                # Save. This comes before the evaluations, because those take long.
+                # Save. This comes before the evaluations, because they take long.
                 if run.is_save_due(cfg.save_every):
                     save()
 
                 # Evaluate and sample, unless this step was evaluated before the run was interrupted.
                 if not run.evaluated:
-                    # In the first evaluation the time limit does not count, so that every start does at least one step.
+                    # The first evaluation ignores the time limit, so that every start does at least one step.
                     check_stop = partial(stop.check, rt, timed=run.step > run.start_step)
                     run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
@@ -114,7 +115,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
                 stop_requested = result.stop_requested
                 run.advance()
 
-            # The evaluations of the last step have no training step to be logged with.
+            # No training step follows the last evaluations, so their results get a line of their own.
             metrics.write(run.measured)
             status, reason = "finished", ""
             message = describe_result(cfg, run, stop)
@@ -127,7 +128,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
         # A loss or gradient was not finite. The weights are still good: save them, then report it as an error.
         except UpdateRefused as refused:
             outcome = save_before_error(save, writer, rt)
-            fix = "to continue without it: the same command, --resume auto and --skip-bad-steps 5"
+            fix = "to skip such steps, run the same command with --resume auto --skip-bad-steps 5"
             hint = "if it happens again, lower --max-lr with --allow-drift"
             raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
         metrics.close()
@@ -148,12 +149,12 @@ def finish(status: str, rt: Runtime, reason: str = "") -> None:
 def build_train_step(
     cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None, initial_model: GPT | None = None
 ) -> TrainStep:
-    """The model with its optimizers and forward pass: as `saved`, or with the weights of `initial_model`, or random
-    from the seed."""
+    """Build the model, its optimizers and its forward pass. The weights are those of `saved`, or of `initial_model`,
+    or random ones from the seed."""
     replicas.check_cards(cfg, rt)
     rt = precision.agree_on_dtype(cfg, rt, saved)
 
-    # The weights. The seed determines random ones; nothing draws from torch's global generator afterwards.
+    # The weights. Random ones depend on the seed alone. Nothing draws from torch's global generator afterwards.
     torch.manual_seed(cfg.seed)
     if saved:
         model = open_model(saved["model_file"])
@@ -164,7 +165,7 @@ def build_train_step(
     model = model.to(rt.device).train()
 
     # Every rank must begin with the same weights: --init-from or --resume may name different files on two machines.
-    # Random weights may differ by rounding between processors: then all take rank 0's.
+    # Random weights may differ by rounding between processors; in that case rank 0 broadcasts its own.
     difference = replicas.find_difference(rt, dict(model.named_parameters()))
     if difference:
         fix = "give every machine the same checkpoint to start from"
@@ -182,14 +183,14 @@ def build_train_step(
 def save_checkpoint(
     train_step: TrainStep, run: RunState, metrics: MetricsLogger, writer: checkpoint.CheckpointWriter
 ) -> None:
-    """Save the run as it is, unless that has been done. Every rank must call it: parts of the state are gathered."""
-    # The last step may be saved by the loop and again by whatever ends it.
+    """Save the current step, unless that has been done. Every rank must call it: parts of the state are gathered."""
+    # The loop may have saved this step before a stop or an error asks for it again.
     if run.last_saved_step == run.step:
         return
     cfg, rt = train_step.cfg, train_step.rt
 
-    # Ranks whose weights differ train different models, of which only rank 0's can be saved. That must not become the
-    # newest checkpoint: it goes to a folder that --resume auto does not read, and the run ends.
+    # If the ranks' weights differ, the ranks train different models, and only rank 0's can be saved. It must not become
+    # the newest checkpoint: save it in a folder that --resume auto does not read, and end the run.
     difference = replicas.find_difference(rt, train_step.weights.named)
     if difference:
         writer = checkpoint.CheckpointWriter(cfg.run_dir / replicas.FOLDER, keep=1)
@@ -198,13 +199,13 @@ def save_checkpoint(
     # Collect everything that resuming needs: progress, optimizer state (from all ranks), config and versions.
     train_step_state = train_step.state_dict()
 
-    # Rank 0 writes. metrics.jsonl comes first: after a resume it must have every line before the checkpoint's step.
+    # Rank 0 writes, metrics.jsonl first: a resumed run needs every line before the checkpoint's step.
     if rt.is_main:
         run.forget_failed_save(writer.failed_step())
         versions = {"config": cfg.to_dict(), "versions": machine.versions()}
         facts = {"val_loss": run.measured.get("val_loss"), "preset": cfg.preset}
         model_content = checkpoint.model_file(train_step.model, run.step, **facts)
-        model_content["model"] = train_step.weights.state_dict()  # in float32, whatever the model computes in
+        model_content["model"] = train_step.weights.state_dict()  # float32, even if the model's weights are bfloat16
         metrics.flush()
         writer.save(run.step, model_content, run.state_dict() | train_step_state | versions, run.best_step)
     if difference:
@@ -216,8 +217,8 @@ def save_checkpoint(
 
 
 def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWriter, rt: Runtime) -> str:
-    """Save the run as it is and wait for it on every rank: torchrun ends all ranks when one exits with an error.
-    Returns what became of it. Every rank must call it."""
+    """Save the current step and wait for the write on every rank, because torchrun ends all ranks when one exits with
+    an error. Returns a text that says whether it was saved. Every rank must call it."""
     save()
     try:
         writer.wait()
@@ -229,8 +230,8 @@ def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWri
 
 
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
-    """What a finished run prints: where the last weights are, where the best are if others were better, and what to do
-    with them."""
+    """What a finished run prints: the path of the last weights, the path of the best ones if an earlier step was
+    better, and the commands to use them."""
     path = checkpoint.model_path(cfg.run_dir, run.step)
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
     if run.best and run.best_step < run.step:
@@ -263,8 +264,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
 
 
 def print_prediction(cfg: TrainConfig) -> None:
-    """--dry-run --card: print what the run would cost on cards that are not here. Needs no GPU and no data; if the
-    number of steps depends on the data, 1,000 are assumed."""
+    """--dry-run --card: print what the run would cost on cards that this machine does not have. Needs no GPU and
+    no data; if the number of steps depends on the data, 1,000 are assumed."""
     max_steps = cfg.total_steps(0) if has_fixed_steps(cfg) else 1000
     print0(predict.report(cfg, predict.predict(cfg, cfg.card), max_steps))
 
@@ -290,7 +291,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     tokens = num_val_sequences(val_data, cfg) * T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | {result.summary_line()}")
 
-    # HellaSwag, if its rows are here.
+    # HellaSwag, if its rows have been downloaded.
     if cfg.hellaswag_every or cfg.hellaswag_data:
         examples = hellaswag_eval.available_examples(cfg.hellaswag_data, model.config)
         if examples:
@@ -301,22 +302,23 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
 
 
 def open_data(cfg: TrainConfig, rt: Runtime) -> tuple[Loader, Loader | None]:
-    """The sequences to train on, and those to validate on if the run does."""
+    """The training data and, if the run validates, the validation data."""
     folder = local_data(cfg, rt)
     val_data = Loader(folder, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
     return train_loader(cfg, folder), val_data
 
 
 def train_loader(cfg: TrainConfig, folder: str | Path) -> Loader:
+    """The training data in a folder of token shards."""
     return Loader(folder, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
 
 
 def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
-    """The shard folder. hf://OWNER/NAME is pulled and verified first, by one rank per machine."""
+    """The folder of token shards. If it is hf://OWNER/NAME, one rank per machine pulls and verifies it first."""
     if not cfg.data_dir.startswith("hf://"):
         return Path(cfg.data_dir)
 
-    # One rank per machine downloads; the others wait for hours if they must.
+    # One rank per machine downloads; the others wait, for hours if necessary.
     repo = cfg.data_dir.removeprefix("hf://")
     folder = Path("data") / repo.replace("/", "--")
     if rt.local_rank == 0:
@@ -343,7 +345,7 @@ def main() -> None:
     settings = resume.settings_by_flag(cfg)
     session = distributed.session(cfg.device, dtype, cfg.deterministic, settings=settings)
 
-    # Nothing to save: Ctrl-C just ends it.
+    # These modes save nothing, so Ctrl-C may end them at once.
     if cfg.dry_run or cfg.eval_only:
         with session as rt:
             return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)

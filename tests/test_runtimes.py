@@ -130,7 +130,7 @@ def test_llama_cpp_reads_eight_bits(make_export, convert_to_gguf):
 @pytest.mark.parametrize("name", OTHERS)
 def test_llama_cpp_has_no_such_network(make_export, tmp_path, name):
     model, folder = make_export(name)
-    with pytest.raises(UserError, match=r"llama\.cpp has no network like this one"):
+    with pytest.raises(UserError, match=r"llama\.cpp's converter supports GPT-2"):
         gguf.write_gguf(model, folder, tmp_path / "x.gguf", "f32")
 
 

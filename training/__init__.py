@@ -1,1 +1,1 @@
-"""A run: its settings, its steps, its evaluations, its record, its checkpoints."""
+"""A run: its settings, steps, evaluations, metrics and checkpoints."""

