@@ -1,4 +1,4 @@
-"""Data sheets of GPUs: for MFU, and for predictions about cards that are not here (training/predict.py)."""
+"""GPU data sheets: for MFU, and for predictions about GPUs that this machine does not have (training/predict.py)."""
 
 import re
 from typing import NamedTuple
@@ -7,12 +7,12 @@ import torch
 
 
 class Card(NamedTuple):
-    """A card's data sheet. Real programs reach a part of each figure."""
+    """A card's data sheet. Real programs reach only a fraction of each figure."""
 
     tflops: float  # dense bfloat16 (float16 before Ampere), no sparsity
     gb: int = 0  # memory
     tb_s: float = 0.0  # bandwidth of the memory
-    link_gb_s: int = 0  # to the other cards, per direction: NVLink, or PCIe where the card has or needs no NVLink
+    link_gb_s: int = 0  # to the other cards, per direction: NVLink, or PCIe where NVLink is absent or optional
 
 
 def geforce(sms: int, boost_ghz: float, gb: int, gb_s: int, link_gb_s: int) -> Card:
@@ -23,8 +23,8 @@ def geforce(sms: int, boost_ghz: float, gb: int, gb_s: int, link_gb_s: int) -> C
     return Card(round(sms * boost_ghz * 512 / 1000, 1), gb, gb_s / 1000, link_gb_s)
 
 
-# Vendor data sheets. Names as the driver spells them; peak_flops takes the longest that matches. Cards sold with two
-# sizes of memory have one name for each, which --card takes, besides the driver's name, which has no size.
+# From the vendors' data sheets, by the driver's names; peak_flops takes the longest name that matches. A card sold with
+# two sizes of memory has one entry for each size, for --card, and one under the driver's name, which omits the size.
 CARDS = {
     "B300": Card(2250, 288, 8.0, 900), "GB300": Card(2500, 288, 8.0, 900), "B200": Card(2250, 180, 8.0, 900),
     "GB200": Card(2500, 186, 8.0, 900), "H200": Card(989, 141, 4.8, 450), "GH200": Card(989, 96, 4.0, 450),
@@ -63,7 +63,7 @@ BEFORE_AMPERE = ("V100", "V100-PCIE", *TURING)
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense FLOP/s of the card at training precision, or None if it is not in CARDS: MFU is then "unknown".
 
-    A 3090 Ti, a laptop 4090 and a MIG slice of an A100 must not match the card whose name theirs contains.
+    A 3090 Ti, a laptop 4090 or a MIG slice of an A100 must not match the plain card, whose name is part of its own.
     """
     if device.type != "cuda":
         return None

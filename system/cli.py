@@ -19,19 +19,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-OTHER_TRAINERS = "what flags and presets of nanoGPT, llm.c and other trainers are called here: docs/coming-from.md"
+OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
 
 class RetryableError(Exception):
-    """An error that the same command, run again, need not meet again. train.sh and Slurm start again after it. The
+    """An error that may not recur when the same command runs again: train.sh and Slurm restart the run after it. The
     message says what happened and what the next start does differently."""
 
 
-# Here and not in a function, because other modules import what Windows does not have (fcntl, resource).
+# Checked on import, because other modules import fcntl and resource, which Windows does not have.
 if os.name == "nt":
     sys.exit(
         "error: this project runs on Linux and macOS. On Windows, run it in the Windows Subsystem for Linux: "
-        "`wsl --install` in a terminal of an administrator, then the same commands in Ubuntu's terminal"
+        "run `wsl --install` in an administrator's terminal, then the same commands in Ubuntu's terminal"
     )
 
 
@@ -93,7 +93,7 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         leave_report_to_local_rank_0()
         fail(f"error: {e}")
     except SystemExit as e:
-        # tyro has printed what is wrong with a flag. Many who type an unknown one know it from another trainer.
+        # tyro has reported the bad flag. An unknown flag is often one of another trainer.
         if e.code == 2 and env_rank() == 0:
             print(OTHER_TRAINERS, file=sys.stderr, flush=True)
         raise
@@ -105,16 +105,17 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         # `infer.py ... | head`: the reader has exited, which is not a failure of this script.
         if isinstance(e, BrokenPipeError):
             exit_process(141)  # 128 + SIGPIPE
-        # A network volume that fails (system/files.py has tried for a minute) may be there again later, and a log that
-        # cannot be written may have room again, so train.sh restarts after this one.
+        # A failing network volume (system/files.py has retried for a minute) may recover, and a full disk may get room
+        # for the log again, so train.sh restarts the run after this error.
         write_status("system_error", str(e))
         fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
 
 
 def leave_report_to_local_rank_0() -> None:
-    """Wait until the first rank of this machine has reported an error that most ranks have met; torchrun then ends the
-    others. Not until rank 0 has: where it runs on another machine, that machine's torchrun ends with it, and the end of
-    that one ends the torchrun here before anything is said."""
+    """Give the first rank of this machine time to report an error that most ranks raise; torchrun then ends the others.
+
+    Waiting for global rank 0 does not work if it runs on another machine: the torchrun there exits with it, which ends
+    the torchrun here before any rank of this machine has reported the error."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(3)
 
@@ -123,7 +124,7 @@ def write_status(status: str, reason: str = "") -> None:
     """Record how a run ended in the JSON file named by the environment variable TRAIN_STATUS_FILE, if it is set.
 
     `status` is finished, stopped (saved, to be resumed), user_error (the same command would fail again) or system_error
-    (it may pass). Programs that start a run read this file: torchrun exits with 1 for every failure of its ranks.
+    (a restart may succeed). Programs that start a run read this file, because torchrun exits with 1 for every failure.
     """
     path = os.environ.get("TRAIN_STATUS_FILE")
     if not path:

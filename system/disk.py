@@ -1,4 +1,4 @@
-"""How much room a folder has, where a quota may be smaller than what the file system shows.
+"""The free space of a folder, where a quota may be smaller than what the file system reports.
 
     room = free_space(Path("log/gpt2-124m"))
     room.free                   # bytes
@@ -27,12 +27,12 @@ class Space:
 
 
 def free_space(folder: Path, mounts: str = "/proc/mounts") -> Space:
-    """The free space of the file system that an existing `folder` is on. DISK_GB in the environment is the size that
-    was bought: then it is what the files there leave of it. Raises UserError for a DISK_GB that is no number."""
+    """The free space of the file system that an existing `folder` is on: if the environment variable DISK_GB gives the
+    size of the rented volume, at most that size minus its files. Raises UserError if DISK_GB is not a number."""
     free = shutil.disk_usage(folder).free
     mount_point, kind = find_mount(folder, mounts)
 
-    # The size that was bought, less all files of that volume.
+    # The size of the volume that was rented, minus all files on it.
     bought_gb = os.environ.get("DISK_GB", "")
     if bought_gb:
         is_number = bought_gb.replace(".", "", 1).isdecimal()
@@ -63,9 +63,9 @@ def find_mount(folder: Path, mounts: str) -> tuple[Path, str]:
 
 
 def used_bytes(top: Path) -> int:
-    """What all files below `top` take on its file system. Files that cannot be looked at are left out."""
+    """Bytes that all files below `top` take up on its file system. Files that cannot be inspected are left out."""
     used = 0
-    seen = set()  # of files with several names
+    seen_inodes = set()  # a file with several hard links counts once
     device = top.stat().st_dev
     folders = [top]
     while folders:
@@ -75,15 +75,15 @@ def used_bytes(top: Path) -> int:
             continue
         for entry in entries:
             try:
-                facts = entry.stat(follow_symlinks=False)
+                info = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            # Other volumes that are mounted below are not part of it.
-            if facts.st_dev != device or (facts.st_nlink > 1 and facts.st_ino in seen):
+            # Skip other volumes mounted below `top`, and files that were counted under another name.
+            if info.st_dev != device or (info.st_nlink > 1 and info.st_ino in seen_inodes):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
                 continue
-            seen.add(facts.st_ino)
-            used += facts.st_blocks * 512
+            seen_inodes.add(info.st_ino)
+            used += info.st_blocks * 512
     return used

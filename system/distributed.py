@@ -12,7 +12,7 @@ data, who has failed) travels through torchrun's key-value store, which needs no
     roll call      every rank is here                                   a missing rank is named after a minute
     check_equal    settings, versions; then step, data, HellaSwag rows  differences are named, and every rank refuses
     barrier        wait for a download, or for the last checkpoint      for hours, if need be
-    failure        the first rank that fails leaves its message         whoever waits in the store stops, with it
+    failure        the first rank that fails leaves its message         ranks that wait in the store stop, and repeat it
 """
 
 import hashlib
@@ -89,7 +89,7 @@ class Runtime:
 
     def all_reduce_max(self, value: int) -> int:
         """The largest `value` of all ranks. Every rank must call it."""
-        # One rank must not wait for its GPU here: evaluations ask before every batch.
+        # A single rank returns early: .item() would wait for the GPU, and evaluations call this before every batch.
         if self.world_size == 1:
             return value
         return int(self.all_reduce(torch.tensor(value, device=self.device), "max").item())
@@ -100,8 +100,8 @@ class Runtime:
 
     def barrier(self, hours: float) -> None:
         """Wait until every rank is here, for up to `hours`, or until one has failed. Every rank must call it."""
-        # In the store: NCCL would end the run after its own timeout, whatever the ranks are waiting for. And a group of
-        # gloo, which nothing else needs on a GPU, could turn out not to connect when the run has just ended.
+        # Through the store: an NCCL collective would end the run after its own timeout, whatever the ranks are waiting
+        # for, and a gloo group made for barriers alone might fail to connect only when the run has just ended.
         exchange(self, "the barrier", "", hours * 3600)
 
     def gather_texts(self, topic: str, text: str) -> list[str]:
@@ -110,9 +110,9 @@ class Runtime:
         return exchange(self, topic, text, EXCHANGE_TIMEOUT_S)
 
     def check_equal(self, topic: str, facts: dict[str, str], fixes: dict[str, str]) -> None:
-        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs, who
-        has which value, and the fix: that of the fact, or else the one at "". Every rank must call it."""
-        # The hashes say whether there is anything to compare.
+        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs,
+        which ranks have which value, and its fix: fixes[name] or else fixes[""]. Every rank must call it."""
+        # Compare hashes first: the facts themselves are exchanged only if they differ.
         content = json.dumps(facts, sort_keys=True)
         digests = self.gather_texts(topic, hashlib.sha256(content.encode()).hexdigest())
         if len(set(digests)) == 1:
@@ -136,8 +136,8 @@ def session(
     dtype: `auto` takes the one that scores fastest on this device; a training run makes its own choice later.
     deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
-    settings: what all ranks must have been started with, by flag. Ranks that differ in it, in the kind of their device,
-    in the version of torch or in that of the code are refused before they do anything together.
+    settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
+    or their version of torch or the code are refused before their first collective.
     """
     # Both must be set before CUDA starts: cuBLAS needs a fixed workspace, Inductor must not choose kernels by timing.
     if deterministic:
@@ -151,7 +151,8 @@ def session(
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if ":" in device and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         name = device.partition(":")[0]
-        raise UserError(f"--device {device} is one device, which ranks cannot share; use --device {name}, one a rank")
+        problem = f"--device {device} is one device, which ranks cannot share"
+        raise UserError(f"{problem}; use --device {name}, which gives each rank a device of its own")
     dev = machine.choose_device(device, local_rank)
     if dtype == "auto":
         torch_dtype, _ = precision.choose_dtype(dev, precision.SCORING)
@@ -174,7 +175,7 @@ def session(
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
-    # Join the others. From here on an error may only be the echo of another rank's.
+    # Join the other ranks. From here on, an error may be only a consequence of another rank's failure.
     rt = join_group(rt, timedelta(minutes=timeout_minutes), settings or {})
     try:
         check_network(rt)
@@ -185,7 +186,7 @@ def session(
             raise
         # Let the rank at fault report first: torchrun ends all ranks as soon as one exits.
         time.sleep(6)
-        problem = f"rank {rt.rank} lost another rank, whose message says why, or waited {timeout_minutes:g} minutes"
+        problem = f"rank {rt.rank} lost another rank (see its message) or waited {timeout_minutes:g} minutes for one"
         fail(f"{problem}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
     finally:
         leave_group(sys.exception(), rt)
@@ -198,10 +199,10 @@ def is_lost_rank_error(error: Exception) -> bool:
 
 def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Runtime:
     """Join the process group that torchrun's environment describes, and return the Runtime with its store. A roll call
-    names the ranks that do not come; ranks with other `settings` are refused.
+    names the ranks that are missing; ranks with different `settings` are refused.
 
-    `timeout`: how long the group's collectives then wait for a rank. Raises UserError, or SystemExit for what a restart
-    by torchrun may fix."""
+    `timeout`: how long the group's collectives wait for a rank. Raises UserError, or SystemExit for what a restart by
+    torchrun may fix."""
     missing = [v for v in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
     require(not missing, f"WORLD_SIZE={rt.world_size} but {', '.join(missing)} not set; start with torchrun")
 
@@ -210,8 +211,8 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
     # there every restart needs a store of its own, which an environment variable asks for.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_on_one_machine(rt):
         raise UserError(
-            "torchrun would share one store across restarts, where ranks find the addresses of dead ranks; "
-            "run on every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start again"
+            "torchrun would share one store across restarts, in which ranks find the addresses of dead ranks; "
+            "to start again, first run on every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
 
     # gloo ranks meet in seconds or never; NCCL on many machines may need longer.
@@ -224,7 +225,7 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
         roll_call(rt, join_timeout)
         check_start(rt, settings)
 
-        # From here on the ranks need more than the store: each must reach each other.
+        # From here on the ranks need more than the store: they must reach each other.
         hint = network_hint(rt)
         backend = {"backend": "gloo"} if rt.uses_gloo else {"backend": "nccl", "device_id": rt.device}
         dist.init_process_group(timeout=join_timeout, world_size=rt.world_size, rank=rt.rank, store=rt.store, **backend)
@@ -236,9 +237,9 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
 
 
 def network_hint(rt: Runtime) -> str:
-    """What to do if ranks that all have come to the roll call cannot connect to each other."""
-    # gloo listens at the address that the machine's own name stands for. Debian maps it to 127.0.1.1 in /etc/hosts,
-    # where no other machine can reach it.
+    """What to do if all ranks have answered the roll call but cannot connect to each other."""
+    # gloo listens on the address to which the machine's host name resolves. Debian maps that name to 127.0.1.1 in
+    # /etc/hosts, an address that no other machine can reach.
     variable = "GLOO_SOCKET_IFNAME" if rt.uses_gloo else "NCCL_SOCKET_IFNAME"
     name = socket.gethostname()
     try:
@@ -246,15 +247,15 @@ def network_hint(rt: Runtime) -> str:
     except OSError:
         address = ""
     return (
-        f". All ranks have reported, but do not reach each other: the name {name}{address} may stand for an address "
-        f"that other machines cannot reach. Name the network that connects them, as `ip -brief address` lists it, on "
-        f"every machine: export {variable}=eth0"
+        f". All ranks have reported, but they cannot connect to each other: the host name {name}{address} may resolve "
+        f"to an address that other machines cannot reach. Find the network interface that connects the machines with "
+        f"`ip -brief address`, and name it on every machine: export {variable}=eth0"
     )
 
 
 def check_start(rt: Runtime, settings: dict[str, str]) -> None:
-    """Raise UserError on every rank unless all were started alike: before anything that they do together could hang, or
-    average two different models. Every rank must call it."""
+    """Raise UserError on every rank unless all were started alike, before a collective could hang or average two
+    different models. Every rank must call it."""
     facts = {
         "the kind of device": rt.device.type,
         "torch": str(torch.__version__),
@@ -278,8 +279,8 @@ def check_network(rt: Runtime) -> None:
 
 
 def roll_call(rt: Runtime, timeout: timedelta) -> None:
-    """Wait until every rank has called this. Raises LostRank with the names of those that have not, or the error of one
-    that has failed before it came here."""
+    """Wait until every rank has called this. Raises LostRank with the names of the missing ranks, or the error of a
+    rank that failed before it called this."""
     # Each rank leaves its name in the store, then waits for the names of all.
     names = [f"rank {r}" for r in range(rt.world_size)]
     rt.store.set(names[rt.rank], "here")
@@ -287,11 +288,11 @@ def roll_call(rt: Runtime, timeout: timedelta) -> None:
 
 
 def report_early_failure(error: Exception) -> None:
-    """Leave the error of a rank that fails before it joins the others, such as a bad flag, where they wait for it. Does
-    nothing without torchrun, or if the store does not answer."""
+    """Put the error of a rank that fails before it joins the group, such as a bad flag, into the store, where the other
+    ranks look for it. Does nothing without torchrun, or if the store does not answer."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "MASTER_ADDR" not in os.environ:
         return
-    # Not a place for another error: the one to report is what matters.
+    # A failure of the store must not hide the error that is being reported.
     with suppress(Exception):
         rt = Runtime(torch.device("cpu"), torch.float32, env_rank(), world_size=int(os.environ["WORLD_SIZE"]))
         report_failure(replace(rt, store=open_store(rt, timedelta(seconds=FAILURE_GRACE_S))), error)
@@ -311,26 +312,26 @@ def is_on_one_machine(rt: Runtime) -> bool:
 
 # ------------------------------------------------------------------------- through the store
 
-# How long the ranks wait for each other where none should be late: at the comparison of what they found on their disks,
-# for example, after each has read its checkpoint, which from a slow network volume takes minutes.
+# How long the ranks wait for each other in an exchange of texts. Some exchanges come after each rank has read its
+# checkpoint, which takes minutes from a slow network volume.
 EXCHANGE_TIMEOUT_S = 1800
-# How long the rank that may host the store waits, when it fails, until the others have read why.
+# How long a failing rank that may host the store stays, so that the other ranks can read the reason.
 FAILURE_GRACE_S = 5
 FAILURE = "failure"
 
 
 class LostRank(RuntimeError):
-    """Another rank has failed, or has not come."""
+    """Another rank has failed, or has not arrived in time."""
 
 
 def exchange(rt: Runtime, topic: str, text: str, timeout_s: float) -> list[str]:
     """Every rank's `text`, in rank order, through the store. Raises UserError if another rank has failed with one, and
-    LostRank if another rank has failed otherwise or has not come in time. Every rank must call it."""
+    LostRank if another rank has failed otherwise or has not arrived in time. Every rank must call it."""
     if rt.world_size == 1:
         return [text]
     store = rt.store
 
-    # The exchanges are numbered by each rank, so that no key is used twice.
+    # Each rank numbers its exchanges, so that no key is used twice.
     number = store.add(f"exchanges of rank {rt.rank}", 1)
     keys = [f"exchange {number}: {topic}: rank {r}" for r in range(rt.world_size)]
     store.set(keys[rt.rank], text)
@@ -355,7 +356,7 @@ def wait_for_keys(rt: Runtime, keys: list[str], topic: str, timeout_s: float) ->
             raise_failure(rt)
         if time.monotonic() > end:
             absent = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not rt.store.check([key]))
-            raise LostRank(f"{absent:.300} did not come to {topic} for {timeout_s:.0f} seconds")
+            raise LostRank(f"{absent:.300} did not reach {topic} within {timeout_s:.0f} seconds")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
 
@@ -373,14 +374,14 @@ def failures_reported(rt: Runtime) -> Iterator[None]:
 
 
 def report_failure(rt: Runtime, error: Exception) -> None:
-    """Leave this rank's error in the store, unless another rank has done so. The rank that may host the store stays for
-    a few seconds, until every rank knows."""
+    """Leave this rank's error in the store, unless another rank has left one. Rank 0, which may host the store, stays
+    for up to FAILURE_GRACE_S, until every rank knows of the failure."""
     if not rt.store.check([FAILURE]):
         failure = {"rank": rt.rank, "host": socket.gethostname(), "message": str(error)}
         rt.store.set(FAILURE, json.dumps(failure | {"is_user_error": isinstance(error, UserError)}))
     rt.store.set(knows_key(rt.rank), "")
 
-    # In training the others are in a collective, where they cannot look.
+    # The wait has a limit, because in training the other ranks are in a collective and do not look into the store.
     if rt.rank == 0:
         keys = [knows_key(rank) for rank in range(rt.world_size)]
         end = time.monotonic() + FAILURE_GRACE_S

@@ -1,8 +1,8 @@
-"""Files on disks that fail for a moment: complete or absent, written and read again after an error that may pass, and
-folders that one process at a time may write to.
+"""Files on disks that fail for a moment: reads and writes are retried after transient errors, a written file is
+complete or absent, and a locked folder is written to by one process at a time.
 
-    data = retry_io(path.read_bytes, path)                    # EIO, ESTALE, ...: again for about a minute
-    write_file(path, lambda f: f.write(data))                 # complete or absent, and also again
+    data = retry_io(path.read_bytes, path)                    # retried for about a minute after EIO, ESTALE, ...
+    write_file(path, lambda f: f.write(data))                 # complete or absent; retried, too
     log = AppendFile(path); log.append(b"a line\\n"); log.sync()
     with lock_folder(out): ...
 
@@ -30,7 +30,7 @@ from system.cli import UserError, printable, require
 
 T = TypeVar("T")
 
-# What network volumes and failing disks answer, and may stop answering.
+# Errors of network volumes and failing disks that may go away.
 TRANSIENT_ERRORS = (
     "EIO ESTALE ETIMEDOUT EREMOTEIO ENOTCONN ECONNRESET ECONNABORTED ECONNREFUSED ESHUTDOWN EHOSTDOWN EHOSTUNREACH "
     "ENETDOWN ENETUNREACH ENETRESET ENOLINK ECOMM EPROTO EBUSY"
@@ -42,14 +42,14 @@ RETRY_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between tries, a minute in all
 # daemon, some FUSE file systems.
 NO_FLOCK_ERRNOS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 LOCK_WAIT_HOURS = 24  # as long as the ranks of a run wait for the one that downloads its data
-MAX_LOCK_PAUSE = 15  # seconds between two looks at a lock that is waited for
+MAX_LOCK_PAUSE = 15  # seconds between two attempts to get a lock
 
 
 # ------------------------------------------------------------------------- errors of the file system
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether this is an error of a disk or network volume that may be gone in a moment."""
+    """Whether this is a transient error: one of a disk or network volume that may be gone in a moment."""
     return isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
 
 
@@ -67,10 +67,10 @@ def retry_io(action: Callable[[], T], path: str | Path) -> T:
             reason = e.strerror or str(e)
             waited = time.monotonic() - start_time
             if pause is None:
-                message = f"{reason}, at {len(RETRY_PAUSES) + 1} tries in {waited:.0f} seconds"
+                message = f"{reason}, in {len(RETRY_PAUSES) + 1} tries over {waited:.0f} seconds"
                 raise OSError(e.errno, message, str(path)) from None
 
-            # Say it once. stderr may be on the same volume: then it is not said.
+            # Warn once. If stderr is on the same volume, `tell` drops the warning.
             if pause == RETRY_PAUSES[0]:
                 tell(f"warning: {path}: {reason}; trying again for {sum(RETRY_PAUSES)} seconds")
             time.sleep(pause)
@@ -82,14 +82,14 @@ def retry_io(action: Callable[[], T], path: str | Path) -> T:
 
 
 def tell(message: str) -> None:
-    """Print a message to stderr if that is possible: no warning is worth a run."""
+    """Print a message to stderr, if that is possible: a failure to print must not end the run."""
     with suppress(OSError):
         print(printable(message), file=sys.stderr, flush=True)
 
 
 def explain_write_error(error: OSError, path: str | Path, needed: int | None = None) -> str:
-    """What a write to `path` has failed of, for a message. For a disk or a quota that is full it says how much room is
-    needed (`needed` bytes, if that is known) and how much there is."""
+    """Why a write to `path` has failed, for a message. If a disk or quota is full, that includes how many bytes are
+    `needed`, if that is known, and how many are free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
@@ -102,7 +102,7 @@ def explain_write_error(error: OSError, path: str | Path, needed: int | None = N
     with suppress(OSError):
         free = format_bytes(shutil.disk_usage(folder).free)
         # A quota is not part of what the file system reports.
-        quota = ", which does not tell what the quota leaves" if error.errno == errno.EDQUOT else ""
+        quota = " on the file system, not counting the quota" if error.errno == errno.EDQUOT else ""
         room = ", ".join(filter(None, [room, f"{free} free{quota}"]))
     return f"{reason} ({room})" if room else reason
 
@@ -142,7 +142,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to storage."""
+    """Flush the names in a folder to storage."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,8 +155,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """atomic_write of what `write(f)` writes, from its first byte again after an error that may pass: once a sync has
-    failed, what was written before it may be lost."""
+    """Write a file with atomic_write, by calling `write(f)`. After a transient error the file is written again from its
+    first byte, because what was written before a failed sync may be lost."""
 
     def write_once() -> None:
         with atomic_write(path) as f:
@@ -166,10 +166,10 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 class AppendFile:
-    """A file that grows at its end and has every byte once, also if the volume under it fails for a moment.
+    """An append-only file that has every byte exactly once, even if its volume fails for a moment.
 
-    Each append is one unbuffered write. After an error that may pass, the file is opened anew, cut to what the last
-    sync has brought to storage, and gets all that was appended since then a second time.
+    Each append is one unbuffered write. After a transient error, the file is reopened and truncated to its length at
+    the last sync, and everything that was appended since then is written again.
     """
 
     def __init__(self, path: Path):
@@ -184,8 +184,8 @@ class AppendFile:
         self._retry(lambda: self._write(data))
 
     def sync(self) -> None:
-        """Bring everything to storage. The file is closed and opened again, because a bucket mounted as a folder holds
-        a file back until it is closed."""
+        """Flush everything to storage. The file is closed and reopened, because a bucket mounted as a folder uploads a
+        file only when it is closed."""
 
         def sync_once() -> None:
             os.fsync(self.file.fileno())
@@ -200,12 +200,12 @@ class AppendFile:
         self.file.close()
 
     def _write(self, data: bytes) -> None:
-        # A disk that is nearly full takes a part.
+        # A disk that is nearly full accepts only a part of the data.
         if self.file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _retry(self, action: Callable[[], None]) -> None:
-        """Do `action`; if the volume fails in it, write again what may be lost, then (for a sync) sync."""
+        """Do `action`. After a transient error, instead write again and sync everything since the last sync."""
         is_first_try = True
 
         def try_once() -> None:
@@ -213,7 +213,7 @@ class AppendFile:
             if is_first_try:
                 is_first_try = False
                 return action()
-            with suppress(OSError):  # it may report the error of an earlier write once more
+            with suppress(OSError):  # close may report the error of an earlier write once more
                 self.file.close()
             self.file = open(self.path, "ab", buffering=0)
             if os.fstat(self.file.fileno()).st_size > self.synced_bytes:
@@ -233,11 +233,11 @@ class LockHolder:
     """The process that holds a lock, as it is written into the lock file for others to read."""
 
     host: str
-    boot: str  # of the host, and of a container on it: within one of them, a process has one number
+    boot: str  # boot_id(): which boot of the host and which container, in both of which a pid means one process
     pid: int
-    started: str  # when the process started, in ticks since the boot: numbers of processes are used again
+    started: str  # when the process started, in ticks since the boot, because pids are reused
     since: str
-    job: str = ""  # Slurm's
+    job: str = ""  # id of the Slurm job
     job_restarts: int = 0
 
     @classmethod
@@ -257,7 +257,7 @@ class LockHolder:
         return f"process {self.pid}{job} on {self.host}, since {self.since}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process still runs; None if nothing here can tell."""
+        """Whether the process still runs; None if that cannot be found out from here."""
         me = self.of_this_process()
 
         # The same host and boot: look at the process itself. The same host after a reboot: it is gone.
@@ -271,14 +271,14 @@ class LockHolder:
         if self.job and self.job == me.job and self.job_restarts < me.job_restarts:
             return False
 
-        # Another job: Slurm knows.
+        # Another job: ask Slurm.
         if self.job and self.job != me.job:
             return is_slurm_job_running(self.job)
         return None
 
 
 def boot_id() -> str:
-    """A name for this boot of this machine and, in a container, for its own numbering of processes; "" if unknown."""
+    """An id of this machine's current boot and of the PID namespace (a container has its own); "" if unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -307,12 +307,12 @@ def is_slurm_job_running(job: str) -> bool | None:
         return False
     if done.returncode != 0:
         return None
-    # It lists a job only if it waits, runs or is ending. One that waits, such as after a requeue, has no processes.
+    # squeue lists jobs that are waiting, running or ending. A waiting job, such as a requeued one, has no processes.
     return done.stdout.strip() not in ("", "PENDING")
 
 
 def read_holder(path: Path) -> LockHolder | None:
-    """Who a lock file says holds it; None if it does not say."""
+    """The holder that a lock file names; None if it names none."""
     try:
         return LockHolder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -320,16 +320,16 @@ def read_holder(path: Path) -> LockHolder | None:
 
 
 def write_holder(descriptor: int) -> None:
-    """Replace the content of a lock file by who this process is."""
+    """Name this process as the holder in a lock file."""
     content = json.dumps(asdict(LockHolder.of_this_process())).encode() + b"\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
 
 
 class FolderLock:
-    """A lock on a folder, taken with flock on the file `.lock` in it. Where the file system has no flock, it is the
-    existence of a second file, `.lock.held`, which a killed process leaves behind; the next one takes it over once the
-    process that it names is known to be gone."""
+    """A lock on a folder, taken with flock on the file `.lock` in it. Where the file system has no flock, the lock is
+    the existence of a second file, `.lock.held`. A killed process leaves this file behind; the next process takes it
+    over once the process that the file names is known to have ended."""
 
     def __init__(self, folder: Path):
         self.path = folder / ".lock"
@@ -351,7 +351,7 @@ class FolderLock:
             file.close()
             return False
 
-        # Who holds it is only for messages: a full disk is no reason not to lock.
+        # On a full disk the holder cannot be recorded, but the lock holds all the same.
         self.file = file
         with suppress(OSError):
             write_holder(file.fileno())
@@ -366,16 +366,17 @@ class FolderLock:
                 return False
             raise
 
-        # Whoever removed the folder has left this file without a name.
+        # If the folder was removed meanwhile, the open file has no name any more, and its lock keeps nobody out.
         if os.fstat(file.fileno()).st_nlink == 0:
             return False
-        # Where flock is local to each node (Lustre with -o localflock) two nodes get it: then Slurm knows the holder.
+        # Where flock is local to each node (Lustre with -o localflock), two nodes can get it. Then ask Slurm whether
+        # the holder that the file names still runs.
         holder = read_holder(self.path)
         is_elsewhere = holder is not None and holder.host != socket.gethostname()
         return not (is_elsewhere and holder.is_alive())
 
     def describe_holder(self) -> str:
-        """Who holds the lock, since when and, if nothing here can tell whether it still runs, what to do."""
+        """Who holds the lock and since when; without flock, also what to do if that process no longer runs."""
         holder = read_holder(self.marker) or read_holder(self.path)
         text = f" ({holder})" if holder else ""
         if self.marker.exists():
@@ -384,7 +385,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Give the lock back."""
-        # A lock file that cannot be emptied names a process that no longer runs, which does no harm.
+        # A lock file that cannot be emptied still names this process, which does no harm once the process has ended.
         with suppress(OSError):
             if self.has_marker:
                 self.marker.unlink(missing_ok=True)
@@ -397,7 +398,7 @@ class FolderLock:
         self.has_marker = False
 
     def _take_marker(self) -> bool:
-        """Create the marker file if there is none, or only one of a process that is gone."""
+        """Create the marker file if there is none, or only that of a process that has ended."""
         content = None
         with suppress(FileNotFoundError):
             content = self.marker.read_bytes()
@@ -405,7 +406,8 @@ class FolderLock:
             holder = read_holder(self.marker)
             if holder is None or holder.is_alive() is not False:
                 return False
-            # Another process may have taken it over since it was read: then this is that one's, and goes back.
+            # If another process has replaced the marker since it was read, the renamed file belongs to that process:
+            # give it its name back.
             aside = self.marker.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
             try:
                 os.rename(self.marker, aside)
@@ -415,7 +417,7 @@ class FolderLock:
                 os.rename(aside, self.marker)
                 return False
             aside.unlink()
-            tell(f"{self.path.parent} was locked by {holder}, which no longer runs: taking it over")
+            tell(f"{self.path.parent} was locked by {holder}, which no longer runs: taking over its lock")
 
         # One process can create a file with O_EXCL, on NFS and Lustre as well.
         try:
@@ -425,7 +427,7 @@ class FolderLock:
         try:
             write_holder(descriptor)
         except OSError:
-            # Without its content, nobody could take it over.
+            # Nobody could ever take over a marker that does not name its process.
             self.marker.unlink(missing_ok=True)
             raise
         finally:
@@ -452,7 +454,7 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
         is_locked = retry_io(try_acquire, folder)
         if not is_locked:
             in_use = f"{folder} is in use by another process{lock.describe_holder()}"
-            # For a download that is worth waiting for; a second run in one folder is a mistake.
+            # A download can wait for another one into the same folder; a second run in one folder is a mistake.
             require(wait, f"{in_use}; wait for it or choose another folder")
             print(f"{in_use}: waiting for it, at most {LOCK_WAIT_HOURS} hours", flush=True)
             wait_for_lock(try_acquire, folder, lock)
@@ -465,7 +467,8 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # A mistyped --out-dir should not leave an empty folder. A process that waits here would lose its lock file.
+        # A mistyped --out-dir should not leave an empty folder. With `wait`, another process may be waiting for this
+        # folder's lock file, so the file stays.
         with suppress(OSError):
             own_files = {".lock", ".lock.held"}
             if is_new and not wait and {p.name for p in folder.iterdir()} <= own_files:
@@ -483,6 +486,7 @@ def wait_for_lock(try_acquire: Callable[[], bool], folder: Path, lock: FolderLoc
     pause = 0.1
     while not retry_io(try_acquire, folder):
         problem = f"{folder} is still in use by another process{lock.describe_holder()}"
-        require(time.monotonic() < end_time, f"{problem}; {LOCK_WAIT_HOURS} hours are over")
+        fix = f"{LOCK_WAIT_HOURS} hours are over: end that process, or choose another folder"
+        require(time.monotonic() < end_time, f"{problem}; {fix}")
         time.sleep(pause)
         pause = min(2 * pause, MAX_LOCK_PAUSE)

@@ -22,7 +22,7 @@ import torch
 
 from system.cli import UserError, env_rank, require
 
-# A torch for drivers of any CUDA 12, put over one built for CUDA 13 (see the Makefile).
+# Replaces a torch built for CUDA 13 by one that runs with the driver of any CUDA 12 (see the Makefile).
 OLDER_DRIVER_COMMAND = "make install TORCH_BUILD=cu126"
 
 # ------------------------------------------------------------------------- device
@@ -47,8 +47,8 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """The device of that name; `auto` tries cuda, then mps, then cpu. Raises UserError if the device is not available,
     or if a GPU is present but unusable.
 
-    mps counts from torch 2.14 on: before, M1 and M2 get a gradient wrong that sums over more than 32,768 tokens or
-    vocabulary entries, such as that of GPT-2's head (pytorch#177116).
+    mps is used from torch 2.14 on. Before that, M1 and M2 compute wrong gradients where these sum over more than 32,768
+    tokens or vocabulary entries, as that of GPT-2's head does (pytorch#177116).
     """
     # The usable kinds, the fastest first.
     usable = ["cpu"]
@@ -57,7 +57,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if torch.cuda.is_available():
         usable.insert(0, "cuda")
 
-    # A GPU that torch cannot use would otherwise mean hours of training on the CPU without a word.
+    # Without this error, a GPU that torch cannot use would mean hours of training on the CPU without a warning.
     if name in ("auto", "cuda") and (reason := unusable_gpu_reason()):
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({reason}); `nvidia-smi` shows the newest "
@@ -163,7 +163,7 @@ def missing_compiler(device: torch.device) -> str:
 
 def git(*args: str) -> str:
     """The output of git in the project's folder; an empty string if the folder is no clone."""
-    # No clone, no git, no answer within ten seconds: then the commit is not known.
+    # Errors are not reported: not a clone, git is not installed, or it does not answer within ten seconds.
     command = ["git", "-C", os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *args]
     with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -172,8 +172,8 @@ def git(*args: str) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """A short hash of the project's Python files: equal on two machines that run the same code, be it a clone, a copy
-    without git, or other than its commit."""
+    """A short hash of the project's Python files: equal on two machines that run the same code, whether it is a clone,
+    a copy without git, or has uncommitted changes."""
     # What a run imports: the scripts and the packages, by their paths inside the project.
     root = Path(__file__).parent.parent
     sources = [path for folder in (".", "system", "tokens", "training") for path in (root / folder).glob("*.py")]

@@ -40,7 +40,7 @@ SCORING = Workload(rows=512, width=768, columns=3072)  # HellaSwag: many rows at
 
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
-    # Only Linux says so in a file; elsewhere float32 is taken.
+    # Only Linux lists the CPU's features in a file; elsewhere float32 is used.
     try:
         with open("/proc/cpuinfo") as f:
             flags = f.read()
@@ -94,7 +94,7 @@ def choose_dtype(
     available: what may be chosen, the preferred first; default: what the device supports. agree: turns a measured
     speedup into the one to go by, such as the smallest of all ranks.
     """
-    # A GPU multiplies fastest in the first that it has.
+    # A GPU multiplies fastest in the first precision that it supports.
     own = supported_dtypes(device)
     available = own if available is None else available
     if device.type == "cuda":
@@ -104,9 +104,9 @@ def choose_dtype(
 
     # A CPU has a choice only if it has bfloat16 in hardware.
     if torch.bfloat16 not in available:
-        return torch.float32, "as no faster precision is in this hardware"
+        return torch.float32, "as this hardware has no faster precision"
 
-    # Then it is measured.
+    # Measure whether bfloat16 is enough faster.
     rows, width, columns, min_speedup, make_multiply = workload
     speedup = agree(bfloat16_speedup(rows, width, columns, make_multiply))
     dtype = torch.bfloat16 if speedup >= min_speedup else torch.float32

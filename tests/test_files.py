@@ -173,7 +173,7 @@ def test_a_full_disk_or_quota_says_how_much_room_is_needed(plant, pauses, tmp_pa
             writer.wait()
 
     assert pauses == []
-    assert ("does not tell what the quota leaves" in str(error.value)) == (code == errno.EDQUOT)
+    assert ("not counting the quota" in str(error.value)) == (code == errno.EDQUOT)
 
 
 def test_room_is_that_of_the_nearest_folder_and_other_errors_are_left_as_they_are(tmp_path):
@@ -264,7 +264,7 @@ def test_without_flock_the_lock_of_a_killed_process_is_taken_over(no_flock, tmp_
         hold(tmp_path / "run", **changes)
         with lock_folder(tmp_path / "run"):
             pass
-        assert "no longer runs: taking it over" in capsys.readouterr().err
+        assert "no longer runs: taking over its lock" in capsys.readouterr().err
 
     # One that runs keeps it.
     hold(tmp_path / "run", pid=parent, started=files.process_start(parent))

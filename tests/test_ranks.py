@@ -254,7 +254,7 @@ def test_a_missing_rank_is_named(start_script):
 
     assert rank.exit_code == 1
     assert "rank 0 could not join the 2 ranks" in rank.output
-    assert "rank 1 did not come to the start for 2 seconds" in rank.output
+    assert "rank 1 did not reach the start within 2 seconds" in rank.output
     assert "Traceback" not in rank.output
 
 
@@ -289,7 +289,7 @@ def test_ranks_that_meet_but_cannot_connect_are_told_which_variable_to_set(run_r
     output = run_ranks(2, join_the_group, prepare=refuse_to_connect, fails=True)
 
     assert "rank 0 could not join the 2 ranks" in output
-    assert "All ranks have reported, but do not reach each other" in output
+    assert "All ranks have reported, but they cannot connect to each other" in output
     assert "on every machine: export GLOO_SOCKET_IFNAME=eth0" in output
 
 
@@ -356,7 +356,7 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named():
     present, _ = run_in_threads(lambda rt: rt.barrier(hours=0.1 / 3600), lambda rt: None)
 
     assert distributed.is_lost_rank_error(present)
-    assert "rank 1 did not come to the barrier" in str(present)
+    assert "rank 1 did not reach the barrier" in str(present)
 
 
 def lose_the_checkpoint_of_rank_1() -> None:
@@ -390,7 +390,7 @@ def test_what_fails_on_one_rank_before_training_ends_all_at_once(tiny_args, tmp_
 def test_one_device_for_several_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
-    with pytest.raises(UserError, match=r"--device cuda:1 is one device.*use --device cuda, one a rank"):
+    with pytest.raises(UserError, match=r"--device cuda:1 is one device.*use --device cuda, which gives each rank"):
         with distributed.session("cuda:1"):
             pass
 
