@@ -27,8 +27,8 @@ hellaswag_data sample_every sample_prompt save_every keep resume allow_drift ini
 deterministic compile recompute zero_stage tracker time_limit skip_bad_steps gpu_hour_usd dry_run card eval_only
 """.split())  # fmt: skip
 
-# Settings in which the machines of one run may differ: paths, what only rank 0 uses, and what the ranks vote on. All
-# others must be equal on all ranks. Of the paths, what they lead to is compared (training/resume.py).
+# Settings that may differ between the machines of one run: paths, settings that only rank 0 uses, and settings that the
+# ranks vote on. All others must be equal on all ranks. training/resume.py compares the files that the paths name.
 MAY_DIFFER = frozenset("""
 data_dir out_dir hellaswag_data init_from resume device sample_prompt tracker time_limit gpu_hour_usd
 """.split())  # fmt: skip
@@ -51,14 +51,14 @@ class TrainConfig:
 
     # Data and length of the run.
 
-    data_dir: str = "data/fineweb-edu"  # may move: resume compares the shards' fingerprint
+    data_dir: str = "data/fineweb-edu"  # may change on resume, which compares the shards' fingerprint
     """Folder of token shards, or hf://OWNER/NAME to pull them first."""
     out_dir: str = ""
     """Run folder; default log/PRESET."""
     seed: int = 1337
     """Seeds the weights and the order of the data."""
     shuffle: bool = True
-    """Shuffle the shards, and the sequences of each shard or group of small ones; off: front to back."""
+    """Shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order."""
     epochs: int = 1
     """Passes over the data; overrides the preset's max-steps."""
     steps_per_epoch: int = 0
@@ -88,25 +88,29 @@ class TrainConfig:
     cooldown: float = 0.2
     """Fraction of max-steps over which the trapezoid decays; others do not use it."""
     weight_decay: float = 0.1
-    """Of the matrices and embeddings that AdamW updates."""
+    """Weight decay of the matrices and embeddings that AdamW updates."""
     vector_weight_decay: float = 0.0
-    """Of biases and gains."""
+    """Weight decay of biases and gains."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the blocks' matrices and AdamW for all else."""
     beta1: float = 0.9
+    """AdamW's decay rate for the average of the gradients."""
     beta2: float = 0.95
+    """AdamW's decay rate for the average of the squared gradients."""
     adam_eps: float = 1e-8
+    """Added to the denominator of AdamW's update."""
     muon_lr: float = 0.02
     """Peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest."""
     muon_weight_decay: float = 0.0
-    """Of the blocks' matrices with --optimizer muon."""
+    """Weight decay of the blocks' matrices with --optimizer muon."""
     muon_momentum: float = 0.95
+    """Muon's decay rate for the average of the gradients."""
     newton_schulz: Literal["fast", "exact"] = "fast"
     """Muon's iterations. fast: 5, approximate; exact: 12, converged."""
     embed_lr_scale: float = 1.0
-    """Multiplies max-lr for the embeddings; untied ones want high rates."""
+    """Multiplies max-lr for the embeddings; untied ones need high rates."""
     vector_lr_scale: float = 1.0
     """Multiplies max-lr for biases and gains."""
 
@@ -115,7 +119,7 @@ class TrainConfig:
     val_every: int = 250
     """Steps between measurements of the validation loss."""
     val_tokens: int = 10_485_760
-    """Validation tokens: the first of the val split, whatever the ranks."""
+    """Tokens to validate on, from the start of the val split."""
     hellaswag_every: int = 250
     """Steps between HellaSwag scores."""
     hellaswag_data: str = ""
@@ -143,7 +147,7 @@ class TrainConfig:
     device: str = "auto"
     """auto, cuda, cuda:1, mps or cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the matrix products; auto: the fastest of all ranks."""
+    """Precision of the matrix products; auto: the fastest that all ranks have."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 applies to the model's weights and gradients, including gradient accumulation; the optimizer keeps
     float32 master weights, which checkpoints store."""
@@ -152,7 +156,7 @@ class TrainConfig:
     compile: bool = True
     """torch.compile; off: starts at once, but trains slower."""
     recompute: bool = False
-    """Recompute blocks when going backward: less memory, up to 1/3 slower."""
+    """Recompute blocks in the backward pass: less memory, up to 1/3 slower."""
     zero_stage: Literal[0, 1] = 0
     """1 shards the optimizer state across ranks (ZeRO-1)."""
 
@@ -161,7 +165,7 @@ class TrainConfig:
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Also send curves to: none, tensorboard, or wandb (pip install wandb)."""
     time_limit: str = ""
-    """Stop cleanly and save after this long, e.g. 3h50m; 0 is no limit."""
+    """Save and stop after this long, e.g. 3h50m; 0: no limit."""
     skip_bad_steps: int = 0
     """Non-finite steps to skip before stopping, counted from each start."""
     gpu_hour_usd: float = 0.0
@@ -169,7 +173,7 @@ class TrainConfig:
     dry_run: bool = False
     """Print the plan with measured speed, memory, time and cost; then exit."""
     card: str = ""
-    """With --dry-run: predict it for other cards, e.g. 8xH100, A100-40GB or 2080Ti+3090."""
+    """With --dry-run: predict the run on other cards, e.g. 8xH100, A100-40GB or 2080Ti+3090."""
     eval_only: bool = False
     """Print val loss and HellaSwag of the weights of --init-from, then exit."""
     overfit_single_batch: bool = False
@@ -190,7 +194,7 @@ class TrainConfig:
             ("cooldown", 0 <= self.cooldown <= 1, "must be a fraction of the steps, between 0 and 1"),
             ("min_lr", self.max_lr >= self.min_lr >= 0, f"must lie between 0 and --max-lr {self.max_lr}"),
             ("epochs", self.epochs >= 1, "must be at least 1"),
-            ("card", self.dry_run or not self.card, "is not here to train on: add --dry-run to predict what it costs"),
+            ("card", self.dry_run or not self.card, "only predicts a run, it does not train: add --dry-run"),
             ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
         ]  # fmt: skip
         not_negative = """

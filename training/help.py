@@ -1,9 +1,9 @@
 """The help of train_gpt2.py: -h prints the flags that most runs use on one screen, --help prints all of them.
 
-    print(help_text(PRESETS["quickstart"], everything=False))
+    print(help_text(PRESETS["quickstart"], everything=False, presets=list(PRESETS)))
 
-Called by training/presets.py. tyro parses the flags; its own help would be one list of 70 flags, so the groups are
-here. The text of a flag is the docstring of its field in training/config.py, or the comment beside it in model.py.
+Called by training/presets.py. tyro parses the flags, but its own help is one long list; the groups are defined here.
+The text of a flag is the docstring of its field in training/config.py, or the comment beside the field in model.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from model import GPTConfig
 from system.cli import OTHER_TRAINERS
 from training.config import TrainConfig
 
-# Every flag of TrainConfig by group, the common ones before the bar. Fields of the network follow --model.
+# Every flag of TrainConfig by group, the common ones before the `|`. Flags of the network begin with --model.
 GROUPS = {
     "data and length": "data_dir epochs max_steps | steps_per_epoch seed shuffle",
     "batch": "total_batch_size micro_batch_size sequence_length | overfit_single_batch",
@@ -36,7 +36,7 @@ GROUPS = {
         model.positions model.norm model.activation model.qk_norm model.attention_scale model.zero_init_projections
         model.head_bias model.softcap""",
 }
-COLUMN = 30  # where the texts begin
+COLUMN = 30  # of the terminal, where the texts begin
 
 
 def help_text(defaults: TrainConfig, everything: bool, presets: list[str]) -> str:
@@ -46,7 +46,7 @@ def help_text(defaults: TrainConfig, everything: bool, presets: list[str]) -> st
     lines += textwrap.wrap(f"presets: {', '.join(presets)} (the first is the default)", width)
     lines += [f"flags, with their values in {defaults.preset}:"]
 
-    # A group: a heading and its flags.
+    # Each group has a heading and its flags.
     help_by_name = field_help(TrainConfig) | {f"model.{name}": text for name, text in field_help(GPTConfig).items()}
     for title, names in GROUPS.items():
         common, _, others = names.partition("|")
@@ -54,7 +54,7 @@ def help_text(defaults: TrainConfig, everything: bool, presets: list[str]) -> st
         for name in (common + others if everything else common).split():
             lines += describe_flag(name, defaults, help_by_name[name], everything, width)
 
-    # Where the rest is.
+    # Say where the other flags and the other programs are.
     lines.append("")
     if not everything:
         lines.append(f"all flags: python train_gpt2.py {defaults.preset} --help")
@@ -72,7 +72,7 @@ def describe_flag(name: str, defaults: TrainConfig, text: str, everything: bool,
     value = getattr(owner, field)
     hint = get_type_hints(type(owner))[field]
 
-    # A switch has no value. Of the common ones, the form that changes something is shown.
+    # A switch takes no value. --help shows both forms; -h shows the form that changes the default.
     flag = flag_name(name)
     if hint is bool and everything:
         flag = f"{flag}, {flag_name(name, off=True)}"
@@ -104,7 +104,7 @@ def flag_name(name: str, off: bool = False) -> str:
 
 @cache
 def switches() -> dict[str, tuple[str, str]]:
-    """{flag: (the form that turns it on, the form that turns it off)} of every form of every switch."""
+    """{flag: (the form that turns it on, the form that turns it off)} for both forms of every switch."""
     names = [name for name, hint in get_type_hints(TrainConfig).items() if hint is bool]
     names += [f"model.{name}" for name, hint in get_type_hints(GPTConfig).items() if hint is bool]
     forms = [(flag_name(name), flag_name(name, off=True)) for name in names]

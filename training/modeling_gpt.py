@@ -1,6 +1,7 @@
-"""The class by which transformers runs a network that it has no class for. An export (python hub.py export) gets a copy
-of this file and of model.py, which computes the network; nothing of the project imports this file.
+"""The class with which transformers runs a network that it has no class for. `python hub.py export` copies this file
+into the export, with model.py, which computes the network. No module of the project imports this file.
 
+    tokenizer = AutoTokenizer.from_pretrained("my-export", trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained("my-export", trust_remote_code=True)
     model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=20)
 """
@@ -16,7 +17,8 @@ from .model import GPT, GPTConfig, has_rope, rope_table
 
 
 class GPTHubConfig(PreTrainedConfig):
-    """config.json. `network` has the fields of model.py's GPTConfig; the standard names are read from it."""
+    """The contents of config.json. `network` has the fields of GPTConfig (model.py). transformers reads some of them by
+    names of its own: the properties below."""
 
     model_type = "gpt-with-code"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -32,13 +34,13 @@ class GPTHubConfig(PreTrainedConfig):
     max_position_embeddings = property(lambda self: self.network["block_size"])
 
 
-class CacheOfTransformers:
-    """A cache of transformers, with the interface of model.py's KVCache."""
+class CacheAdapter:
+    """A cache of transformers behind the interface of KVCache (model.py)."""
 
     def __init__(self, cache, weight: torch.Tensor):
         self.cache = cache
         self.length = cache.get_seq_length()  # positions of the earlier calls
-        self.k = self.v = weight  # for their precision, which the keys and values take
+        self.k = self.v = weight  # only for its precision, to which Attention converts keys and values
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
@@ -58,15 +60,15 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.network = GPT(GPTConfig.from_dict(config.network))
 
-        # transformers empties the buffers that are in no file when it loads a model. RoPE's table becomes a plain
-        # attribute, which it leaves alone, and which forward moves to where the ids are.
+        # When transformers loads a model, it discards the contents of buffers that are not in the file. So RoPE's table
+        # becomes a plain attribute, which transformers does not touch. forward moves it to the device of the ids.
         if has_rope(self.network.config):
             del self.network.cos_sin
             self.network.cos_sin = rope_table(self.network.config)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Nothing: GPT draws its own weights when it is built."""
+        """Does nothing: GPT initializes its own weights."""
 
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.network.transformer.wte
@@ -86,8 +88,9 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """input_ids (B, T) -> logits (B, T, V), or (B, logits_to_keep, V) of the last positions.
 
-        attention_mask (B, S): 0 where the text is padded, S being T and the positions in the cache. labels (B, T):
-        the ids themselves, -100 where no loss is wanted; the loss is that of predicting each from those before it.
+        attention_mask (B, S), where S is T plus the positions in the cache: 0 at padding, otherwise 1. labels (B, T):
+        the ids themselves, or -100 where no loss is wanted. The loss is the mean cross-entropy of predicting each label
+        from the ids before it.
         """
         T = input_ids.shape[1]
         if use_cache is None:
@@ -96,7 +99,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache(config=self.config)
         cache = None
         if past_key_values is not None:
-            cache = CacheOfTransformers(past_key_values, self.network.transformer.wte.weight)
+            cache = CacheAdapter(past_key_values, self.network.transformer.wte.weight)
 
         # A padded batch: each row counts its positions from its first token, and attends to no padding.
         positions = mask = None
@@ -105,8 +108,8 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
             S = start + T
             is_text = attention_mask[:, :S].bool()  # (B, S)
             positions = (is_text.cumsum(-1) - 1).clamp(min=0)[:, start:]  # (B, S) -> (B, T)
-            # Query i, which is position start + i, sees the text up to itself. Padding sees itself, so that no softmax
-            # is over nothing.
+            # Query i, at position start + i, attends to the text up to itself. Padding attends to itself, so that every
+            # query has a key.
             causal = torch.ones(T, S, dtype=torch.bool, device=input_ids.device).tril(start)  # (T, S)
             itself = torch.eye(S, dtype=torch.bool, device=input_ids.device)[start:]  # (T, S)
             mask = (causal & is_text[:, None, :] | itself)[:, None]  # (B, 1, T, S)

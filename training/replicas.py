@@ -1,6 +1,6 @@
-"""Whether every rank of a run still has the same weights: DDP averages gradients, but never looks at the weights again.
+"""Check that all ranks of a run still have the same weights: DDP averages gradients, but never compares the weights.
 
-    replicas.check_cards(cfg, rt)                  # before training: Muon on unlike cards needs ZeRO-1
+    replicas.check_cards(cfg, rt)                  # before training: Muon on different cards needs ZeRO-1
     message = replicas.find_difference(rt, train_step.weights.named)      # at every save; "" if there is none
 
 Called by train_gpt2.py. Each rank updates its own copy of the weights from the same gradients. The copies stay equal
@@ -24,7 +24,7 @@ from system.distributed import Runtime, describe_ranks
 from training.checkpoint import CheckpointWriter, model_path
 from training.config import TrainConfig
 
-# Numbers that are added at a time: torch converts them to int64 first, which takes 8 bytes each beside the weights.
+# How many numbers are summed at a time: torch first converts them to int64, which takes memory beside the weights.
 CHUNK_NUMEL = 2**22
 
 # The folder inside the run's that gets rank 0's state when the ranks differ.
@@ -42,8 +42,8 @@ def weight_sums(named: dict[str, nn.Parameter]) -> Tensor:
 
 
 def find_difference(rt: Runtime, named: dict[str, nn.Parameter]) -> str:
-    """Which ranks have other float32 weights than most, and in which parameters; "" if all are equal. One collective of
-    8 bytes a parameter and rank. Every rank must call it; all get the same answer."""
+    """Say which ranks have other float32 weights than the majority, and in which parameters; "" if all ranks have the
+    same. One collective transfers 8 bytes per parameter and rank. Every rank must call it; all get the same answer."""
     if rt.world_size == 1:
         return ""
     sums_by_rank = torch.stack(rt.all_gather(weight_sums(named))).tolist()  # (ranks, parameters)
@@ -51,14 +51,14 @@ def find_difference(rt: Runtime, named: dict[str, nn.Parameter]) -> str:
     if len(set(copies)) == 1:
         return ""
 
-    # What most ranks have is taken to be right; among equally many, what rank 0 has.
+    # The weights of the majority count as correct; in a tie, rank 0's.
     most_common = Counter(copies).most_common(1)[0][0]
     if copies.count(copies[0]) == copies.count(most_common):
         most_common = copies[0]
     others = [rank for rank, copy in enumerate(copies) if copy != most_common]
     names = [name for i, name in enumerate(named) if any(copies[rank][i] != most_common[i] for rank in others)]
 
-    # Where these ranks run, which may be what they have in common.
+    # Name the machines and cards of these ranks: they may share the cause of the difference.
     places = rt.gather_texts("the comparison of weights", f"{socket.gethostname()}, {machine.hardware_name(rt.device)}")
     parameters = f"{names[0]} and {len(names) - 1} other parameters" if len(names) > 1 else names[0]
     return f"the weights of {describe_ranks(others, places)} differ from those of the other ranks in {parameters}"
@@ -68,9 +68,9 @@ def error_after_saving(
     cfg: TrainConfig, rt: Runtime, step: int, difference: str, writer: CheckpointWriter
 ) -> Exception:
     """The error that ends a run whose ranks differ, once `writer` has saved rank 0's state in FOLDER. A restart gives
-    all ranks the weights of the newest checkpoint, whose ranks agreed; on unlike cards they would drift apart again.
-    Every rank must call it."""
-    # Rank 0 says what became of its state; the others need not know.
+    all ranks the weights of the newest checkpoint, so it can be retried; but different cards would drift apart again,
+    so for them the error is final. Every rank must call it."""
+    # Wait for rank 0's write; the other ranks have nothing to wait for.
     outcome = "rank 0's state could not be kept"
     with suppress(UserError, OSError):
         writer.wait()
@@ -78,12 +78,12 @@ def error_after_saving(
         outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: --resume {kept}"
     rt.barrier(hours=2)
 
-    problem = f"{difference} at step {step}, which is therefore not the newest checkpoint"
-    how = "the same command with --resume auto continues from the newest checkpoint, whose ranks agreed"
+    problem = f"{difference} at step {step}, so this step is not saved as a checkpoint of the run"
+    fix = "the same command with --resume auto continues from the newest checkpoint, where all ranks were equal"
     if len(set(cards_by_rank(rt))) > 1:
-        return UserError(f"{problem}. The cards of this run differ: add --zero-stage 1; {how}; {outcome}")
+        return UserError(f"{problem}. The cards of this run differ: add --zero-stage 1; {fix}; {outcome}")
     hint = "If the same rank differs again, its card is defective"
-    return RetryableError(f"{problem}. To go back, {how}. {hint}; {outcome}")
+    return RetryableError(f"{problem}; {fix}. {hint}; {outcome}")
 
 
 def cards_by_rank(rt: Runtime) -> list[str]:
@@ -92,16 +92,21 @@ def cards_by_rank(rt: Runtime) -> list[str]:
 
 
 def check_cards(cfg: TrainConfig, rt: Runtime) -> None:
-    """Raise UserError on every rank if the ranks' cards differ and their updates surely would, too: Muon multiplies
-    matrices in bfloat16, with other kernels on each architecture. Every rank must call it."""
+    """Raise UserError on every rank if the ranks have different cards and use Muon, which multiplies matrices in
+    bfloat16: other kernels on each architecture would certainly give other updates. With AdamW, print a note. Every
+    rank must call it."""
     cards = cards_by_rank(rt)
     if len(set(cards)) == 1 or cfg.zero_stage == 1:
         return
-    ranks = {card: [rank for rank, found in enumerate(cards) if found == card] for card in dict.fromkeys(cards)}
-    found = ", ".join(f"{card} (rank {', '.join(map(str, numbers))})" for card, numbers in ranks.items())
+
+    # Which ranks have which card: "NVIDIA A100 (rank 0, 1), NVIDIA H100 (rank 2, 3)".
+    ranks_by_card: dict[str, list[int]] = {}
+    for rank, card in enumerate(cards):
+        ranks_by_card.setdefault(card, []).append(rank)
+    found = ", ".join(f"{card} (rank {', '.join(map(str, ranks))})" for card, ranks in ranks_by_card.items())
     match cfg.optimizer:
         case "muon":
-            problem = f"--optimizer muon on unlike cards: {found}. Each would round its updates differently"
+            problem = f"--optimizer muon on different cards: {found}. Each card would round its updates differently"
             raise UserError(f"{problem}, and the ranks' weights would drift apart; add --zero-stage 1")
         case _:
             print0(
