@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     fix = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
+    rt = precision.agree_on_dtype(replace(cfg, model=model.config, weights="float32"), rt)
 
     # Validation loss. Not compiled: compiling would take longer than it saves.
     T = min(cfg.sequence_length, model.config.block_size)
@@ -339,11 +341,9 @@ def main() -> None:
     if cfg.card:
         return print_prediction(cfg)
 
-    # Training chooses its precision after the ranks have joined (training/precision.py); until then float32 is a
-    # placeholder.
-    dtype = cfg.dtype if cfg.eval_only else "float32"
+    # The precision is chosen after the ranks have joined (training/precision.py); until then float32 is a placeholder.
     settings = resume.settings_by_flag(cfg)
-    session = distributed.session(cfg.device, dtype, cfg.deterministic, settings=settings)
+    session = distributed.session(cfg.device, "float32", cfg.deterministic, settings=settings)
 
     # These modes save nothing, so Ctrl-C may end them at once.
     if cfg.dry_run or cfg.eval_only:

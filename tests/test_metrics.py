@@ -24,6 +24,7 @@ from helpers import (
 
 from model import GPT, GPTConfig
 from system import cards, machine
+from system.distributed import Runtime
 from system.units import format_duration
 from training.metrics import MetricsLogger, Throughput
 from training.metrics_file import read_metrics
@@ -116,6 +117,16 @@ def test_the_console_line_shows_loss_speed_time_to_go_and_cost(tmp_path, capsys,
         logger.log_step(run, result, lr=6e-4, seconds=1.0)
     assert capsys.readouterr().out == ""
     assert [line["step"] for line in load_metrics(tmp_path)] == list(range(7, 68))
+
+
+@pytest.mark.parametrize("peak_of_rank_1, mfu", [(3.0, 0.25), (0.0, None)])
+def test_mfu_is_the_share_of_what_all_cards_reach_together(tmp_path, monkeypatch, peak_of_rank_1, mfu):
+    """Rank 1's card is three times as fast as rank 0's, or has no data sheet."""
+    flops_per_second = GPT(SMALL).flops_per_token(1024) * 524288
+    monkeypatch.setattr(cards, "peak_flops", lambda device: flops_per_second)
+    other = str(peak_of_rank_1 * flops_per_second)
+    monkeypatch.setattr(Runtime, "gather_texts", lambda self, topic, text: [text, other])
+    assert Throughput(fake_train_step(tmp_path, rt=replace(CPU, world_size=2))).update(1.0)["mfu"] == mfu
 
 
 def test_the_time_to_go_follows_recent_steps_after_the_first(tmp_path):

@@ -367,6 +367,13 @@ def test_more_passes_over_the_data_than_asked_for_are_warned_of(tiny_args, capsy
     assert ("hub.py pull-data without --limit-shards" in out) == warns
 
 
+def test_the_plan_names_the_cards_of_every_rank(tiny_args, capsys, monkeypatch):
+    names = ["RTX 2080 Ti", "RTX 3090", "RTX 2080 Ti"]
+    monkeypatch.setattr(type(CPU), "gather_texts", lambda self, topic, text: names)
+    print_plan_of(parse_config("quickstart", *tiny_args), 12)
+    assert "parameters on 2 x RTX 2080 Ti + 1 x RTX 3090, float32, torch" in capsys.readouterr().out
+
+
 def test_many_passes_over_a_single_batch_are_not_warned_of(tiny_args, capsys):
     print_plan_of(parse_config("quickstart", *tiny_args, "--overfit-single-batch"), 200)
     assert "passes over this data" not in capsys.readouterr().out

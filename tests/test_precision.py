@@ -6,12 +6,14 @@ import pytest
 import torch
 from helpers import CPU, choices, load_curve, parse_config, train_quickstart
 
+import train_gpt2
 from system import precision as device_precision
 from system.cli import UserError
 from system.distributed import Runtime
 from system.units import dtype_name
 from training import checkpoint, precision, sampling
 from training.config import TrainConfig
+from training.evaluator import Validation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = [BF16, FP32]
@@ -104,6 +106,23 @@ def test_gpus_of_different_kinds_agree_on_what_all_have(monkeypatch, tiny_args, 
     rt = set_gpus(monkeypatch, own, other)
     cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto")
     assert precision.agree_on_dtype(cfg, rt).dtype == chosen
+
+
+def test_eval_only_scores_in_what_all_gpus_have(monkeypatch, tiny_args, tmp_path):
+    rt = set_gpus(monkeypatch, AMPERE, TURING)
+    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1")
+    cfg = parse_config("quickstart", *tiny_args, "--dtype", "auto", "--init-from", run, "--eval-only")
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)  # there is no GPU
+    monkeypatch.setattr(type(rt), "check_equal", lambda *_: None)
+    seen = []
+
+    def validate(forward, val_data, cfg, rt, B):
+        seen.append(rt.dtype)
+        return Validation(1.0, 1.0)
+
+    monkeypatch.setattr(train_gpt2, "validate", validate)
+    train_gpt2.evaluate(cfg, rt)
+    assert seen == [FP16]
 
 
 def test_the_reason_for_a_precision_is_printed(monkeypatch, tiny_args, capsys):

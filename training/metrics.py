@@ -139,13 +139,17 @@ class MetricsLogger:
 
 
 class Throughput:
-    """How fast a run is: step time, tokens per second, MFU (None if the card's peak is unknown), time to go."""
+    """How fast a run is: step time, tokens per second, MFU (None if the peak of a card is unknown), time to go. Every
+    rank must make one."""
 
     def __init__(self, train_step: TrainStep):
-        # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022).
+        # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022), which may be
+        # of several kinds. One without a data sheet leaves it unknown.
         self.tokens_per_step = train_step.cfg.total_batch_size
         self.flops_per_token = train_step.model.flops_per_token(train_step.cfg.sequence_length)
-        self.peak_flops = (cards.peak_flops(train_step.rt.device) or 0) * train_step.rt.world_size
+        rt = train_step.rt
+        peaks = [float(text) for text in rt.gather_texts("the cards' peaks", str(cards.peak_flops(rt.device) or 0))]
+        self.peak_flops = sum(peaks) if all(peaks) else 0
         self.steps_seen = 0
         self.average_s = 0.0  # moving average of the step time
 

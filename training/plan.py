@@ -9,6 +9,7 @@ Called by train_gpt2.py. training/predict.py predicts the same for cards that ar
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -28,13 +29,17 @@ from training.step import TrainStep
 
 
 def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> None:
-    """Print the facts of the run, and warn of what is likely a mistake."""
+    """Print the facts of the run, and warn of what is likely a mistake. Every rank must call it."""
     cfg, rt, model = train_step.cfg, train_step.rt, train_step.model
     T, B = cfg.sequence_length, train_step.micro_batch_size
 
     # The network and where it is trained.
-    devices = f"{rt.world_size} x {machine.device_name(rt.device)}, {dtype_name(rt.dtype)}"
-    print0(f"{cfg.preset}: {model.num_params():,} parameters on {devices}, torch {torch.__version__}, seed {cfg.seed}")
+    names = Counter(rt.gather_texts("the plan", machine.device_name(rt.device)))
+    devices = " + ".join(f"{count} x {name}" for name, count in names.items())
+    print0(
+        f"{cfg.preset}: {model.num_params():,} parameters on {devices}, {dtype_name(rt.dtype)}, "
+        f"torch {torch.__version__}, seed {cfg.seed}"
+    )
 
     # The data.
     total_tokens = run.max_steps * cfg.total_batch_size
