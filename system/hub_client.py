@@ -39,7 +39,7 @@ CONNECT_TIMEOUT = 10  # seconds
 READ_TIMEOUT = 300  # seconds without a byte; the Hub may take minutes to accept a commit of large files
 
 STAGING_FOLDER = ".incoming"  # inside the target folder: renaming works only within one file system
-PUSH_FOLDER = ".pushing-"  # beside what is pushed: hard links work only within one file system; the rest is random
+PUSH_FOLDER = ".pushing-"  # and random characters; beside what is pushed: hard links work only within one file system
 
 # In a repository: which of its checkpoints a later push may remove, and the stored objects of those that were removed.
 TEMPORARY_LIST = ".temporary-checkpoints.json"
@@ -48,7 +48,7 @@ TEMPORARY_LIST = ".temporary-checkpoints.json"
 
 
 class HubUnavailable(UserError):
-    """The Hub was not reached, or answered that it cannot serve this now: it may later."""
+    """The Hub was not reached, or answered that it is overloaded or failing: a later try may succeed."""
 
 
 @contextmanager
@@ -65,8 +65,8 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     # Accept what users copy from a web page or from --data-dir.
     name = repo.removeprefix("hf://").removeprefix("datasets/").strip("/")
 
-    # A mirror passes on where the Hub keeps a file in Xet storage, which is another host that a user of the mirror may
-    # not reach: only the Hub itself is asked for it, unless the user has set HF_HUB_DISABLE_XET.
+    # For a file in Xet storage, a mirror returns the address of the Hub's storage host, which a user of the mirror may
+    # not be able to reach. So Xet is used only with the Hub itself, unless the user has set HF_HUB_DISABLE_XET.
     if constants.ENDPOINT != HUB_ENDPOINT and "HF_HUB_DISABLE_XET" not in os.environ:
         constants.HF_HUB_DISABLE_XET = True
 
@@ -134,7 +134,7 @@ def explain_failure(error: Exception, name: str) -> str:
         answer += f": {hide_token(' '.join(reason.split()))}"
     if status in (401, 403, 404):
         fix = "check the name; run `hf auth login`, or set HF_TOKEN to a token with access (write, to push)"
-        # A full account is no matter of tokens.
+        # If the account's storage is full, another token does not help.
         if "storage" in reason.lower():
             fix = "delete what is no longer needed on the Hub (a repository's history counts, too), or upgrade its plan"
         return f"{answer}; {fix}"
@@ -162,12 +162,12 @@ def hide_token(message: str) -> str:
 
 @contextmanager
 def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, str]]:
-    """As open_hub, for a `kind` ("model" or "dataset") of repository that is made if missing, private unless `public`.
+    """Like open_hub, for a repository of `kind` ("model" or "dataset"). It is made if missing, private unless `public`.
 
     Raises UserError if the token may not write there, or if the repository is public although that was not asked for.
     """
     with open_hub(repo, write=True) as (api, repo):
-        # For a repository that exists, create_repo succeeds with a token that can only read. auth_check tells.
+        # For a repository that exists, create_repo succeeds even with a token that can only read; auth_check fails.
         api.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)
         api.auth_check(repo, repo_type=kind, write=True)
 
@@ -180,13 +180,13 @@ def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, s
 
 @contextmanager
 def staging_folder(parent: Path) -> Iterator[Path]:
-    """Yield an empty folder inside `parent` for the files of a push (see hold_files). It is removed afterwards, and so
-    are those that pushes left there which were killed: hard links in them hold disk space."""
+    """Yield an empty folder inside `parent` for the files of a push (see hold_files), and remove it afterwards. Folders
+    left by pushes that were killed are removed, too, because the hard links in them hold disk space."""
     for leftover in parent.glob(f"{PUSH_FOLDER}*"):
         if is_abandoned(leftover):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    # A folder that may only be read, such as shards that several users share, is pushed from /tmp.
+    # If `parent` is read-only, such as a folder of shared shards, use the folder for temporary files.
     try:
         root = Path(tempfile.mkdtemp(prefix=PUSH_FOLDER, dir=parent))
     except OSError:
@@ -195,7 +195,7 @@ def staging_folder(parent: Path) -> Iterator[Path]:
     try:
         # The lock ends with this process, however the process ends.
         with open(root / "lock", "w") as lock:
-            with suppress(OSError):  # a file system without locks: is_abandoned goes by the age
+            with suppress(OSError):  # on a file system without locks, is_abandoned judges by the folder's age
                 fcntl.flock(lock, fcntl.LOCK_EX)
             folder.mkdir()
             yield folder
@@ -206,11 +206,10 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 def hold_files(files: list[Path], folder: Path) -> None:
     """Put `files`, as they are now, into the folder of a push.
 
-    Checkpoints and shards are hard links: --keep of a run that is training may delete a checkpoint while it is
-    uploaded, and a link holds it. Where links fail, checkpoints are copied. Shards, files of another disk and
-    checkpoints without room for a copy are then symbolic links, which hold nothing. Other files are small and may
-    change in place, such as metrics.jsonl: they are copied. Raises FileNotFoundError if a file is deleted before it is
-    linked.
+    Checkpoints and shards are hard-linked: a run with --keep may delete a checkpoint while it is uploaded, and a hard
+    link keeps its content. Where hard links fail, a checkpoint is copied; a shard, a file of another disk or a
+    checkpoint that does not fit becomes a symbolic link, which keeps nothing. Other files, such as metrics.jsonl, are
+    small and may change in place: they are copied. Raises FileNotFoundError if a file is deleted before it is linked.
     """
     for path in files:
         target = folder / path.name
@@ -250,7 +249,7 @@ def is_abandoned(root: Path) -> bool:
         return True
     except BlockingIOError:
         return False
-    # No lock file yet, or no locks on this file system: nobody pushes for days.
+    # No lock file yet, or no locks on this file system: judge by the age, as no push takes days.
     except OSError:
         with suppress(OSError):
             return time.time() - root.stat().st_mtime > 3 * 24 * 3600
@@ -271,8 +270,8 @@ def push(
     missing, then `last` on its own.
 
     `card`, if not empty, becomes README.md; REPO in it stands for the repository's name. `last` is the file whose
-    presence says that the set is complete. With `is_superseded`, files that an earlier push marked as `temporary` are
-    removed in the same commit if they are superseded, and so is their part of the history. Raises UserError.
+    presence says that the set is complete. With `is_superseded`, superseded files that an earlier push marked as
+    `temporary` are removed in the same commit, and their stored objects after it. Raises UserError.
     """
     with open_to_write(repo, kind, public) as (api, repo):
         if card:
@@ -293,8 +292,8 @@ def push(
         if last:
             api.upload_file(path_or_fileobj=last, path_in_repo=last.name, repo_id=repo, repo_type=kind)
 
-        # The old objects count for the account's quota as long as the history has them. A failure here is not one of
-        # the push: the list has them, and the next push tries again.
+        # Old objects count towards the account's quota as long as the history refers to them. If deleting them fails,
+        # the push has still succeeded: they stay in the list, and the next push tries again.
         if objects:
             try:
                 free_objects(api, repo, objects)
@@ -313,7 +312,7 @@ def choose_superseded(
     pushed = {path.name for path in folder.iterdir()}
     superseded = {name for name in marked - pushed if is_superseded(name)}
 
-    # Their stored objects, and those which an earlier push could not delete.
+    # The stored objects of these files, and those that an earlier push could not delete.
     infos = api.get_paths_info(repo, sorted(superseded)) if superseded else []
     objects = {info.lfs.sha256 for info in infos if info.lfs}
     if removed_objects:
@@ -344,8 +343,8 @@ def read_temporary_list(api: HfApi, repo: str) -> tuple[set[str], set[str]]:
 
 
 def free_objects(api: HfApi, repo: str, objects: set[str]) -> None:
-    """Delete stored objects, given by sha256, that no file of the model repository has any more, with the entries of
-    its history that name them."""
+    """Delete stored objects, given by sha256, that no file of the model repository refers to any more, and the entries
+    in its history that do."""
     tree = api.list_repo_tree(repo, recursive=True)
     in_use = {entry.lfs.sha256 for entry in tree if getattr(entry, "lfs", None)}
     stored = [stored for stored in api.list_lfs_files(repo) if stored.file_oid in objects - in_use]
@@ -390,7 +389,7 @@ def fetch_files(
     folder: Path,
     download: Callable[[list[str], Path], None],
 ) -> None:
-    """Bring the `wanted` files of `repo` into `folder`, which is {path: sha256}, None standing for the Hub's own hash.
+    """Bring files of `repo` into `folder`. `wanted` is {path: sha256}; None stands for the hash that the Hub lists.
 
     A file gets its name in the folder only once its hash is verified, and no file that is there is ever overwritten.
     `download(names, folder)` fetches unverified files. Raises UserError if a file that is there, or one from the Hub,
@@ -423,7 +422,7 @@ def remove_partial_downloads(folder: Path) -> None:
     """Remove what killed downloads into `folder` have left there. The caller holds the lock on the folder.
 
     huggingface_hub 2.4 resumes a download only within one call: its partial files have random names, and it begins
-    anew beside them. Its locks are files, which nobody removes, where the file system has no flock.
+    anew beside them. Where the file system has no flock, its locks are files that nobody else removes.
     """
     bookkeeping = folder / ".cache" / "huggingface" / "download"
     for pattern in ("*.incomplete", "*.lock"):

@@ -37,7 +37,7 @@ from system.files import may_pass
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
 PARQUET_BATCH_ROWS = 4096  # at most; fewer if the rows are long
-STREAMED_ROWS = 256  # that pandas holds at a time, where `datasets` reads with it
+STREAMED_ROWS = 256  # of csv that `datasets` (through pandas) parses at a time
 STREAMED_BYTES = 1 << 20  # of json and text that `datasets` parses at a time
 SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 MAX_NAMES_CHARACTERS = 500  # of an error message: columns or fields that the user can choose from
@@ -46,8 +46,8 @@ MAX_NAMES_CHARACTERS = 500  # of an error message: columns or fields that the us
 # what comes before it, so the tokens of the two parts are those of the whole.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
-# JSON in bytes. Its white space and the mark of UTF-8 that some editors write first; and what tells where an object
-# ends: brackets, and texts, of which group 1 is the last quote, if it is there.
+# JSON as bytes: its white space, with the byte order mark that some editors write first; and what is needed to find the
+# end of an object: brackets, and strings, of which group 1 is the closing quote (None if the string is cut off).
 JSON_SPACE = b" \t\r\n\xef\xbb\xbf"
 JSON_SPACES = tuple(bytes([byte]) for byte in JSON_SPACE)
 JSON_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?|[][{}]', re.DOTALL)
@@ -119,7 +119,7 @@ def read_separated_text(separator: str, file: BinaryIO, _column: str = "") -> It
         if whole:
             yield Chunk(whole, len(whole))
 
-        # A document that is longer than a chunk. Its end may be the beginning of a separator, and is kept.
+        # A document that is longer than a chunk. Its last characters may begin a separator, so they stay in `pending`.
         if not at_end and len(pending) > CHUNK_BYTES:
             if not is_begun:
                 pending = pending.lstrip("\r\n")
@@ -187,7 +187,7 @@ def _read_json_array(file: BinaryIO, field: str) -> Iterator[Chunk]:
     pending = b""  # read, and not yet parsed
     at_end = False
     while not at_end:
-        # At least as much as is pending, so that a long object is not searched again and again.
+        # Read at least as much as is pending, so that a long object is not searched again for every block.
         block = file.read(max(CHUNK_BYTES, len(pending)))
         at_end = not block
         pending += block
@@ -215,7 +215,7 @@ def _read_json_array(file: BinaryIO, field: str) -> Iterator[Chunk]:
             yield Chunk(texts, len(texts))
         pending = pending[position:]
 
-    # After the last object there is the bracket alone; an array without objects is [].
+    # After the last object only the closing bracket may be left; an array without objects is [].
     ending = b"".join(pending.split())
     if ending.lstrip(JSON_SPACE) not in ((b"]",) if number else (b"[]",)):
         raise ValueError(f"its array is cut off or damaged after object {number}")
@@ -242,7 +242,7 @@ def _find_object_end(source: bytes, start: int) -> int | None:
                 depth -= 1
                 if depth == 0:
                     return match.end()
-            case _:  # a text, which may have brackets in it
+            case _:  # a string, which may contain brackets
                 if match[1] is None:
                     return None
     return None
@@ -267,7 +267,7 @@ def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
             continue
         # A quote that is never closed, or a comma too many, would shift the columns.
         if len(row) != len(names):
-            raise ValueError(f"line {rows.line_num} has {len(row)} fields and the first {len(names)}")
+            raise ValueError(f"line {rows.line_num} has {len(row)} fields, but the first line has {len(names)}")
         texts.append(row[column_index])
         characters += len(row[column_index])
         if characters > CHUNK_BYTES:
@@ -281,8 +281,8 @@ def read_parquet(file: BinaryIO, column: str) -> Iterator[Chunk]:
     """One document per row; null is an empty document. Memory use stays small, however large a row group is."""
     import pyarrow.parquet as pq
 
-    # By name, as a read from a Python file that is under way when the process exits would keep it from exiting.
-    # Without pre_buffer, a row group's column is not read as a whole.
+    # Open the file by its name: a read from a Python file object that is under way at exit would block the exit.
+    # pre_buffer=False: do not read the column of an entire row group at once.
     table = pq.ParquetFile(file.name, buffer_size=1 << 20, pre_buffer=False)
     _check_column(column, table.schema_arrow)
 
@@ -292,7 +292,7 @@ def read_parquet(file: BinaryIO, column: str) -> Iterator[Chunk]:
     chunk_rows = int(CHUNK_BYTES / max(1, longest_row_bytes))
     batch_rows = max(1, min(PARQUET_BATCH_ROWS, chunk_rows))
 
-    # Rows are a share of the file each: the position in a file that pyarrow reads itself is not known.
+    # Count every row as an equal share of the file, because pyarrow does not tell its position in the file.
     bytes_per_row = os.fstat(file.fileno()).st_size / max(1, table.metadata.num_rows)
     for batch in table.iter_batches(batch_rows, columns=[column]):
         texts = [text or "" for text in batch.column(0).to_pylist()]
@@ -311,27 +311,27 @@ def _check_column(name: str, schema) -> None:
 def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str) -> Iterator[Chunk]:
     """One document per row of a file that only `datasets` reads; null is an empty document.
 
-    builder: one of DATASETS_BUILDERS. settings: of its configuration, as the card of the dataset gives them.
+    builder: one of DATASETS_BUILDERS. settings: those of its configuration that the dataset's card sets.
     """
-    # Both may come from a manifest of anybody: a builder such as pandas would unpickle the file.
+    # Both may come from a manifest that anyone has written, and a builder such as pandas would unpickle the file.
     require(builder in DATASETS_BUILDERS, f"its reader {builder!r} is not one of {', '.join(DATASETS_BUILDERS)}")
     match builder:
         case "csv":
-            # Text stays as it stands: pandas would take NA for nothing and 007 for a number. By default it would hold
-            # 10,000 rows, however long.
+            # Keep the text as it is: pandas would read NA as a missing value and 007 as a number. By default it would
+            # parse 10,000 rows at a time, however long.
             as_text = {"keep_default_na": False, **settings, "converters": {column: str}}
             settings = {**as_text, "chunksize": STREAMED_ROWS}
         case "json" | "text":
             settings = {**settings, "chunksize": STREAMED_BYTES}
 
-    # A file is streamed, so that little of it is in memory. Its path is meant literally.
+    # Stream the file, so that little of it is in memory. `datasets` takes the path for a glob pattern.
     datasets = import_datasets()
     path = glob.escape(os.path.abspath(file.name))
     with tempfile.TemporaryDirectory() as cache:
         loaded = datasets.load_dataset_builder(builder, data_files={"train": path}, cache_dir=cache, **settings)
         rows = loaded.as_streaming_dataset("train")
 
-        # How much of the file a text takes up is not known: about as many bytes as it has characters.
+        # How many bytes of the file a text takes up is not known: count one per character.
         unread_bytes = os.fstat(file.fileno()).st_size
         texts = []
         characters = 0
@@ -353,8 +353,8 @@ def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str
 
 
 def import_datasets() -> ModuleType:
-    """The package `datasets`, without its progress bars and warnings, and without the request by which it counts uses:
-    on a machine without that network, each would wait for seconds."""
+    """The package `datasets`, without its progress bars and warnings, and without the request by which it counts
+    downloads, which would wait for seconds on a machine without a network."""
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
     import datasets
 
@@ -381,7 +381,7 @@ READERS: dict[str, Reader] = {
     ".json": read_json,
 }
 
-# Formats of `datasets` whose rows have text. Its other ones are pictures and the like, or pickles, which run code.
+# Builders of `datasets` whose rows have text. The others read images and other media, or pickles, which can run code.
 DATASETS_BUILDERS = ("parquet", "json", "csv", "arrow", "text", "webdataset")
 
 # Prose and source code: formats whose every character is meant to be learned. Markup and data formats (html, xml, yaml,
@@ -391,7 +391,7 @@ TEXT_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .java .kt .scala .swift .cs .js .mjs .jsx .ts .tsx .rb .php .pl "
     ".lua .r .jl .hs .ml .ex .erl .clj .lisp .scm .el .f90 .zig .dart .sh .bash .sql"
 ).split()
-TOKEN_SUFFIXES = (".bin", ".npy")  # whose bytes may happen to be UTF-8, as those of nanoGPT's character tokens are
+TOKEN_SUFFIXES = (".bin", ".npy")  # never text, although nanoGPT's files of character tokens are valid UTF-8
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -412,11 +412,12 @@ def choose_reader(path: Path) -> Reader:
     if suffix in ("", *TEXT_SUFFIXES):
         return read_text
 
-    # Anything else could be read as text only by mistake: say what is known, and what to do.
+    # Reading any other format as text would be a mistake: say which formats are known, and what to do.
     is_tokens = suffix in TOKEN_SUFFIXES
     require(not is_tokens, f"cannot read {path}: it holds tokens, not text; a folder of shards goes to --data-dir")
-    text_rule = f"read as plain text are {', '.join(TEXT_SUFFIXES)} and names without a suffix"
-    known = f"parsed are {', '.join(READERS)}; {text_rule}; all but parquet also with {', '.join(COMPRESSIONS)}"
+    text_rule = f"as plain text {', '.join(TEXT_SUFFIXES)} and names without a suffix"
+    compressed = f"all but parquet may be compressed as {', '.join(COMPRESSIONS)}"
+    known = f"this program reads {', '.join(READERS)}, and {text_rule}; {compressed}"
     fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, rename it to end in .txt"
     raise UserError(f"cannot read {path}: the suffix {suffix} is unknown ({known}); {fix}")
 
@@ -461,17 +462,17 @@ def read_files(
     split_on: what stands between the documents of a plain text file; None: such a file is one document.
     """
     for file_index, path in enumerate(paths, first_index):
-        # Refused by its name: nothing is read. `datasets` decompresses by itself.
+        # Choose the reader by the file's name, so that an unknown format is refused before the file is opened.
+        # `datasets` decompresses by itself.
         if datasets_reader:
             reader = partial(read_with_datasets, datasets_reader["builder"], datasets_reader["settings"])
             compression = ""
         else:
             reader = choose_reader(path)
             compression = split_suffixes(path.name)[1].lower()
-        is_text = reader is read_text
-        if is_text and split_on:
+        check_separator = reader is read_text and not split_on
+        if reader is read_text and split_on:
             reader = partial(read_separated_text, split_on)
-            is_text = False
         try:
             on_disk, content = open_compressed(path, compression)
             with on_disk:
@@ -480,17 +481,17 @@ def read_files(
                     if not chunk.texts:
                         continue
                     # Text files with many documents often have GPT-2's separator between them, spelled out.
-                    if is_text and any(SEPARATOR in text for text in chunk.texts):
-                        is_text = False  # said once a file
+                    if check_separator and any(SEPARATOR in text for text in chunk.texts):
+                        check_separator = False  # one warning per file
                         fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
                         print0(f"warning: {path} has {SEPARATOR} in it, which is read as text; {fix}")
-                    # The reader tells how much of the file a chunk is, or else the position in the file does.
+                    # How much of the file the chunk takes up: what the reader says, or else how far the file was read.
                     source_bytes = chunk.source_bytes or on_disk.tell() - position
                     yield chunk._replace(file_index=file_index, source_bytes=source_bytes)
                     position = on_disk.tell()
         except UserError as e:  # says what to do
             raise UserError(f"cannot read {path}: {e}") from e
-        except Exception as e:  # every library has errors of its own for a file that is not what it should be
+        except Exception as e:  # every library raises errors of its own for a damaged file
             if may_pass(e):  # the disk, not the file
                 raise
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e

@@ -25,7 +25,7 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     text = f"{tokens:,} GPT-2 tokens from {manifest.source['name']}, as uint16."
     card = f"# REPO\n\n{text}\n\n    python hub.py pull-data REPO DIR\n"
 
-    # The manifest last and on its own: a push that was cut off has none, and a pull without one cannot seem complete.
+    # Upload the manifest last, on its own: after an interrupted push there is none, so no pull can seem complete.
     files = [data_dir / shard.file for shard in manifest.shards]
     with staging_folder(data_dir) as folder:
         hold_files(files, folder)
@@ -33,8 +33,8 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
 
 
 def read_or_create_manifest(data_dir: Path) -> Manifest:
-    """The manifest of a folder whose shards are all verified, byte by byte. Shards of another program have none: theirs
-    is created and written. Raises UserError if a shard is damaged, missing or not listed."""
+    """The manifest of a folder, after every byte of its shards was verified. Shards of another program have no
+    manifest, so one is created. Raises UserError if a shard is damaged, missing or not listed."""
     # Shards of build-nanogpt or llm.c: creating the manifest reads and checks every byte.
     manifest = shards.read_manifest(data_dir)
     if manifest is None:
@@ -49,12 +49,12 @@ def read_or_create_manifest(data_dir: Path) -> Manifest:
 
 
 def pull_for_training(repo: str, data_dir: Path) -> Path:
-    """pull_data for a run that starts or restarts: if the Hub is not available, a folder that was pulled before serves,
-    so that an outage does not end the run. Returns the folder; raises UserError."""
+    """pull_data for a run that starts or restarts: if the Hub is not available, use the shards of an earlier pull, so
+    that an outage does not end the run. Returns the folder; raises UserError."""
     try:
         return pull_data(repo, data_dir)
     except HubUnavailable as e:
-        # The manifest is written last: the folder is complete. Each shard's hash is checked when it is read.
+        # A folder with a manifest, which is written last, is complete. Each shard's hash is checked when it is read.
         if shards.read_manifest(data_dir) is None:
             raise
         print0(f"warning: {e}. Training continues with the shards that were pulled into {data_dir} before")
@@ -70,7 +70,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         manifest = None
         wanted = {name: None for name in remote if shards.SHARD_NAME.fullmatch(name)}
         if shards.MANIFEST in remote:
-            # Into another folder first: in the target it would say that the set is complete.
+            # Fetch the manifest into another folder first: in the target it would say that the set is complete.
             with tempfile.TemporaryDirectory() as temporary:
                 fetch({shards.MANIFEST: None}, Path(temporary))
                 manifest = shards.read_manifest(temporary)
@@ -95,7 +95,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         # Download what is missing; a shard gets its name once its hash is right.
         fetch(wanted)
 
-        # The manifest last, of the shards that are here: it says that the folder is complete.
+        # Write the manifest last, with the shards that are here: it says that the folder is complete.
         if manifest:
             pulled = [shard for shard in manifest.shards if shard.file in wanted]
             shards.write_manifest(out, replace(manifest, shards=pulled))

@@ -165,8 +165,8 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     offset, count = _read_header(Path(path))
     size = offset + 2 * count
 
-    # Header and tokens in one buffer, so that the hash is that of the bytes which are used. The buffer is made once:
-    # its pages are the larger part of the cost.
+    # Read header and tokens into one buffer, so that the hash covers exactly the bytes that are used. Allocate it only
+    # once, also if the read is retried, because touching its pages is most of the cost.
     buffer = np.empty(size, np.uint8)
     try:
         read_bytes = retry_io(lambda: _read_into(path, buffer), path)
@@ -187,7 +187,7 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
 
 def _read_into(path: str | Path, buffer: np.ndarray) -> int:
     """Fill `buffer`, (n,) uint8, from the beginning of a file; returns how many bytes the file had for it. np.fromfile
-    would take an error of the disk for the end of the file."""
+    would mistake a disk error for the end of the file."""
     filled = 0
     with open(path, "rb", buffering=0) as f:
         while filled < len(buffer):
@@ -303,20 +303,23 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
 def _check_manifest(manifest: Manifest) -> None:
     """Raise UserError, or another error for fields of the wrong type, unless every field that is used is usable."""
     is_known = manifest.version == 1 and manifest.tokenizer == "gpt2" and manifest.format in ("npy", "bin")
-    require(is_known, "version 1, tokenizer gpt2 and format npy or bin are known")
+    require(is_known, "only version 1, tokenizer gpt2 and the formats npy and bin are supported")
 
     # Names and paths that are opened or created must stay in the folder.
     names = [shard.file for shard in manifest.shards]
-    require(all(SHARD_NAME.fullmatch(name) for name in names), "names of shards")
-    require(len(set(names)) == len(names), "names of shards")
+    require(all(SHARD_NAME.fullmatch(name) for name in names), "the name of a shard is malformed")
+    require(len(set(names)) == len(names), "a shard is listed twice")
     source = manifest.source
-    require(all(RELATIVE_PATH.fullmatch(file["path"]) for file in source["files"]), "paths of the source's files")
+    paths_stay_inside = all(RELATIVE_PATH.fullmatch(file["path"]) for file in source["files"])
+    require(paths_stay_inside, "the path of a source file is malformed or leads out of the folder")
 
     # Fields that messages, cards and comparisons use.
-    require(all(isinstance(source[key], str) for key in ("name", "subset", "column", "revision")), "source")
-    require(all(SHA256.fullmatch(shard.sha256) for shard in manifest.shards), "sha256")
+    has_texts = all(isinstance(source[key], str) for key in ("name", "subset", "column", "revision"))
+    require(has_texts, "name, subset, column and revision of the source must be text")
+    require(all(SHA256.fullmatch(shard.sha256) for shard in manifest.shards), "the sha256 of a shard is malformed")
     reader = source.get("reader", {"builder": "", "settings": {}})
-    require(isinstance(reader["builder"], str) and isinstance(reader["settings"], dict), "reader of the source")
+    is_reader = isinstance(reader["builder"], str) and isinstance(reader["settings"], dict)
+    require(is_reader, "the reader of the source is malformed")
 
 
 def fingerprint(data_dir: str | Path, with_hashes: bool = True) -> str:
@@ -336,7 +339,7 @@ def check_shard(path: Path, is_first: bool, sha256: str | None = None) -> tuple[
     """(tokens, documents) of a shard, of which every byte is read. Raises UserError for what is wrong with it: header,
     size, ids, a given sha256 or, of a folder's first shard, that it does not begin with a document (a later one may
     begin within one)."""
-    # Bytes, then ids, then how it begins.
+    # Check the bytes, then the ids, then the first token.
     tokens = read_shard(path, sha256)
     check_ids(tokens, path)
     begins_document = tokens[0] == EOT
@@ -350,8 +353,8 @@ def check_shard(path: Path, is_first: bool, sha256: str | None = None) -> tuple[
 
 
 def create_manifest(data_dir: str | Path) -> Manifest:
-    """Check the shards of another program (header, size and ids of each) and write the manifest that they lack; of
-    their source nothing is known. Returns it.
+    """Check the shards of another program (header, size and ids of each), write the manifest that they lack, and return
+    it. It says nothing about their source, which is unknown.
 
     Raises UserError, and writes nothing, if there is a manifest already, if there is no shard or one is bad, and if the
     shards are of both formats.
@@ -393,13 +396,13 @@ def _hash_file(path: Path) -> str:
 
 
 def _refuse_existing_manifest(data_dir: Path) -> None:
-    """Raise UserError if a folder has a manifest: it knows more of its shards than a new one would."""
+    """Raise UserError if a folder has a manifest, which says more about its shards than a new one could."""
     fix = f"check it with: python fineweb.py --verify {shlex.quote(str(data_dir))}"
     require(read_manifest(data_dir) is None, f"{data_dir} has a {MANIFEST} already; {fix}")
 
 
 def verify(data_dir: str | Path) -> list[str]:
-    """What is wrong with the shards of a folder, one sentence each; empty if nothing is. Reads every byte.
+    """The problems with the shards of a folder, one sentence each; empty if there is none. Reads every byte.
 
     Checked: header and size; ids below the vocabulary size; the first shard begins with a document. With a manifest,
     also: missing and unknown shards, sha256, and the number of tokens and documents. Raises UserError if there is no
@@ -420,7 +423,7 @@ def verify(data_dir: str | Path) -> list[str]:
         if not manifest.complete:
             problems.append(f"{MANIFEST}: not finished; run the same fineweb.py command again")
 
-    # Every file must be what it should be.
+    # Every file must match its entry in the manifest or, without one, be a good shard.
     first_name = next(iter(expected or paths))
     for name, path in paths.items():
         shard = expected.get(name)

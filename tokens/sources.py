@@ -1,4 +1,4 @@
-"""Sources: the files that --source names, the order in which they are read, and what the manifest says of them.
+"""Sources: the files that --source names, the order in which they are read, and what the manifest records about them.
 
 fineweb.py resolves its --source here:
 
@@ -49,7 +49,7 @@ NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-pack
 DEFAULT_SPLIT = "train"
 # Builders of `datasets` whose files have a reader in tokens/documents.py.
 OWN_FORMATS = ("parquet", "json", "csv", "text")
-# Fields of their settings that do not change which texts there are, or that are not about reading.
+# Settings of these builders that do not change the texts that are read.
 NOT_READER_SETTINGS = set(
     "name version data_dir data_files description features columns batch_size chunksize block_size use_threads "
     "keep_linebreaks".split()
@@ -91,12 +91,12 @@ def expand_patterns(patterns: tuple[str, ...]) -> dict[Path, str]:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
         readable = matches and all(os.path.isfile(p) and os.access(p, os.R_OK) for p in matches)
         known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
-        require(readable, f"--source {pattern}: not a readable file; or give {known}")
+        require(readable, f"--source {pattern}: not a readable file; give files or globs, or {known}")
         paths += [Path(p) for p in matches]
 
     for path in paths:
         choose_reader(path)  # raises UserError
-    # The manifest's names are printed and compared, and so have no control characters.
+    # The manifest's names are printed, so they must not have control characters.
     return {path: re.sub(CONTROL_CHARACTERS, "_", path.name) for path in paths}
 
 
@@ -108,7 +108,7 @@ def find_common_name(paths: list[Path]) -> str:
         stem = path.name.removesuffix("".join(split_suffixes(path.name)))
         names.add(stem.rstrip("0123456789-_."))
 
-    # A number alone, or several names: the folder says better what they are.
+    # If the names differ or are only numbers, the folder's name says more.
     common = names.pop() if len(names) == 1 else ""
     name = common or paths[0].resolve().parent.name
     return re.sub(r"[^\w.-]", "-", name) or "text"
@@ -209,7 +209,7 @@ def explain_datasets_errors(repo: str) -> Iterator[None]:
         yield
     except (UserError, HfHubHTTPError, LocalEntryNotFoundError, httpx2.TransportError, ConnectionError):
         raise
-    except Exception as e:  # of many kinds: the card, its patterns and the listing are anybody's
+    except Exception as e:  # of many kinds, because anyone may have written the card and named the files
         message = " ".join(str(e).split())[:MAX_ERROR_CHARACTERS]
         fix = "to choose files by their paths instead, give --subset FOLDER/"
         raise UserError(f"`datasets` finds no data in {repo} ({type(e).__name__}: {message}); {fix}") from None
@@ -241,7 +241,7 @@ def select_by_config(
     repo: str, revision: str, config_name: str, split: str, sizes: dict[str, int]
 ) -> tuple[list[str], dict]:
     """The files of a configuration's split, and what the manifest says of the choice. Raises UserError."""
-    # `datasets` resolves the card's patterns to files. Its cache would remember what the Hub had at an earlier time.
+    # `datasets` resolves the card's patterns to files. An empty cache, because a used one may have an earlier listing.
     datasets = import_datasets()
     with explain_datasets_errors(repo), tempfile.TemporaryDirectory() as cache:
         builder = datasets.load_dataset_builder(repo, config_name, revision=revision, cache_dir=cache)
@@ -249,13 +249,13 @@ def select_by_config(
     fix = f"choose with --split: {format_names(data_files)}"
     require(split in data_files, f"{repo} has no split {split!r} in its configuration {config_name}; {fix}")
 
-    # As paths in the repository. Patterns may overlap: each file once.
+    # URLs become paths in the repository. Patterns may overlap, so remove repeated files.
     base = f"hf://datasets/{repo}@{revision}/"
     paths = list(dict.fromkeys(url.removeprefix(base) for url in data_files[split]))
     for path in paths:
         require(path in sizes, f"{path!r}, which the card of {repo} names, is not among its files")
 
-    # This project's readers come first; what none of them reads as the page says, `datasets` streams.
+    # Use this project's readers if they read the files as the dataset's page says; otherwise `datasets` streams them.
     selection = {"config": config_name, "split": split}
     settings = changed_settings(builder.config)
     suffixes = {split_suffixes(path)[0].lower() for path in paths}
@@ -268,7 +268,7 @@ def select_by_config(
 
 
 def changed_settings(config: "BuilderConfig") -> dict:
-    """What the card of a dataset says on how to read its files, such as the separator of a csv file, as JSON values."""
+    """The reader settings that the card of a dataset changes, such as the separator of a csv file, as JSON values."""
     settings = {}
     for field in dataclasses.fields(config):
         is_default = getattr(config, field.name) == field.default

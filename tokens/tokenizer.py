@@ -58,8 +58,8 @@ def load_ranks() -> dict[bytes, int]:
 
 @functools.cache
 def token_bytes() -> np.ndarray:
-    """How many bytes of text each id stands for, (65536,) int64: any uint16 is an index. 0 for <|endoftext|> and for
-    ids that no text has, such as the padding rows of a vocabulary. Raises UserError."""
+    """How many bytes of text each id stands for, (65536,) int64, so that any uint16 is an index. 0 for <|endoftext|>
+    and for ids that stand for no text, such as the padding of a vocabulary. Raises UserError."""
     sizes = np.zeros(1 << 16, np.int64)
     for token, i in load_ranks().items():
         sizes[i] = len(token)
