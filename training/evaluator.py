@@ -86,7 +86,7 @@ class Evaluator:
         except EvaluationFailedElsewhere:
             return {}
         except Exception as e:
-            # A rank that is gone is not coming back: no evaluation, and no training.
+            # A lost rank does not come back, so training cannot continue either.
             if is_lost_rank_error(e):
                 raise
 
@@ -103,7 +103,7 @@ class Evaluator:
                 smaller, _ = lower_micro_batch(self.cfg, self.rt, self.train_step.micro_batch_size)
                 fix = f"{fix}; {smaller}"
 
-            # Not print0: this rank alone knows the reason.
+            # Not print0: only this rank knows the reason.
             print(
                 f"warning: {name} failed at step {run.step} on rank {self.rt.rank} ({reason}). Training continues; "
                 f"{fix}",
@@ -116,7 +116,7 @@ class Evaluator:
         result = validate(train_step.forward, self.val_data, cfg, self.rt, train_step.micro_batch_size, check_stop)
         print0(f"step {run.step:5d}/{run.max_steps} | {result.summary_line()}")
 
-        # How public runs of the same recipe stood at this step. That a run has no such runs is printed once.
+        # Compare with public runs of the same recipe at this step. If there are none, print the reason once.
         if not self.reference_is_chosen:
             self.reference, reason = choose_reference(cfg, run.max_steps, self.data.paths[0].name)
             self.reference_is_chosen = True
@@ -156,7 +156,8 @@ class Evaluator:
         prompt = prompt[-cfg.model.block_size :] or [tokenizer.EOT]
         idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (4, T)
 
-        # A generator of their own, seeded anew: every step draws the same random numbers, and training's are untouched.
+        # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
+        # leaves the global generator alone.
         sampler = sampling.Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         columns = list(idx.T)  # T tensors (4,), to which each new token is appended
         with rt.autocast():
@@ -180,26 +181,27 @@ class Evaluator:
 
 
 def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
-    """How many sequences of the val split --val-tokens asks for, and the data has."""
+    """How many sequences to validate on: as many as --val-tokens asks for, or all of a smaller val split."""
     return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
 
 
-# Settings that shape the result, and yet leave a run comparable with the public runs of its preset: the margin allows
-# for another seed or order, weights in bfloat16 made no difference (bench/RESULTS.md), and the rows that pad the
+# Settings that shape the result but leave a run comparable with the public runs of its preset: the margin allows for
+# another seed or order of the data, bfloat16 weights made no difference (bench/RESULTS.md), and the rows that pad the
 # vocabulary are not used.
 COMPARABLE_SETTINGS = ("seed", "shuffle", "weights", "model.vocab_size")
 
 
 def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple[Reference | None, str]:
-    """The public runs by which a run of `max_steps` on data with this shard is judged, and "". Or None and the reason;
-    the reason is empty for a preset without public runs, which needs no explanation.
+    """The public runs to compare a run of `max_steps` with, and "". If there are none: None and the reason, which is
+    empty for a preset without public runs. `shard_name` is a file of the run's data.
 
-    They apply to a run from scratch whose settings are its preset's, on their data, for as many steps.
+    The public runs apply to a run from scratch with the settings of its preset, on the same data, for the same number
+    of steps.
     """
     if cfg.preset not in DATASETS or cfg.preset not in PRESETS:
         return None, ""
 
-    # Weights of another run begin far ahead of random ones.
+    # A run that starts from trained weights has a much lower loss.
     if cfg.init_from != "scratch":
         return None, f"--init-from {cfg.init_from} does not begin from scratch"
 
@@ -210,7 +212,7 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     if flags:
         return None, f"{', '.join(flags)} {'differs' if len(flags) == 1 else 'differ'} from preset {cfg.preset}"
 
-    # The data, by the names of their files.
+    # The data, recognized by the names of the files.
     if recognize_dataset(shard_name) != DATASETS[cfg.preset]:
         return None, f"the public runs of {cfg.preset} are on {DATASETS[cfg.preset]}, not on {shard_name}"
 
@@ -239,18 +241,18 @@ class Validation(NamedTuple):
 def validate(
     forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None] = lambda: None
 ) -> Validation:
-    """The loss over the first val_tokens of the val split, whatever the number of ranks and B, the sequences of a
-    forward pass.
+    """The loss over the first val_tokens of the val split. It does not depend on the number of ranks, nor on B, the
+    number of sequences in a forward pass.
 
-    Bits per byte compare models with different tokenizers: the nats of all targets that are text, over ln 2 and the
-    bytes of these targets. As in nanochat (evaluate_bpb in its nanochat/loss_eval.py), <|endoftext|> is no text:
-    neither its loss nor any byte of it counts. The bytes are those of the tokens, not of decoded text, where a part of
-    a character would become another one.
+    Bits per byte compare models with different tokenizers: the summed loss of all targets that are text, in bits,
+    divided by the number of bytes of these targets. As in nanochat (evaluate_bpb in its nanochat/loss_eval.py),
+    <|endoftext|> is not text: neither its loss nor its bytes count. The bytes are those of the tokens, not of the
+    decoded text, in which a part of a character would become another character.
 
     All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
     `check` is called before each batch, equally often on all ranks. Every rank must call this.
     """
-    # A smaller vocabulary than GPT-2's is another tokenizer's, and the bytes of its tokens are unknown: none is text.
+    # A vocabulary smaller than GPT-2's is another tokenizer's, whose bytes are unknown: no token counts as text.
     token_bytes = np.zeros(1 << 16, np.int64)
     has_text = data.vocab_size >= VOCAB_SIZE
     if has_text:
@@ -266,7 +268,7 @@ def validate(
     text_bytes = 0
     for i in range(0, count, stride):
         check()
-        # The ranks take turns within a stride, so that the last one is shared, too.
+        # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
         if len(own) == 0:
             continue
@@ -288,7 +290,7 @@ def validate(
         no_text_total += no_text_loss.to(total.dtype)
     check()
 
-    # A split with nothing but ends of documents has no byte of text.
+    # The tokens may be of another tokenizer, or all <|endoftext|>: then there are no bytes of text.
     loss = rt.all_reduce(total).item() / count
     no_text_nats = rt.all_reduce(no_text_total).item()
     text_bytes = rt.all_reduce(torch.tensor(text_bytes, device=rt.device)).item()

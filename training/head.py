@@ -1,12 +1,12 @@
 """The head and its loss without all the logits: a chunk of rows at a time, forward and backward at once.
 
-    loss = head.mean_loss(model, x, targets)     # GPT.forward's loss, and its gradients, to rounding
+    loss = head.mean_loss(model, x, targets)     # the loss of GPT.forward and its gradients, up to rounding
 
-Logits (B * T, V) are the widest tensor of a step: for GPT-2 124M with 64 sequences of 1,024 tokens they would take 13
-GB in float32. So the rows are taken in chunks. The logits of a chunk are computed, their loss and gradient taken, both
-products of the backward pass done, and the next chunk takes their memory: nothing is computed twice. Liger Kernel (Hsu
-et al. 2024) does this in kernels of its own; here a small compiled graph does the softmax, and the library's matrix
-products do the rest. Called by training/step.py for training and validation.
+Logits (B * T, V) are the largest tensor of a step: for GPT-2 124M with 64 sequences of 1,024 tokens they would take 13
+GB in float32. So the rows are processed in chunks. Each chunk computes its logits, their loss and gradient, and both
+matrix products of the backward pass; then the next chunk reuses the memory. Nothing is computed twice. Liger Kernel
+(Hsu et al. 2024) does this with its own kernels; here a small compiled graph computes the softmax, and the library's
+matmul does the rest. Called by training/step.py for training and validation.
 """
 
 import math
@@ -19,24 +19,24 @@ from model import GPT, softcap
 
 
 def num_chunks(rows: int, device_type: str) -> int:
-    """The number of chunks for this many rows. 512 rows fill a CPU (bench/head.py). On a GPU each chunk costs a
-    pass over the weight's gradient in memory, so chunks are larger there: assumed, not measured."""
+    """The number of chunks for this many rows. 512 rows keep a CPU busy (bench/head.py). On a GPU each chunk
+    reads and writes the whole gradient of the weight, so chunks are larger there; that size is not measured."""
     rows_per_chunk = 512 if device_type == "cpu" else 8192
     return max(1, rows // rows_per_chunk)
 
 
 def padded_columns(columns: int, device_type: str) -> int:
-    """The number of columns that the logits get in memory, for a vocabulary of this size. On a GPU a multiple of 64:
-    cuBLAS documents its tensor-core kernels as fastest where the bytes of a row are a multiple of 16, and OpenAI's
-    GPT-2 has 50,257 columns of two bytes."""
+    """The number of columns that the logits get in memory, for a vocabulary of this size. On a GPU it is a multiple of
+    64: according to its documentation, cuBLAS uses its fastest tensor-core kernels if the bytes of a row are a multiple
+    of 16, and OpenAI's GPT-2 has 50,257 columns of two bytes."""
     if device_type == "cpu":
         return columns
     return math.ceil(columns / 64) * 64
 
 
 def cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """tensor (n, ...) in this precision, with rows of zeros after its own up to `rows`; `tensor` itself if that changes
-    nothing."""
+    """Cast tensor (n, ...) to `dtype` and append rows of zeros up to `rows`: (rows, ...). Returns `tensor` itself if
+    nothing changes."""
     if len(tensor) == rows:
         return tensor.to(dtype)
     padded = tensor.new_zeros(rows, *tensor.shape[1:], dtype=dtype)
@@ -47,14 +47,14 @@ def cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
 def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, vocab_size: int) -> Tensor:
     """The summed cross-entropy, in nats, of logits (R, P) before their soft-cap and targets (R,).
 
-    Columns from vocab_size on are padding. Rows whose target is -100 are left out. With `backward`, the storage of
-    `logits` is reused for their gradient: it is as large as the logits, which are not needed again.
+    Columns from vocab_size on are padding. Rows whose target is -100 are left out. With `backward`, the gradient
+    overwrites `logits`, which are not needed again.
     """
-    # The soft-cap and its vector-Jacobian product; without a cap it is the identity.
+    # The soft-cap and its vector-Jacobian product. Without a cap both are the identity.
     capped, softcap_vjp = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
 
-    # Padding has a probability of 0, and so a gradient of 0. (Leaving it out by slicing would be simpler, but then the
-    # compiled kernels read and write one number at a time.)
+    # Give the padding a probability of 0, and therefore a gradient of 0. Slicing it off would be simpler, but then the
+    # compiled kernels are not vectorized: they read and write one number at a time.
     columns = torch.arange(logits.size(-1), device=logits.device)  # (P,)
     if len(columns) > vocab_size:
         capped = capped.masked_fill(columns >= vocab_size, -math.inf)
@@ -93,7 +93,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         cast_weight = cast_and_pad(weight, dtype, P)  # (P, C)
         cast_bias = None if bias is None else cast_and_pad(bias, dtype, P)
 
-        # Gradients are computed along with the loss. Without them (validation) only the loss is.
+        # The gradients are computed along with the loss. Validation needs only the loss.
         total = torch.zeros((), device=x.device)
         d_x = torch.empty_like(x)
         d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if backward else None  # (P, C)
@@ -116,10 +116,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
                 if bias is not None:
                     d_bias += d_logits[:, :V].sum(0, dtype=torch.float32)  # (R, V) -> (V,)
                 del d_logits
-            # Free this chunk's logits before the next chunk's are made.
+            # Free the logits of this chunk before the next chunk computes its own.
             del logits
 
-        # The mean is over the targets that count, on the device: reading the number here would wait for the GPU.
+        # Divide by the number of targets that count. It stays on the device: reading it here would wait for the GPU.
         count = (targets >= 0).sum()
         if backward:
             d_weight = d_weight[:V]  # (P, C) -> (V, C)

@@ -4,9 +4,9 @@
     hf_config = layout.to_hf_config(config)             # what config.json says about the network
     weights = layout.to_hf_weights(state_dict)          # what model.safetensors holds
 
-Called by training/convert.py, which reads and writes the files. The networks that transformers computes with a class of
-its own are exported for that class; every other one takes its code along: model.py itself, behind the class in
-training/modeling_gpt.py. Every layout maps in both directions, and a round trip preserves every bit.
+Called by training/convert.py, which reads and writes the files. A network that transformers has a class for is exported
+for that class. Any other network is exported with its code: model.py, wrapped by the class in training/modeling_gpt.py.
+Every layout converts in both directions, and a round trip preserves every bit.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
     from model import GPTConfig
 
-# The epsilon of torch's RMSNorm, which our networks leave at its default: that of float32.
+# The epsilon of torch's RMSNorm. Our networks use its default, the machine epsilon of float32.
 RMSNORM_EPS = 2.0**-23
 
-# Our name of each activation, and transformers' in a GPT-2: OpenAI's tanh approximation, and nanoGPT's exact one.
+# {our name of an activation: its name in transformers' GPT-2}: OpenAI's tanh approximation, and nanoGPT's exact GELU.
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
 
 # OpenAI's GPT-2 has Conv1D layers, which store their weight as (in, out). Ours are nn.Linear: (out, in).
 CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
-# Fields of GPTConfig that choose sizes, or that only matter when a training run begins: any value can be exported.
-# Every other field decides what the network computes, and has to be named by the layout that accepts it.
+# Fields of GPTConfig that set sizes, or that only affect the initial weights: any value can be exported. Every other
+# field changes what the network computes, so a layout must list the values that it accepts.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "zero_init_projections")
 
 
@@ -65,26 +65,27 @@ def layout_named(model_type: object) -> Layout:
     raise UserError(f"model_type is {model_type!r:.99}; only {names} are supported")
 
 
-def computes_like(config: GPTConfig, **free: tuple) -> bool:
-    """Whether every field of `config` has its default, apart from SIZES and the fields in `free`, which may have any of
-    the values given there. A field that is added to GPTConfig later must have its default, too."""
+def has_defaults_except(config: GPTConfig, **accepted: tuple) -> bool:
+    """Whether every field of `config` has its default, except SIZES and the fields in `accepted`, which may have any of
+    the values listed there. So a field that is added to GPTConfig later must have its default, too."""
     for field in fields(config):
-        allowed = free.get(field.name, (field.default,))
-        if field.name not in SIZES and getattr(config, field.name) not in allowed:
+        values = accepted.get(field.name, (field.default,))
+        if field.name not in SIZES and getattr(config, field.name) not in values:
             return False
     return True
 
 
 def require_fixed(hf_config: dict[str, Any], fixed: dict[str, Any]) -> None:
-    """Raise UserError unless each entry of a config.json that our network implements with one value only is absent or
-    has that value."""
+    """Raise UserError if an entry of a config.json differs from `fixed`, which has the only value that our network
+    implements for each of these entries. An entry may be absent."""
     for name, supported in fixed.items():
         value = hf_config.get(name, supported)
         require(value == supported, f"{name} is {value!r:.99}; only {supported!r} is supported")
 
 
 def read_sizes(hf_config: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
-    """{field of GPTConfig: size} from a config.json. `names` has its name of each. Raises UserError."""
+    """{field of GPTConfig: size} from a config.json. `names` maps each field to its name there. Raises UserError if one
+    is missing or not an integer."""
     # `type() is int`, because isinstance would accept True.
     sizes = {field: hf_config.get(name) for field, name in names.items()}
     not_numbers = [names[field] for field, size in sizes.items() if type(size) is not int]
@@ -100,7 +101,7 @@ def special_tokens(config: GPTConfig) -> dict[str, int | None]:
 
 # ------------------------------------------------------------------------- GPT-2
 
-# Our name of each size, and GPT2Config's.
+# {our name of a size: its name in GPT2Config}.
 GPT2_SIZES = {
     "block_size": "n_positions",
     "vocab_size": "vocab_size",
@@ -119,14 +120,16 @@ GPT2_FIXED = {
 
 
 def is_gpt2(config: GPTConfig) -> bool:
+    """Whether transformers' GPT-2 computes this network."""
     any_bool = (False, True)
-    return computes_like(config, bias=any_bool, tied_head=any_bool, activation=tuple(GPT2_ACTIVATIONS))
+    return has_defaults_except(config, bias=any_bool, tied_head=any_bool, activation=tuple(GPT2_ACTIVATIONS))
 
 
 def to_gpt2_config(config: GPTConfig) -> dict[str, Any]:
+    """The entries of config.json for GPT2Config."""
     return {
         **{name: getattr(config, field) for field, name in GPT2_SIZES.items()},
-        # llama.cpp's converter reads the context length under its oldest name, and every value from the file alone.
+        # llama.cpp's converter reads the context length by its oldest name, and does not know transformers' defaults.
         "n_ctx": config.block_size,
         "n_inner": None,
         "activation_function": GPT2_ACTIVATIONS[config.activation],
@@ -141,11 +144,12 @@ def to_gpt2_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
+    """The GPTConfig of a GPT-2's config.json. Raises UserError if model.py cannot compute that network."""
     from model import GPTConfig
 
     sizes = read_sizes(hf_config, GPT2_SIZES)
 
-    # transformers' default applies if the config names no activation.
+    # If the config names no activation, transformers' default applies.
     hf_name = hf_config.get("activation_function", "gelu_new")
     ours = [name for name, supported in GPT2_ACTIVATIONS.items() if supported == hf_name]
     rule = f"only {' and '.join(repr(supported) for supported in GPT2_ACTIVATIONS.values())} are supported"
@@ -168,21 +172,23 @@ def transpose_conv1d(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict as GPT2LMHeadModel names and stores it."""
     import torch
 
-    # transformers' GPT-2 always has biases: zeros for a network without. The head has none in either.
+    # transformers' GPT-2 always has biases, so a network without biases gets zeros. The head has no bias in either.
     complete = {}
     for name, weight in weights.items():
         complete[name] = weight
         bias = name.removesuffix("weight") + "bias"
         is_embedding = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight"))
         if name.endswith(".weight") and not is_embedding and bias not in weights:
-            complete[bias] = torch.zeros(len(weight))  # ours are (out, in)
+            complete[bias] = torch.zeros(len(weight))  # weight is (out, in)
     return transpose_conv1d(complete)
 
 
 def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    # The first GPT-2 files have neither a head nor the prefix.
+    """The weights of a GPT2LMHeadModel as our state dict."""
+    # OpenAI's first files on the Hub have neither a head nor the prefix "transformer.".
     if not any(name.startswith("transformer.") for name in weights):
         weights = {name if name == "lm_head.weight" else f"transformer.{name}": w for name, w in weights.items()}
     return transpose_conv1d(weights)
@@ -190,7 +196,7 @@ def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # ------------------------------------------------------------------------- NanoChat: the network of record8-124m
 
-# Our name of each size, and NanoChatConfig's.
+# {our name of a size: its name in NanoChatConfig}.
 NANOCHAT_SIZES = {
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
@@ -199,8 +205,9 @@ NANOCHAT_SIZES = {
     "n_embd": "hidden_size",
 }
 
-# transformers applies RoPE before the norm of queries and keys, we after it: a rotation changes no norm. Its soft-cap
-# is a tanh, which ours is not.
+# Entries that our network implements with one value only. transformers applies RoPE before it normalizes queries and
+# keys, we do so afterwards; the result is the same, because a rotation preserves the norm. transformers' soft-cap is a
+# tanh, unlike ours, so it must be off.
 NANOCHAT_FIXED = {
     "hidden_act": "relu2",
     "rms_norm_eps": RMSNORM_EPS,
@@ -209,7 +216,7 @@ NANOCHAT_FIXED = {
     "attention_bias": False,
 }
 
-# The names of a block's weights apart from c_attn, ours and transformers'.
+# {our name of a block's weight: its name in transformers}, without c_attn, which becomes the three of NANOCHAT_QKV.
 NANOCHAT_BLOCK = {
     "attn.c_proj.weight": "self_attn.o_proj.weight",
     "mlp.c_fc.weight": "mlp.fc1.weight",
@@ -219,13 +226,15 @@ NANOCHAT_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn
 
 
 def is_nanochat(config: GPTConfig) -> bool:
+    """Whether transformers' NanoChat computes this network."""
     recipe = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
     has_recipe = all(getattr(config, name) == value for name, value in recipe.items())
-    free = {name: (value,) for name, value in recipe.items()}
-    return has_recipe and computes_like(config, tied_head=(False, True), **free)
+    accepted = {name: (value,) for name, value in recipe.items()}
+    return has_recipe and has_defaults_except(config, tied_head=(False, True), **accepted)
 
 
 def to_nanochat_config(config: GPTConfig) -> dict[str, Any]:
+    """The entries of config.json for NanoChatConfig."""
     return {
         **{name: getattr(config, field) for field, name in NANOCHAT_SIZES.items()},
         "num_key_value_heads": config.n_head,
@@ -236,6 +245,7 @@ def to_nanochat_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
+    """The GPTConfig of a NanoChat's config.json. Raises UserError if model.py cannot compute that network."""
     from model import GPTConfig
 
     config = GPTConfig(
@@ -247,7 +257,7 @@ def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
         activation="relu2",
         qk_norm=True,
     )
-    # Absent entries would have transformers' defaults, which mean another network: all must be there.
+    # No entry may be absent: transformers' defaults describe another network.
     missing = [name for name in NANOCHAT_FIXED if name not in hf_config]
     require(not missing, f"{', '.join(missing)} is missing")
     sizes = {"num_key_value_heads": config.n_head, "intermediate_size": 4 * config.n_embd}
@@ -256,6 +266,7 @@ def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
 
 
 def to_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict as NanoChatForCausalLM names and stores it."""
     renamed = {}
     for name, weight in weights.items():
         if name == "lm_head.weight":
@@ -274,33 +285,36 @@ def to_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a NanoChatForCausalLM as our state dict. Unknown names stay as they are; load_hf refuses them."""
     import torch
 
-    # A copy, from which each weight is taken. What remains has a name that the network does not know.
+    # Take each known weight out of a copy; what remains is unknown.
     weights = dict(weights)
     renamed = {}
     layers = {name.split(".")[2] for name in weights if name.startswith("model.layers.")}
     for layer in layers:
-        theirs, ours = f"model.layers.{layer}.", f"transformer.h.{layer}."
-        qkv = [theirs + part for part in NANOCHAT_QKV]
+        hf_prefix = f"model.layers.{layer}."
+        our_prefix = f"transformer.h.{layer}."
+        qkv = [hf_prefix + part for part in NANOCHAT_QKV]
         if all(name in weights for name in qkv):
-            # three of (C, C) -> (3C, C)
-            renamed[f"{ours}attn.c_attn.weight"] = torch.cat([weights.pop(name) for name in qkv])
+            # Three of (C, C) -> (3C, C)
+            renamed[f"{our_prefix}attn.c_attn.weight"] = torch.cat([weights.pop(name) for name in qkv])
         for our_part, hf_part in NANOCHAT_BLOCK.items():
-            if theirs + hf_part in weights:
-                renamed[ours + our_part] = weights.pop(theirs + hf_part)
+            if hf_prefix + hf_part in weights:
+                renamed[our_prefix + our_part] = weights.pop(hf_prefix + hf_part)
     if "model.embed_tokens.weight" in weights:
         renamed["transformer.wte.weight"] = weights.pop("model.embed_tokens.weight")
     return renamed | weights
 
 
-# ------------------------------------------------------------------------- any other network: with its code
+# ------------------------------------------------------------------------- any other network, exported with its code
 
 # The attribute of GPTForCausalLM (training/modeling_gpt.py) that holds the network.
 CODE_PREFIX = "network."
 
 
 def to_code_config(config: GPTConfig) -> dict[str, Any]:
+    """The entries of config.json for GPTHubConfig (training/modeling_gpt.py)."""
     return {
         "auto_map": {
             "AutoConfig": "modeling_gpt.GPTHubConfig",
@@ -312,13 +326,14 @@ def to_code_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def from_code_config(hf_config: dict[str, Any]) -> GPTConfig:
+    """The GPTConfig in the config.json of an export with code. Raises UserError if it is incomplete or not valid."""
     from model import GPTConfig
     from training.config import check_choices
 
-    # The entry has every field of GPTConfig; the code that the folder also brings is not looked at.
+    # `network` must have every field of GPTConfig. The code in the folder is neither read nor run.
     network = hf_config.get("network")
     names = {field.name for field in fields(GPTConfig)}
-    require(isinstance(network, dict) and names <= network.keys(), "network has not every setting of a GPTConfig")
+    require(isinstance(network, dict) and names <= network.keys(), "the entry network lacks settings of a GPTConfig")
     sizes = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
     not_numbers = [name for name in sizes if type(network[name]) is not int]
     require(not not_numbers, f"{', '.join(not_numbers)} must be numbers")
@@ -346,7 +361,7 @@ LAYOUTS = (
         "nanochat", "NanoChatForCausalLM", False,
         is_nanochat, to_nanochat_config, from_nanochat_config, to_nanochat_weights, from_nanochat_weights,
     ),
-    # The last: it accepts every network.
+    # This layout accepts every network, so it comes last.
     Layout(
         "gpt-with-code", "GPTForCausalLM", True,
         lambda config: True, to_code_config, from_code_config, to_code_weights, from_code_weights,
@@ -355,7 +370,7 @@ LAYOUTS = (
 
 
 def without_padding(config: GPTConfig, weights: dict[str, Tensor]) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """A network without the rows that only pad its vocabulary to a round size, which no token has."""
+    """A network without the rows that only pad its vocabulary to a round size; they belong to no token."""
     from model import VOCAB_SIZE
 
     # (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)

@@ -19,12 +19,12 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, keep_float32_copy: bool):
-        # What is updated, by name. Without a copy, these are the model's own parameters.
+        # The parameters to update, by name. Without a copy, these are the model's own.
         self.model = model
         self.named: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (the model's bfloat16 parameter, its float32 copy)
 
-        # With one, the copies keep the names, and the model's parameters are rounded to bfloat16 in place.
+        # With a copy, the names stand for the copies, and the model's parameters are rounded to bfloat16 in place.
         if keep_float32_copy:
             self.named = {name: nn.Parameter(p.detach().clone()) for name, p in self.named.items()}
             self.pairs = list(zip(model.parameters(), self.named.values(), strict=True))
@@ -55,7 +55,8 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state dict, in float32."""
-        # A tied head has two names and one parameter: keep_vars gives the parameters themselves to look up.
+        # A tied head has two names and one parameter. keep_vars returns the parameters themselves, so that master_of
+        # finds their float32 copies.
         master_of = dict(self.pairs)
         state = self.model.state_dict(keep_vars=True)
         return {name: master_of.get(p, p).detach() for name, p in state.items()}

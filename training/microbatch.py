@@ -5,12 +5,13 @@
     with explain_out_of_memory(cfg, rt, B):
         ... a step ...                          # out of memory: one error, and the next start takes at most half
 
-Called by training/step.py; training/predict.py uses the same rules for cards that are not here.
+Called by training/step.py. training/predict.py uses the same rules to predict runs on other cards.
 """
 
 import gc
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,15 +27,15 @@ from training.config import TrainConfig
 
 MAX_AUTO_SEQUENCES = 64
 
-# What `auto` leaves free, besides what a whole step takes: for NCCL's buffers, for kernels that are loaded later, for
-# HellaSwag and for fragmentation. At least so much, and at least this fraction of the card.
+# The memory that `auto` leaves free beyond what a whole step takes, for NCCL's buffers, kernels that are loaded later,
+# HellaSwag and fragmentation: at least this many bytes, and at least this fraction of the card.
 MIN_BALLAST_BYTES = 2**30
 BALLAST_FRACTION = 0.04
 
-# Written to the run folder by a start that ran out of memory with `auto`; the next starts take at most so many.
+# A start that ran out of memory with `auto` writes this file to the run folder; it limits the next starts.
 LIMIT_FILE = "micro_batch_limit.json"
-# The settings that decide, besides the network, how much memory a sequence takes: a limit applies only while these, the
-# card, the precision and the number of ranks are those that it was found with.
+# Besides the network, these settings decide how much memory a sequence takes. A limit applies only as long as these
+# settings, the card, the precision and the number of ranks are the same as when it was found.
 LIMIT_SETTINGS = ("sequence_length", "optimizer", "weights", "compile", "recompute", "zero_stage")
 
 MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model"
@@ -51,16 +52,16 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, rehearse: Callable[[i
     if cfg.micro_batch_size != "auto":
         return check_micro_batch_size(cfg, rt.world_size, cfg.micro_batch_size)
 
-    # Larger ones than an earlier start could hold are not tried again.
+    # Do not try again a size with which an earlier start ran out of memory.
     share = sequences_per_rank(cfg, rt.world_size)
     limit = find_limit(cfg, rt)
 
-    # On a GPU, try: the largest first, because more sequences at once are faster.
+    # On a GPU, try sizes, the largest first: more sequences at once are faster.
     if rt.device.type == "cuda":
         return largest_that_fits(rehearse, cfg, rt, [B for B in halving_candidates(share) if B <= limit])
 
-    # Running out of main memory raises no useful error, so there is nothing to try out. The largest divisor is taken
-    # whose activations in the blocks, some 80 bytes a channel, stay under 3 GB.
+    # Elsewhere, running out of memory raises no useful error, so sizes cannot be tried. Take the largest divisor whose
+    # activations in the blocks, about 80 bytes per channel, stay under 3 GB.
     channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
     return next((B for B in divisors(share) if B <= limit and B * channels <= 2**25), 1)
 
@@ -79,7 +80,7 @@ def sequences_per_rank(cfg: TrainConfig, world_size: int) -> int:
 
 def check_micro_batch_size(cfg: TrainConfig, world_size: int, B: int) -> int:
     """Return B if it divides a rank's share of the step, so that all micro-batches have one size. Raises UserError."""
-    # The message offers the nearest number that would do.
+    # The error suggests the nearest number that divides the share.
     share = sequences_per_rank(cfg, world_size)
     nearest = min(divisors(share), key=lambda divisor: abs(divisor - B))
     rule = f"does not divide the {share} sequences that each of {world_size} ranks takes per step"
@@ -113,7 +114,7 @@ def largest_that_fits(
         if rt.any_rank(not fits_here):
             continue
 
-        # It fits. Now a step with the other ranks: what the collectives need is taken here, not in the first step.
+        # It fits. Do a step with the other ranks, so that the collectives take their memory now, not in the first step.
         with explain_out_of_memory(cfg, rt, B):
             rehearse(B, True)
         release_memory(rt.device)
@@ -123,10 +124,10 @@ def largest_that_fits(
 
 
 def fits_in_memory(rehearse: Callable[[int, bool], None], rt: Runtime, B: int) -> bool:
-    """Whether this rank's GPU holds a step with micro-batches of B sequences, beside the weights and the optimizer
-    state, which are there already, and a ballast. Leaves nothing behind but the compiled code, which training
-    reuses."""
-    # Without the other ranks: one of them may run out of memory in the middle, and this one would wait for it.
+    """Whether a step with micro-batches of B sequences fits in the memory of this rank's GPU, beside a ballast and the
+    weights and optimizer state, which are allocated already. Leaves nothing behind but the compiled code, which
+    training reuses."""
+    # Without collectives: if another rank ran out of memory in the middle of the step, this one would wait for it.
     ballast = None
     try:
         ballast = torch.empty(ballast_bytes(machine.total_memory(rt.device)), dtype=torch.uint8, device=rt.device)
@@ -137,41 +138,41 @@ def fits_in_memory(rehearse: Callable[[int, bool], None], rt: Runtime, B: int) -
             raise
         fits = False
 
-    # The exception and its frames are gone here, so all memory of the try can be released.
+    # Here the exception and its frames are freed, so all memory of this attempt can be released.
     del ballast
     release_memory(rt.device)
     return fits
 
 
 def ballast_bytes(card_bytes: int) -> int:
-    """What is held back on a card with so much memory while micro-batches are tried; nothing without a card (0)."""
+    """The size of the ballast on a card with this much memory; 0 without a card."""
     return max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * card_bytes)) if card_bytes else 0
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory that no tensor uses back to the device, where NCCL and other libraries find it."""
+    """Return the memory that no tensor uses to the device, so that NCCL and other libraries can have it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-# ------------------------------------------------------------------------- out of memory, in spite of all
+# ------------------------------------------------------------------------- running out of memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out. While compiling, in the backward thread, in cuBLAS or on a CPU, it is
-    not always an OutOfMemoryError."""
+    """Whether an error means that memory ran out. It is not always an OutOfMemoryError: the compiler, the backward
+    thread, cuBLAS and a CPU may raise another one."""
     words = "out of memory|OutOfMemory|ALLOC_FAILED|can't allocate memory"
     return isinstance(error, RuntimeError) and bool(re.search(words, f"{type(error).__name__} {error}"))
 
 
 @contextmanager
 def explain_out_of_memory(cfg: TrainConfig, rt: Runtime, B: int) -> Iterator[None]:
-    """Turn a lack of memory, with micro-batches of B sequences, into one message that says what to do.
+    """Turn an out-of-memory error with micro-batches of B sequences into one message that says what to do.
 
-    With --micro-batch-size auto it is a RetryableError, after which train.sh starts again: the run folder then has a
-    limit, and the new start takes at most half. A number that was asked for would fail again: that is a UserError.
+    With --micro-batch-size auto it is a RetryableError, after which train.sh starts the run again: a limit in the run
+    folder makes the new start take at most half. A number given by the user would fail again, so that is a UserError.
     """
     try:
         yield
@@ -188,8 +189,8 @@ def explain_out_of_memory(cfg: TrainConfig, rt: Runtime, B: int) -> Iterator[Non
 
 def lower_micro_batch(cfg: TrainConfig, rt: Runtime, B: int) -> tuple[str, bool]:
     """What to do after micro-batches of B sequences ran out of memory, and whether the next start does it by itself:
-    with `auto` it takes at most half, because that is noted in the run folder."""
-    # The next smaller size that divides the step, at most half.
+    with `auto` it takes at most half, because this function stores that limit in the run folder."""
+    # The largest size that is at most half of B and divides the rank's share.
     half = next((d for d in divisors(sequences_per_rank(cfg, rt.world_size)) if 2 * d <= B), 0)
     if not half:
         return MEMORY_FIX, False
@@ -200,15 +201,15 @@ def lower_micro_batch(cfg: TrainConfig, rt: Runtime, B: int) -> tuple[str, bool]
 
 
 def limit_conditions(cfg: TrainConfig, rt: Runtime) -> dict[str, Any]:
-    """What a limit was found with, and must be the same for it to apply."""
+    """The conditions under which a limit is found. It applies only while all of them are the same."""
     conditions = {"card": machine.device_name(rt.device), "world_size": rt.world_size, "dtype": dtype_name(rt.dtype)}
     return conditions | {name: getattr(cfg, name) for name in LIMIT_SETTINGS}
 
 
 def remember_limit(cfg: TrainConfig, rt: Runtime, sequences: int) -> None:
-    """Note in the run folder that more than so many sequences ran out of memory on this rank."""
+    """Store in the run folder that micro-batches of more than `sequences` ran out of memory on this rank."""
     content = limit_conditions(cfg, rt) | {"sequences": sequences}
-    # The lack of memory is the error to report, not a disk that is full as well.
+    # The error to report is the one about memory, even if the disk is full as well.
     with suppress(OSError):
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         with atomic_write(cfg.run_dir / LIMIT_FILE) as f:
@@ -216,9 +217,9 @@ def remember_limit(cfg: TrainConfig, rt: Runtime, sequences: int) -> None:
 
 
 def find_limit(cfg: TrainConfig, rt: Runtime) -> int:
-    """The most sequences that `auto` may take: MAX_AUTO_SEQUENCES, or what an earlier start has left in the run folder.
-    Every rank must call it."""
-    # A file that cannot be read, or was written under other conditions, says nothing.
+    """The most sequences that `auto` may take: MAX_AUTO_SEQUENCES, or the limit that an earlier start has stored in
+    the run folder. Every rank must call it."""
+    # Ignore a file that cannot be read, or that was written under other conditions.
     path = cfg.run_dir / LIMIT_FILE
     own_limit = MAX_AUTO_SEQUENCES
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -226,11 +227,11 @@ def find_limit(cfg: TrainConfig, rt: Runtime) -> int:
         if limit_conditions(cfg, rt).items() <= content.items():
             own_limit = min(own_limit, max(1, int(content["sequences"])))
 
-    # The machine of the rank that ran out of memory may be the only one that has the file.
+    # Only the machine of the rank that ran out of memory may have the file, so take the minimum over the ranks.
     limit = -rt.all_reduce_max(-own_limit)
     if limit < MAX_AUTO_SEQUENCES:
         print0(
             f"micro-batch: at most {limit} sequences, because an earlier start ran out of memory with more; "
-            f"to try larger ones again: rm {path}"
+            f"to try larger ones again: rm {shlex.quote(str(path))}"
         )
     return limit

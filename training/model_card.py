@@ -1,10 +1,10 @@
 """The README.md of a model: what it is, its figures, the command that trained it, and what a user types to run it.
 
     run = read_run(Path("log/gpt2-124m/model_19073.pt"))
-    text = make_card(run, "my-gpt2", layout, license="mit")
+    text = make_card(run, "my-gpt2", layout, license="mit", has_checkpoint=False, has_curves=True)
 
-Called by hub.py for an export and for a page of the Hub. The Hub reads the header between two lines of ---: license,
-dataset, the widget's example, and the figures as its model-index.
+Called by hub.py for an export and for a model's page on the Hub. The Hub reads the YAML header between the two lines of
+---: license, dataset, an example prompt for the widget, and the figures, which it calls model-index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The figures of a run that the card shows, in this order.
 FIGURES = ("step", "tokens", "train_loss", "val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm")
 
-# Of those, what the Hub's model-index shows: the metric's type there, and its name.
+# {figure: (type, name)} of those that go into the Hub's model-index, with the type and name of the metric there.
 INDEXED = {
     "val_loss": ("loss", "validation loss (nats per token)"),
     "val_bpb": ("bits_per_byte", "validation bits per byte"),
@@ -35,7 +35,7 @@ INDEXED = {
     "hellaswag_acc_norm": ("accuracy", "acc_norm"),
 }
 
-# Settings that say where and when a run ran, not what it computed.
+# Settings that say where and when a run ran, not what it computed; the command leaves them out.
 NOT_IN_COMMAND = ("preset", "model", "out_dir", "resume", "gpu_hour_usd", "dry_run", "card", "eval_only", "tracker",
                   "time_limit", "allow_drift")  # fmt: skip
 
@@ -47,31 +47,32 @@ class Run:
     model: GPT
     figures: dict[str, Any]
     command: str  # "" if unknown
-    dataset: str  # what the tokens were made from; "" if unknown
-    is_hub_dataset: bool  # whether `dataset` is a data set of the Hub
-    prompt: str  # an example
+    dataset: str  # the source of the tokens; "" if unknown
+    is_hub_dataset: bool  # whether `dataset` is a dataset of the Hub
+    prompt: str  # for the examples
 
 
 def read_run(weights: Path) -> Run:
     """The model in a .pt file, and what the files beside it say about its run at that step."""
     from training import checkpoint
 
-    # The file's own facts, such as its step, come first.
+    # Start with the facts that the file itself has, such as its step.
     model, figures = checkpoint.load(weights)
     step = figures["step"]
 
-    # The run's measurements up to this step: of each kind the last one counts.
+    # Add the run's measurements up to this step, the latest of each kind.
     for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
         if row["step"] <= step:
             figures |= row
     figures["step"] = step
 
-    # How many tokens the model has seen, where the run's config is there to tell.
+    # How many tokens the model has seen, if the run's config.json is there.
     saved = metrics_file.read_config(weights.parent)
     tokens_per_step = metrics_file.tokens_per_step(weights.parent)
     if tokens_per_step:
         figures["tokens"] = step * tokens_per_step
 
+    # The dataset and the prompt, for which the run's config.json may be missing or edited.
     data_dir = saved.get("data_dir")
     dataset, is_hub_dataset = find_dataset(data_dir) if isinstance(data_dir, str) else ("", False)
     prompt = saved.get("sample_prompt")
@@ -81,17 +82,17 @@ def read_run(weights: Path) -> Run:
 
 
 def find_dataset(data_dir: str) -> tuple[str, bool]:
-    """What the tokens in a run's data_dir were made from, and whether that is a data set of the Hub."""
+    """The source of the tokens in a run's data_dir, and whether it is a dataset of the Hub."""
     if data_dir.startswith("hf://"):
         return data_dir.removeprefix("hf://").removeprefix("datasets/"), True
-    # The shards need not be on this machine any more.
+    # The shards may no longer be on this machine.
     try:
         manifest = shards.read_manifest(data_dir)
     except UserError:
         return "", False
     if manifest is None:
         return "", False
-    # A data set's revision is a commit of git; that of local files is shorter.
+    # The revision of a dataset of the Hub is a git commit; that of local files is shorter.
     name, revision = str(manifest.source.get("name", "")), str(manifest.source.get("revision", ""))
     return name, bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name) and re.fullmatch(r"[0-9a-f]{40}", revision))
 
@@ -107,6 +108,8 @@ def training_command(saved: dict[str, Any]) -> str:
         preset = PRESETS[cfg.preset]
     except (UserError, KeyError, TypeError):
         return ""
+
+    # The flags that differ from the preset. A run that started from weights may have the network of these weights.
     flags = different_flags(cfg, preset, "")
     if cfg.init_from == "scratch" or cfg.model != preset.model:
         flags += different_flags(cfg.model, preset.model, "model.")
@@ -135,8 +138,8 @@ def different_flags(config: TrainConfig | GPTConfig, default: TrainConfig | GPTC
 
 def make_card(run: Run, name: str, layout: Layout | None, license: str, has_checkpoint: bool, has_curves: bool) -> str:
     """The text of README.md. `name` is what a user passes to from_pretrained: a folder, or REPO for the repository that
-    is pushed to. layout: of the export that lies beside the card; None without. has_checkpoint: a model_*.pt lies
-    there, too. has_curves: curves.png does."""
+    is pushed to. layout: that of the export beside the card; None if there is no export. has_checkpoint: whether a
+    model_*.pt is beside the card. has_curves: whether curves.png is."""
     config = run.model.config
     lines = ["---", make_header(run, name, layout, license).rstrip(), "---", f"# {name}", ""]
 
@@ -169,7 +172,7 @@ def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str
     if layout and layout.needs_code:
         tags.append("custom_code")
 
-    # The validation loss is of the run's own data set, HellaSwag's figures are of HellaSwag.
+    # The validation loss belongs to the run's own dataset, the HellaSwag figures to HellaSwag.
     results = []
     for key, (metric_type, metric_name) in INDEXED.items():
         value = run.figures.get(key)
@@ -203,21 +206,21 @@ def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str
 
 def describe_use(run: Run, name: str, layout: Layout) -> list[str]:
     """The lines that say which class of transformers runs the export, and what a user types."""
-    # Code in the folder needs the user's consent, for the tokenizer too, which looks at the model's config.
+    # The user must allow code from the folder. This holds for the tokenizer, too, which reads the model's config.
     trust = ", trust_remote_code=True" if layout.needs_code else ""
     if layout.needs_code:
         code = "`model.py` behind `modeling_gpt.py`, both in this folder"
         lines = [f"transformers has no class for this network: it runs {code}, if you allow it to."]
     else:
-        lines = [f"transformers runs it as `{layout.class_name}`, without any code of this folder."]
+        lines = [f"transformers runs it as `{layout.class_name}`, without code from this folder."]
 
-    # Models of another vocabulary come without a tokenizer.
+    # A model with another vocabulary comes without a tokenizer.
     lines += ["", "    from transformers import pipeline", ""]
     if run.model.config.vocab_size > tokenizer.EOT:
         call = f'    pipe = pipeline("text-generation", model="{name}"{trust})'
         lines += [call, f"    print(pipe({run.prompt!r})[0]['generated_text'])", ""]
     else:
-        vocabulary = f"The {run.model.config.vocab_size} tokens are not GPT-2's: there is no tokenizer here."
+        vocabulary = f"The {run.model.config.vocab_size} tokens are not GPT-2's, so this folder has no tokenizer."
         lines = [*lines[:-2], "    from transformers import AutoModelForCausalLM", ""]
         lines += [f'    model = AutoModelForCausalLM.from_pretrained("{name}"{trust})', "", vocabulary, ""]
     if run.model.config.activation == "gelu_erf" and layout.model_type == "gpt2":

@@ -1,4 +1,4 @@
-"""One optimizer step: everything that happens in it is here.
+"""One optimizer step: forward and backward passes, clipping, update, and what to do if a number is not finite.
 
     train_step = TrainStep(cfg, rt, model)
     result = train_step.compute_gradients(batch)            # all micro-batches, reduced over the ranks, clipped
@@ -56,8 +56,8 @@ class TrainStep:
         # Precision. A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
         self.scaler = make_scaler(rt)
 
-        # The weights that are updated and the optimizers with their state. They are allocated before the micro-batch is
-        # chosen, so that the search for one sees the memory that is really left.
+        # The weights to update, and the optimizers with their state. They are allocated before the micro-batch is
+        # chosen, so that the search for its size sees the memory that is really left.
         match cfg.weights:
             case "float32":
                 keep_float32_copy = False
@@ -84,8 +84,8 @@ class TrainStep:
             local_loss = self._accumulate_gradients(batch, reduce=True)
             norm = self._clip_gradients()
 
-        # One collective, and one wait for the device, settles three questions: the mean loss over all ranks, how many
-        # ranks were asked to stop, and how many have a norm that is not finite.
+        # One collective, and one wait for the device, gives three numbers: the mean loss over all ranks, how many ranks
+        # were asked to stop, and how many have a norm that is not finite.
         mean_share = local_loss / self.rt.world_size
         stop_flag = norm.new_full((), float(stop_requested))
         bad_norm_flag = (~norm.isfinite()).float()
@@ -100,7 +100,7 @@ class TrainStep:
 
     def _accumulate_gradients(self, batch: Tensor, reduce: bool) -> Tensor:
         """Forward and backward over the micro-batches; returns the mean loss of this rank. With `reduce` DDP averages
-        the gradients over the ranks, once, in the last backward pass; without, no other rank is waited for."""
+        the gradients over the ranks, once, in the last backward pass; otherwise no collective is called."""
         local_loss = torch.zeros((), device=self.rt.device)
         for i, tokens in enumerate(batch):
             x, y = to_device(tokens, self.rt.device)  # (B, T) each
@@ -115,7 +115,7 @@ class TrainStep:
 
     def _clip_gradients(self) -> Tensor:
         """Undo the loss scale of float16, move the gradients to the master weights, clip. Returns the norm before
-        that. Without --grad-clip the call only measures the norm."""
+        clipping. Without --grad-clip the norm is only measured."""
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         # Gradients in DDP's buckets stay there.
@@ -142,7 +142,7 @@ class TrainStep:
         scale = self.scaler.get_scale()
         if math.isfinite(result.loss) and scale > 1:
             print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped, scale halved")
-        # Otherwise something is wrong with the data or the settings, and somebody should know.
+        # Otherwise something is wrong with the data or the settings: report it.
         else:
             self.refused_steps += 1
             message = self._describe_bad_step(step, result, data)
@@ -152,12 +152,13 @@ class TrainStep:
         self._finish_step()
 
     def _finish_step(self) -> None:
-        # GradScaler.update, once a step, halves the loss scale after an overflow, else doubles it now and then.
+        # After an overflow GradScaler.update halves the loss scale; otherwise it doubles the scale now and then.
         self.scaler.update()
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        # Gradients in DDP's buckets are set to zero there (see wrap_in_ddp), those of one rank free their memory.
+        # With several ranks the gradients live in DDP's buckets and are set to zero there (see wrap_in_ddp). One rank
+        # frees their memory.
         if self.rt.world_size > 1:
             torch._foreach_zero_([p.grad for p in self.model.parameters()])
         else:
@@ -165,12 +166,13 @@ class TrainStep:
         self.weights.drop_gradients()
 
     def rehearse(self, B: int, with_other_ranks: bool) -> None:
-        """Do a whole step with micro-batches of B sequences of zeros, and undo it: a step takes no more memory than
-        this. Weights, optimizer state and loss scale are as before, bit for bit, if nothing was trained or loaded yet.
+        """Do a whole step with micro-batches of B sequences of zeros, and undo it. A step of training takes no more
+        memory. If nothing was trained or loaded yet, weights, optimizer state and loss scale stay the same bit for bit.
 
-        with_other_ranks: as in training; every rank must call it. Without, no collective is called.
+        with_other_ranks: reduce over the ranks as in training, for which every rank must call it. Otherwise no
+        collective is called.
         """
-        # Two micro-steps, if the run has more than one: the second runs with the first's gradients in memory.
+        # Two micro-steps, if the run has more than one: the second runs while the gradients of the first are in memory.
         micro_steps = min(2, sequences_per_rank(self.cfg, self.rt.world_size) // B)
         batch = torch.zeros(micro_steps, B, self.cfg.sequence_length + 1, dtype=torch.uint16)
         rates = [(group, group["lr"]) for o in self.optimizers for group in optim.all_groups(o)]
@@ -181,8 +183,8 @@ class TrainStep:
                 self._accumulate_gradients(batch, reduce=False)
                 self._clip_gradients()
 
-            # An update at a rate of 0 changes no weight, as long as what it is multiplied with is finite: so the
-            # gradients, which may have overflowed in float16, are set to 1.
+            # An update at a learning rate of 0 changes no weight, as long as the gradients are finite. In float16 they
+            # may have overflowed, so set them to 1.
             for group, _ in rates:
                 group["lr"] = 0.0
             for p in self.weights.named.values():
@@ -205,7 +207,7 @@ class TrainStep:
         local = torch.tensor([result.local_loss, result.norm], device=rt.device)
         per_rank = torch.stack(rt.all_gather(local)).tolist()  # (ranks, 2)
 
-        # Prefer a rank with a bad loss: it also makes the norm bad everywhere.
+        # Prefer a rank with a bad loss: its gradients also make the norms of all other ranks bad.
         bad_losses = [rank for rank, (loss, _) in enumerate(per_rank) if not math.isfinite(loss)]
         bad_norms = [rank for rank, (_, norm) in enumerate(per_rank) if not math.isfinite(norm)]
         rank = (bad_losses or bad_norms or [0])[0]
@@ -244,10 +246,11 @@ class TrainStep:
 
 
 class Forward(nn.Module):
-    """GPT.forward with targets, as training and validation call it, never with all logits at once (training/head.py).
+    """GPT.forward with targets, for training and validation. It never holds all the logits at once (training/head.py).
 
     It is compiled block by block: all blocks share one graph, and the loss of a chunk of logits is another. The first
-    step comes sooner than with one graph of everything, and DDP still overlaps the reduction with the backward pass.
+    step comes sooner than with one graph of the whole model, and DDP still overlaps the reduction with the backward
+    pass.
     """
 
     def __init__(self, model: GPT, compiles: bool):
@@ -266,8 +269,8 @@ class Forward(nn.Module):
         return None, head.mean_loss(self.model, x, targets, self.chunk_loss)
 
     def validation_losses(self, idx: Tensor, targets: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean cross-entropy of idx, targets (B, T), to the bit as forward gives it, and the summed cross-entropy
-        of the `chosen` (n,) among the B * T targets, in nats."""
+        """The mean cross-entropy of idx, targets (B, T), with the same bits as forward, and the summed cross-entropy of
+        those among the B * T targets whose indices are in `chosen` (n,), both in nats."""
         x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
         loss = head.mean_loss(self.model, x, targets, self.chunk_loss)
 
@@ -291,7 +294,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     if rt.device.type == "cpu":
         machine.keep_freed_memory()
 
-    # Without torch.compile, by choice or because something is missing.
+    # Without torch.compile: by --no-compile, on MPS, or because a compiler is missing.
     if not cfg.compile or rt.device.type == "mps":
         return Forward(model, compiles=False)
     missing = machine.missing_compiler(rt.device)
@@ -299,7 +302,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
         print0(f"no {missing}: training without torch.compile, several times slower")
         return Forward(model, compiles=False)
 
-    # With it. --micro-batch-size auto may try seven sizes, and validation adds a graph.
+    # With torch.compile. --micro-batch-size auto compiles for each size that it tries, and validation adds a graph.
     torch._dynamo.config.recompile_limit = 16
     # DDP would split the graphs at its buckets.
     torch._dynamo.config.optimize_ddp = False
@@ -308,15 +311,15 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
 
 
 def wrap_in_ddp(forward: nn.Module, rt: Runtime) -> nn.Module:
-    """DDP, which averages the gradients over the ranks; the gradients are views into its buckets, from the first
-    micro-step on."""
+    """Wrap the forward pass in DDP, which averages the gradients over the ranks. From the first micro-step on, the
+    gradients are views into DDP's buckets."""
     if rt.world_size == 1:
         return forward
 
-    # DDP lets gradients that exist live in its buckets. If they were None when a backward pass begins, they would be
-    # new tensors beside the buckets until the ranks reduce them: 4 bytes a parameter more while micro-batches
-    # accumulate. So they exist from here on, and are set to zero after each step. These zeros take no memory: DDP
-    # copies them.
+    # DDP turns existing gradients into views of its buckets. A gradient that is None when a backward pass begins would
+    # be a new tensor beside its bucket until the ranks reduce it: 4 bytes more per parameter while micro-batches
+    # accumulate. So the gradients exist from here on, and are set to zero after each step. These first zeros take no
+    # memory: each is one number, expanded, which DDP copies into the bucket.
     parameters = list(forward.parameters())
     for p in parameters:
         p.grad = p.new_zeros(()).expand_as(p)
@@ -324,15 +327,16 @@ def wrap_in_ddp(forward: nn.Module, rt: Runtime) -> nn.Module:
     DDP = nn.parallel.DistributedDataParallel
     device_ids = [rt.device.index] if rt.device.type == "cuda" else None
 
-    # The only buffer is the table of RoPE, which is the same everywhere. torch 2.13 renamed the switch for it.
+    # The only buffer is RoPE's table, which is the same on all ranks, so DDP need not broadcast it. torch 2.13 renamed
+    # the argument that says so.
     is_renamed = "forward_sync_buffers" in signature(DDP).parameters
     no_buffer_sync = {"forward_sync_buffers" if is_renamed else "broadcast_buffers": False}
     ddp = DDP(forward, device_ids=device_ids, gradient_as_bucket_view=True, **no_buffer_sync)
 
-    # After its first backward pass DDP sorts the parameters into its buckets anew, in the order in which their
-    # gradients came. Where a gradient lies in a bucket decides in which order three and more ranks sum it, so the first
-    # step after a restart would round differently from the same step of a run that was never stopped. A pass without
-    # the network, whose gradients are zero and come in about the order of training's, lets it happen here.
+    # After its first backward pass DDP rebuilds its buckets, with the parameters in the order in which their gradients
+    # arrived. The place of a gradient in its bucket decides in which order three or more ranks sum it, so the first
+    # step after a restart would round differently from the same step of a run that was never stopped. Therefore do one
+    # backward pass here, without the network: its gradients are zero and arrive in about the same order as in training.
     forward.forward = lambda zero: zero * sum(p.float().sum() for p in parameters)
     ddp(torch.zeros((), device=rt.device)).backward()
     del forward.forward
