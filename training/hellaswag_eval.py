@@ -47,8 +47,8 @@ from system.cli import UserError, print0, require
 from system.files import retry_io
 from tokens import tokenizer
 
-# torch takes seconds to import, so the functions that need it import it: hellaswag.py downloads and explains itself
-# without it.
+# torch takes seconds to import, so only the functions that need it import it: hellaswag.py downloads the rows and
+# prints its help without torch.
 if TYPE_CHECKING:
     import torch
 
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 NUM_ENDINGS = 4
 
-# Row lengths are rounded up to a multiple of this: few different shapes, which saves a GPU planning, and little
-# padding.
+# Row lengths are rounded up to a multiple of this number. A larger number would mean fewer shapes, which saves planning
+# time on a GPU; a smaller number would mean less padding.
 LENGTH_MULTIPLE = 8
 
 # The parts of a row; the endings are 1 to NUM_ENDINGS.
@@ -152,7 +152,7 @@ def available_examples(data: str, config: GPTConfig) -> list[Example]:
         print0(f"HellaSwag is off: no {DEFAULT_PATH}; download it with: python hellaswag.py")
         return []
 
-    # A model of bytes or of a very short context trains as well; it only cannot read these rows.
+    # A model of bytes, or with a very short context, cannot read these rows, but it can train without them.
     examples = load_examples(data or DEFAULT_PATH)
     try:
         require_readable(examples, config)
@@ -262,7 +262,7 @@ def tree_mask(parts: torch.Tensor) -> torch.Tensor:
     query_part = parts[:, None, :, None]  # (N, 1, T, 1)
     key_part = parts[:, None, None, :]  # (N, 1, 1, T)
 
-    # Every token sees the context and its own ending. Padding sees itself, so that no softmax is over nothing.
+    # Every token sees the context and its own ending. Padding sees itself, so that every query has a key.
     is_context = key_part == CONTEXT  # (N, 1, 1, T)
     is_own_part = key_part == query_part  # (N, 1, T, T)
 
@@ -335,7 +335,7 @@ def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once:
     mask = tree_mask(batch.parts.to(device))  # (N, 1, T, T)
     hidden = model.hidden(batch.ids.to(device), positions=batch.positions.to(device), mask=mask)  # (N, T, C)
 
-    # Only where an ending is predicted are logits needed. (N, T, C) -> (M, C)
+    # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C)
     hidden = hidden[batch.rows.to(device), batch.columns.to(device)]
 
     # The logits are 50,000 wide, so compute them for a part of the M targets at a time. (m, C) -> (m, V) -> (m,)

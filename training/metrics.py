@@ -1,4 +1,4 @@
-"""What a run reports of itself: a line of metrics.jsonl per step, the console line, its throughput.
+"""What a run reports: a line of metrics.jsonl per step, the line on the console, the throughput.
 
     metrics = MetricsLogger(train_step, run)
     metrics.log_step(run, result, lr, seconds)
@@ -51,7 +51,7 @@ class MetricsLogger:
         kept = [json.dumps(row) + "\n" for row in old_rows if row["step"] < run.start_step]
         write_file(path, lambda f: f.write("".join(kept).encode()))
 
-        # One write per line, and nothing held back that could fail later.
+        # One write per line, without a buffer whose flush could fail later.
         self.file = AppendFile(path)
         last_logged_step = max([-1, *(row["step"] for row in old_rows)])
         self.tracker = make_tracker(self.cfg, run.start_step, last_logged_step)
@@ -59,7 +59,7 @@ class MetricsLogger:
     def log_step(self, run: RunState, result: StepResult, lr: float, seconds: float) -> None:
         """Log the step that has just been done in `seconds`: its line in metrics.jsonl and, at most about once a
         second, on the console."""
-        # What was measured in the step joins what was measured before it, such as the val loss.
+        # Add the measurements of the step to those made before it, such as the val loss.
         run.measured |= {"train_loss": result.loss, "lr": lr, "grad_norm": result.norm}
         run.measured |= self.throughput.update(seconds)
         self.write(run.measured)
@@ -79,7 +79,7 @@ class MetricsLogger:
             f"step {run.step:5d}/{run.max_steps} | loss: {m['train_loss']:.6f} | lr {m['lr']:.4e}",
             f"norm: {m['grad_norm']:.4f} | dt: {m['step_ms']:.2f}ms | tok/sec: {m['tokens_per_second']:,.0f}",
         ]
-        # MFU needs a card with a data sheet, an ETA more than one step, a cost the price of a GPU.
+        # The MFU is known for cards with a data sheet, the ETA after two steps, the cost if the price is given.
         if m["mfu"]:
             parts.append(f"mfu: {m['mfu']:.1%}")
         eta_s = self.throughput.eta_s(run.max_steps - run.step - 1)
@@ -92,7 +92,7 @@ class MetricsLogger:
 
     def write(self, measured: dict[str, Any]) -> None:
         """Append one line: `step` and whatever was measured there. Raises UserError if it cannot be written, or OSError
-        if that may pass."""
+        if the cause may be temporary."""
         if not self.is_main:
             return
         # JSON has no NaN and no infinity, which a refused update may contain.
@@ -103,7 +103,7 @@ class MetricsLogger:
         with self._explain_errors(len(line)):
             self.file.append(line)
 
-        # The tracker gets what can be drawn.
+        # The tracker gets the values that it can plot.
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
         self.tracker.log_scalars(measured["step"], values)
 
@@ -113,17 +113,17 @@ class MetricsLogger:
         self.tracker.log_text(step, text)
 
     def flush(self) -> None:
-        """Bring everything to storage. Called before a checkpoint is written: a run that resumes from it rewrites the
-        steps after it, but not those before. TensorBoard holds its points back for minutes.
+        """Bring everything to storage. Called before a checkpoint is written: a run that resumes from the checkpoint
+        writes the later lines again, but not the earlier ones. TensorBoard buffers its points for minutes.
         """
-        # A network file system may find only now that its quota is full.
+        # A network file system may report only now that the quota is full.
         with self._explain_errors():
             self.file.sync()
         self.tracker.flush()
 
     @contextmanager
     def _explain_errors(self, needed: int | None = None) -> Iterator[None]:
-        """Turn an error of the disk into a UserError, unless it is one that may pass."""
+        """Turn an error of the disk into a UserError, unless it may be temporary."""
         try:
             yield
         except OSError as e:

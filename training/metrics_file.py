@@ -15,8 +15,8 @@ from system.files import retry_io
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl, each a dict with at least `step`. A line torn by a kill, or not ours, is
-    skipped. Empty if there is no file."""
+    """The complete lines of a metrics.jsonl, each a dict with at least `step`. Lines that a kill has cut off, and other
+    lines that are not rows of metrics, are skipped. Empty if there is no file."""
     if not path.exists():
         return []
     rows = []
@@ -39,7 +39,7 @@ def parse_integer(digits: str) -> int | float:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """A run's config.json; empty if there is none that can be read."""
-    # Plots and model cards do without it, so nothing here is an error.
+    # Plots and model cards work without it, so a file that is missing or damaged is no error.
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError, RecursionError):

@@ -63,8 +63,8 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters (rows, columns) that `mark_matrices` has marked.
 
     Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. The state has
-    the layout of torch.optim.Muon's and can be loaded from it. `step` uses the gradients' memory: afterwards they hold
-    no gradients.
+    the layout of torch.optim.Muon's and can be loaded from it. `step` overwrites the gradients with the
+    updates.
     """
 
     def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):

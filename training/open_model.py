@@ -1,11 +1,11 @@
-"""Open a model from anything: the one function that infer.py, hellaswag.py, training and the benches call.
+"""Open a model by a path or a name: the one function that infer.py, hellaswag.py, training and the benches call.
 
     model = open_model("log/gpt2-124m/model_19073.pt")   # a checkpoint file
     model = open_model("log/gpt2-124m")                  # a run folder: its newest complete step
     model = open_model("exports/gpt2-mine")              # a Hugging Face folder, e.g. from: python hub.py export
     model = open_model("gpt2")                           # a name on the Hub: gpt2, gpt2-medium, OWNER/NAME
 
-It stands apart from training/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
+It is separate from training/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
 """
 
 from __future__ import annotations

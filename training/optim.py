@@ -1,4 +1,4 @@
-"""The optimizers of a run: which parameters each takes, what it keeps of them, and how that is saved and loaded.
+"""The optimizers of a run: which parameters each updates, which state it keeps, and how the state is saved and loaded.
 
     optimizers = build_optimizers(master_weights.named, cfg, rt)
 
@@ -49,8 +49,8 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
     AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer muon the
     matrices of the blocks go to Muon and the rest stays with AdamW. The schedule multiplies each group's `peak_lr`.
     """
-    # Which optimizer takes all parameters but Muon's matrices. The matrices of the blocks are
-    # "transformer.h.3.mlp.c_fc.weight" and the like.
+    # Muon takes the matrices of the blocks, such as "transformer.h.3.mlp.c_fc.weight"; rest_optimizer takes all other
+    # parameters.
     match cfg.optimizer:
         case "adamw":
             rest_optimizer = "adamw"
@@ -164,19 +164,19 @@ def all_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def state_shapes(optimizer_type: type, p: Tensor) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of what an optimizer of this class keeps of a parameter. Raises ValueError for a class that is not
-    in the table."""
+    """{name: shape} of the state that an optimizer of this class keeps for a parameter. Raises ValueError for a class
+    that is not in the table."""
     if optimizer_type not in OPTIMIZER_STATE:
         raise ValueError(
-            f"add to OPTIMIZER_STATE in training/optim.py what {optimizer_type.__name__} keeps of a parameter"
+            f"add to OPTIMIZER_STATE in training/optim.py what {optimizer_type.__name__} keeps for a parameter"
         )
     return {name: shape(p) for name, shape in OPTIMIZER_STATE[optimizer_type].items()}
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of this rank's parameters, as zeros, where it is missing."""
-    # torch's optimizers would do so in their first step. Here the memory is taken at once, and nothing depends on
-    # whether a step has been made.
+    # torch's optimizers would create the state in their first step. Created here, it takes its memory at once, and a
+    # checkpoint of step 0 has it, too.
     inner = unwrap(optimizer)
     for p in all_params(inner):
         if not inner.state[p]:

@@ -1,4 +1,9 @@
-"""The precision of a training run: one that every rank's device has, and the same again on resume."""
+"""The precision of a training run: one that every rank's device has, and the same one after a resume.
+
+    rt = agree_on_dtype(cfg, rt, saved)     # prints "precision: bfloat16, ..."
+
+Called by train_gpt2.py before it builds the model. system/precision.py knows what a device supports.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +28,12 @@ def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None =
     """
     common = common_dtypes(rt)
 
-    # What the run was trained in before. Versions before November 2026 saved no dtype and took the preferred one.
+    # The precision of the run so far. Versions before November 2026 saved no dtype and used the preferred one.
     began_in = None
     if saved:
         began_in = saved.get("dtype", dtype_name(precision.supported_dtypes(rt.device)[0]))
 
-    # The flag wins, then the run's past, then the fastest.
+    # The flag takes precedence, then the precision of the run so far, then the fastest one.
     if cfg.dtype != "auto":
         dtype, reason = getattr(torch, cfg.dtype), "by --dtype"
         if rt.device.type == "cuda":
@@ -57,8 +62,9 @@ def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None =
 
 
 def common_dtypes(rt: Runtime) -> list[torch.dtype]:
-    """What every rank's device multiplies in hardware, the preferred first. Every rank must call it."""
-    # Each rank says of every precision whether it has it; what all have is common.
+    """The precisions that the devices of all ranks multiply in hardware, the preferred one first. Every rank must call
+    it."""
+    # Each rank reports which precisions it has. The common ones are those that all ranks have.
     own = precision.supported_dtypes(rt.device)
     flags = torch.tensor([float(dtype in own) for dtype in precision.PREFERRED_DTYPES], device=rt.device)  # (3,)
     on_all_ranks = torch.stack(rt.all_gather(flags)).bool().all(dim=0)  # (ranks, 3) -> (3,)

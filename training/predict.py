@@ -1,4 +1,4 @@
-"""Predict the time and the memory of a training step on GPUs that are not here: no GPU, no data, about a second.
+"""Predict the time and the memory of a training step on other GPUs. This needs no GPU and no data, and takes a second.
 
     prediction = predict(cfg, "8xH100")
     print(report(cfg, prediction, max_steps=19_073))
@@ -8,7 +8,7 @@ train_gpt2.py calls it for `--dry-run --card 8xH100`.
 Time: training reaches a fraction of a GPU's peak FLOP/s, its model FLOPs utilization (MFU; PaLM, Chowdhery et al. 2022,
 appendix B). The fraction depends mostly on the GPU's architecture and on whether the model is compiled, so:
 
-    step time = tokens * FLOPs per token / (GPUs * peak FLOP/s * achieved MFU) + communication that nothing hides
+    step time = tokens * FLOPs per token / (GPUs * peak FLOP/s * achieved MFU) + communication that is not hidden
 
 Memory: the bytes of the weights, the gradients, the optimizer state, and the activations kept for the backward pass.
 
@@ -49,7 +49,7 @@ class Architecture:
     cards: tuple[str, ...]  # keys of system.cards.CARDS
 
 
-# Each fraction that is not assumed comes from one published run, one of the first three rows of docs/costs.md.
+# Each fraction that is not assumed comes from one published run, in the first three rows of the table in docs/costs.md.
 HOPPER_MFU = AchievedMFU(
     compiled=0.42,  # modded-nanogpt, track 3, 20260517_ortho, on one H200
     eager=0.29,  # build-nanogpt on one H100
@@ -59,7 +59,7 @@ AMPERE_MFU = AchievedMFU(
     eager=0.34,  # assumed: as much below compiled as on Hopper
 )
 
-# The other architectures have set no constant: each is assumed to reach what the nearest one reaches.
+# No published run has set a constant for the other architectures: each is assumed to reach the MFU of the nearest one.
 # fmt: off
 ARCHITECTURES = {
     "Volta": Architecture(AMPERE_MFU, ("V100", "V100-PCIE")),
@@ -83,18 +83,18 @@ ARCHITECTURES = {
 
 # The cards of the published runs; a prediction for any other one has not been checked.
 PUBLISHED_CARDS = ("A100-40GB", "A100-80GB", "H100", "H200", "RTX 4090")
-# Channels of the narrowest published network. Narrower ones wait for the CPU to start kernels, and reach less.
+# Channels of the narrowest published network. A narrower one waits for the CPU to launch kernels, so its MFU is lower.
 PUBLISHED_N_EMBD = 768
 
-# Errors of the runs that set no constant: the median and the largest, rounded up.
+# Prediction errors of the published runs that set no constant: the median and the largest, rounded up.
 USUAL_ERROR = 0.15
 WORST_ERROR = 0.40
 
 # Fraction of a link's bandwidth that a ring all-reduce reaches. Measured between two H100 over NVLink: 376 of 450 GB/s
 # (NVIDIA/nccl, issue 1264); a little less is assumed for more GPUs, and the same for PCIe.
 LINK_EFFICIENCY = 0.80
-# Fraction of the data sheet's memory that the driver reports, and what of it tensors cannot use: CUDA's context, loaded
-# kernels and NCCL's buffers. Both are assumed.
+# Fraction of the data sheet's memory that the driver reports, and the part of it that tensors cannot use: CUDA's
+# context, loaded kernels and NCCL's buffers. Both are assumed.
 REPORTED_MEMORY = 0.98
 CONTEXT_BYTES = 2**30
 # Fraction of a micro-step that is its backward pass, which takes twice as long as the forward pass.
@@ -150,7 +150,7 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
     parameters = model.num_params()
     weight_size = bytes_per_weight(cfg, groups)
 
-    # The micro-batch decides the memory.
+    # The memory follows from the micro-batch.
     def memory_of(micro_batch_size: int) -> int:
         return memory_bytes(cfg, model, ranks, weight_size, micro_batch_size)
 
@@ -161,13 +161,13 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
     require(B, f"{reason}; use a smaller one, --recompute or a larger card")
     micro_steps = cfg.sequences_per_step // ranks // B
 
-    # Compute: the GPUs share the step's tokens evenly, and wait for the slowest.
+    # Compute: the GPUs share the step's tokens evenly, and all wait for the slowest one.
     flops_per_token = model.flops_per_token(cfg.sequence_length)
     peak_flops = sum(group.count * group.card.tflops * 1e12 for group in groups)
     flops = cfg.total_batch_size / ranks * (flops_per_token + recomputed_flops_per_token(cfg, model))
     compute_s = max(flops / (card.tflops * 1e12 * achieved_mfu(cfg, name)) for _, name, card, _ in groups)
 
-    # Communication, of which there is none on one GPU; the slowest link holds up all.
+    # Communication: none on one GPU. With several, all wait for the slowest link.
     link = min(link_bytes_per_second(group.card) for group in groups)
     all_reduce_s = weight_broadcast_s = 0.0
     if ranks > 1:
@@ -207,7 +207,7 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
 
 def find_cards(text: str) -> tuple[CardGroup, ...]:
     """The GPUs of one kind, "8xH100", or of several, "2080Ti+3090". Each kind may have its price, in dollars for an
-    hour of one GPU: "2080Ti@0.08+2x3090@0.22". Raises UserError for what is not known."""
+    hour of one GPU: "2080Ti@0.08+2x3090@0.22". Raises UserError for an unknown card or a bad price."""
     groups = []
     for part in text.split("+"):
         name, at, price = part.partition("@")
@@ -230,7 +230,7 @@ def find_card(text: str) -> tuple[int, str, Card]:
     for name in with_data_sheet:
         known[normalize(name)] = name
         known[normalize(name) + f"{CARDS[name].gb}gb"] = name
-    known["a100"] = "A100-40GB"  # of the two sizes the one that promises less
+    known["a100"] = "A100-40GB"  # the smaller of its two sizes
 
     # An optional count, then the name.
     count, name = re.fullmatch(r"(?:([1-9][0-9]{0,3})\s*x\s*)?(.*)", " ".join(text.split())).groups()
@@ -261,7 +261,7 @@ def recomputed_flops_per_token(cfg: TrainConfig, model: GPT) -> float:
 
 
 def link_bytes_per_second(card: Card) -> float:
-    """What reaches the other GPUs of the machine, per direction."""
+    """Bytes per second from this card to the other GPUs of the machine, in each direction."""
     return LINK_EFFICIENCY * card.link_gb_s * 1e9
 
 
@@ -291,14 +291,14 @@ def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, mic
     """Bytes on one GPU when micro-steps of that many sequences run."""
     tokens = micro_batch_size * cfg.sequence_length
 
-    # Of each parameter: a weight and a gradient, which lives in DDP's bucket if there are several ranks. Then
-    # autocast's copy of a float32 weight in bfloat16, or the float32 master weight of a bfloat16 weight.
+    # Each parameter takes a weight and a gradient, which lives in DDP's bucket if there are several ranks, and a second
+    # copy: autocast's bfloat16 copy of a float32 weight, or the float32 master weight of a bfloat16 weight.
     other_copy = BFLOAT16 if weight_size == FLOAT32 else FLOAT32
     state = (2 * weight_size + other_copy) * model.num_params() + optimizer_bytes(cfg, model, ranks)
 
-    # The head takes its rows in chunks. While it works on one, it holds the logits of the chunk (rows, V), which become
-    # their own gradient, and the float32 sum (V, C) of its weight's gradients over the chunks. Eager, the softmax and
-    # its gradient take four more tensors of the logits' shape, in float32.
+    # The head processes its rows in chunks. For one chunk at a time it holds the logits (rows, V), which their gradient
+    # overwrites; for all chunks it holds the float32 sum (V, C) of the gradients of its weight. Without torch.compile,
+    # the softmax and its gradient take four more float32 tensors of the shape of the logits.
     V, C = cfg.model.vocab_size, cfg.model.n_embd
     logit = BFLOAT16 if cfg.compile else BFLOAT16 + 4 * FLOAT32
     rows = tokens // num_chunks(tokens, "cuda")
@@ -308,9 +308,8 @@ def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, mic
 
 
 def optimizer_bytes(cfg: TrainConfig, model: GPT, ranks: int) -> int:
-    """Bytes of optimizer state on the GPU that has most of it: what the run's optimizers keep of their parameters, by
-    the table that creates it (OPTIMIZER_STATE in training/optim.py). With ZeRO-1 each rank keeps that of its parameters
-    alone."""
+    """Bytes of optimizer state on the GPU that has the most, from OPTIMIZER_STATE in training/optim.py, the table by
+    which training creates the state. With ZeRO-1 each rank has only the state of its own share of the parameters."""
     match cfg.zero_stage:
         case 0:
             shards = 1
@@ -319,17 +318,18 @@ def optimizer_bytes(cfg: TrainConfig, model: GPT, ranks: int) -> int:
         case _:
             raise ValueError(f"zero_stage {cfg.zero_stage}: what it keeps is not counted")
 
-    # ZeroRedundancyOptimizer gives each parameter to the rank that has least so far, the largest of a group first. No
-    # parameter is split: where the embedding is more than a rank's share, its rank has more than the others.
-    numbers = [0] * shards  # of state, on each rank
+    # ZeroRedundancyOptimizer assigns the parameters of a group in descending order of size, each to the rank with the
+    # fewest numbers so far. It splits no parameter: if the embedding is larger than a rank's share, the rank that has
+    # it holds more than the others.
+    state_numbers = [0] * shards  # on each rank
     for name, groups in optim.parameter_groups(dict(model.named_parameters()), cfg).items():
-        sizes = [0] * shards  # of the parameters of this optimizer, on each rank
+        parameter_numbers = [0] * shards  # of this optimizer, on each rank
         for group in groups:
             for p in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
-                rank = sizes.index(min(sizes))
-                sizes[rank] += p.numel()
-                numbers[rank] += optim.state_numel(optim.optimizer_class(name), [p])
-    return FLOAT32 * max(numbers)
+                rank = parameter_numbers.index(min(parameter_numbers))
+                parameter_numbers[rank] += p.numel()
+                state_numbers[rank] += optim.state_numel(optim.optimizer_class(name), [p])
+    return FLOAT32 * max(state_numbers)
 
 
 def activation_bytes_per_token(cfg: TrainConfig, residual_size: int) -> int:
@@ -379,8 +379,8 @@ def mlp_numbers(config: GPTConfig) -> int:
 
 
 def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[int], int], card_bytes: int) -> int:
-    """Sequences in a forward pass: --micro-batch-size, or what its `auto` would find on cards with so much memory; 0 if
-    that does not fit. Raises UserError if the step's sequences do not split evenly over the ranks and the
+    """Sequences in a forward pass: --micro-batch-size, or what its `auto` would find on cards with this much memory; 0
+    if not even that fits. Raises UserError if the step's sequences do not split evenly over the ranks and the
     micro-batches."""
     usable_bytes = card_bytes - CONTEXT_BYTES
     if cfg.micro_batch_size == "auto":
@@ -397,7 +397,7 @@ def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[i
 def price_per_gpu(p: Prediction, gpu_hour_usd: float) -> float:
     """Dollars for an hour of one GPU, on average: the price that --card names for its kind, or else --gpu-hour-usd."""
     prices = [gpu_hour_usd if group.hour_usd is None else group.hour_usd for group in p.groups]
-    # Half a price would look like a whole one.
+    # Without the price of one kind there is no price: the sum of the others would look complete.
     if not all(prices):
         return 0.0
     return sum(group.count * price for group, price in zip(p.groups, prices, strict=True)) / p.ranks
@@ -413,31 +413,29 @@ def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
     cards = " + ".join(f"{group.count} x {group.name}" for group in p.groups)
     split = f"{p.ranks} x {p.micro_steps} x {p.micro_batch_size} x {cfg.sequence_length}"
     lines = [
-        f"{cfg.preset}: {p.parameters:,} parameters on {cards}, predicted, nothing was run",
+        f"{cfg.preset}: {p.parameters:,} parameters on {cards}; this is a prediction, nothing was run",
         f"predicted memory per card {p.memory_bytes / 2**30:.1f} of {p.memory_gb} GB with a micro-batch of "
         f"{p.micro_batch_size} (ranks x micro-steps x sequences x T: {split})",
         f"predicted step {p.step_s * 1e3:,.0f} ms (compute {p.compute_s * 1e3:,.0f}, waiting for gradients "
         f"{p.all_reduce_s * 1e3:,.0f}, sending weights {p.weight_broadcast_s * 1e3:,.0f}): "
         f"{p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.0%}; excluding evaluation",
         f"predicted for {max_steps} steps: {format_duration(seconds)}, {gpu_hours:,.1f} GPU-hours; {cost}",
-        f"published runs: half are within {USUAL_ERROR:.0%} of what is predicted, all within {WORST_ERROR:.0%} "
-        "(docs/costs.md); --dry-run on the card itself measures",
+        f"of the published runs, half are within {USUAL_ERROR:.0%} of their prediction, all within {WORST_ERROR:.0%} "
+        "(docs/costs.md); to measure, use --dry-run on the card itself",
     ]
 
-    # What makes this prediction less certain than those of the published runs.
+    # Say what makes this prediction less certain than those of the published runs.
     for group in p.groups:
         if group.name not in PUBLISHED_CARDS:
             lines.append(f"no published run used this card ({group.name}): its MFU is assumed (docs/costs.md)")
     if len(p.groups) > 1:
         slowest = max(p.groups, key=lambda group: 1 / (group.card.tflops * achieved_mfu(cfg, group.name))).name
         smallest = min(p.groups, key=lambda group: group.card.gb).name
-        lines.append(
-            f"all cards take the time of the slowest ({slowest}) and the micro-batch of the smallest ({smallest})"
-        )
+        lines.append(f"all cards wait for the slowest ({slowest}) and use the micro-batch of the smallest ({smallest})")
     if cfg.model.n_embd < PUBLISHED_N_EMBD:
         lines.append(f"a network of fewer than {PUBLISHED_N_EMBD} channels reaches a lower MFU than is predicted")
     if cfg.init_from not in ("scratch", "gpt2"):
-        lines.append(f"the network is the one of the --model flags, whatever --init-from {cfg.init_from} holds")
+        lines.append(f"the predicted network is that of the --model flags, not that of --init-from {cfg.init_from}")
     if p.ranks > 8:
-        lines.append(f"{p.ranks} cards are taken to be in one machine: a network between machines is slower")
+        lines.append(f"all {p.ranks} cards are assumed to be in one machine; a network between machines is slower")
     return "\n".join(lines)

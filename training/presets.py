@@ -2,7 +2,7 @@
 
     cfg = parse(["quickstart", "--max-steps", "50", "--model.n-layer", "2"], read_saved_config)
 
-Called by train_gpt2.py with sys.argv. To add a preset: an entry in PRESETS, and what docs/changing.md lists besides.
+Called by train_gpt2.py with sys.argv. To add a preset, add an entry to PRESETS and follow docs/changing.md.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ PRESETS = _by_name(
     _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
     _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
     _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
-    # DDP-BASEMODEL-TRAIN: a head of its own, and half as many tokens a step.
+    # DDP-BASEMODEL-TRAIN: an untied head, and half as many tokens per step.
     TrainConfig(
         preset="untied-124m",
         model=GPTConfig(vocab_size=50304, tied_head=False),
@@ -93,8 +93,8 @@ PRESETS = _by_name(
     ),
     _record8,
     _speedrun,
-    # OpenAI's GPT-2 on a text of one's own. Rate and batch are nanoGPT's (finetune_shakespeare). It is saved as often
-    # as it is evaluated: the best checkpoint matters, and it is seldom the last.
+    # Fine-tune OpenAI's GPT-2 on your own text. Rate and batch are nanoGPT's (finetune_shakespeare). Every evaluated
+    # step is saved, because the best checkpoint matters, and the best is seldom the last.
     TrainConfig(
         preset="finetune",
         data_dir="data/my", init_from="gpt2",
@@ -102,7 +102,7 @@ PRESETS = _by_name(
         val_every=25, val_tokens=131_072, hellaswag_every=0, sample_every=50, sample_prompt="@val",
         save_every=25, keep=1,
     ),
-    # Does anything learn at all? One batch, over and over: the loss must collapse.
+    # A check that the network learns at all: the loss on one batch, repeated, must collapse.
     TrainConfig(
         preset="overfit",
         model=_small, data_dir="data/stdlib", overfit_single_batch=True,
@@ -169,7 +169,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if early.epochs is not None and early.max_steps is None:
         defaults = replace(defaults, max_steps=0)
 
-    # -h is a question only if no value follows: llm.c's `-h 1` turned HellaSwag on.
+    # -h asks for help only if no value follows: in llm.c, `-h 1` turns HellaSwag on.
     has_value = "-h" in flags and not [*flags, "-"][flags.index("-h") + 1].startswith("-")
     if "--help" in flags or ("-h" in flags and not has_value):
         print0(help_text(defaults, "--help" in flags, list(PRESETS)))
@@ -178,7 +178,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     refuse_values_of_switches(flags)
     cfg = tyro.cli(TrainConfig, default=defaults, args=flags, prog="train_gpt2.py [PRESET]", add_help=False)
 
-    # A folder named wandb would be found as a package, but has no origin.
+    # find_spec also finds a mere folder named wandb, which has no origin.
     if cfg.tracker == "wandb" and getattr(find_spec("wandb"), "origin", None) is None:
         raise UserError("--tracker wandb needs its package: .venv/bin/pip install wandb")
     return cfg
@@ -194,7 +194,7 @@ def refuse_values_of_switches(flags: list[str]) -> None:
         if not equals and following.startswith("-"):
             continue
 
-        # What was probably meant: --compile=False turns it off, --no-compile=False on.
+        # Suggest what was probably meant: --compile=False turns it off, --no-compile=False turns it on.
         typed = word if equals else f"{word} {following}"
         on, off = switches()[switch]
         is_false = (value if equals else following).lower() in ("0", "false", "no", "off")

@@ -95,7 +95,7 @@ class Reference(NamedTuple):
             return None
         low, high = interval
 
-        # NaN is in no interval, so it is off track and "too high".
+        # NaN lies in no interval, so it is reported as too high.
         if low <= val_loss <= high:
             verdict = "on track"
         elif val_loss < low:
@@ -152,8 +152,8 @@ def find_reference(
         preset: the run's preset.
         max_steps: its number of steps; within MAX_STEPS_TOLERANCE of the public runs'.
         tokens_per_step: its tokens per step, which must be the public runs'.
-        shard_name: a file of its data, by whose name the data are recognized. Without a name, the data are taken to be
-            right.
+        shard_name: a file of its data, by whose name the data are recognized. Without a name, the data are assumed to
+            be the same.
 
     The first three may be anything that a config.json holds, or None.
     """

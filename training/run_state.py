@@ -1,4 +1,10 @@
-"""How far a run is: a plain record that checkpoints keep, so that a resumed run does nothing twice."""
+"""The progress of a run, which every checkpoint stores, so that a resumed run repeats nothing.
+
+    run = RunState(max_steps=19_073, data_id=data.fingerprint())
+    run.advance()
+
+Created by training/resume.py; the training loop in train_gpt2.py moves it from step to step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from typing import Any
 
 @dataclass
 class RunState:
-    """The progress of a run. `step` counts the optimizer steps done; training/resume.py finds it again."""
+    """The progress of a run. `step` counts the optimizer steps done; training/resume.py restores it."""
 
     # What the run is: its length, and the data it must find again (Loader.fingerprint).
     max_steps: int
@@ -48,7 +54,8 @@ class RunState:
         return period > 0 and (self.step % period == 0 or self.is_at_end)
 
     def is_save_due(self, save_every: int) -> bool:
-        """Whether this step is to be saved. A period of 0 leaves the last; the step a run started from is saved."""
+        """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process is
+        not: it is new, or saved already."""
         return self.step > self.start_step and (self.is_at_end or self.is_due(save_every))
 
     def update_best(self) -> None:

@@ -1,4 +1,4 @@
-"""Stopping a run cleanly: signals and --time-limit ask for it, and all ranks then agree on when.
+"""Stop a run cleanly: a signal or --time-limit requests it, and all ranks agree on the step.
 
     stop = StopRequest("3h50m")
     with stop.handle_signals():
@@ -29,7 +29,7 @@ from system.units import parse_duration
 SECOND_SIGNAL_AFTER_S = 2.0
 
 # How many seconds torchrun waits between the signal that it passes on to its ranks and the SIGKILL that ends them. A
-# rank inherits the variable from torchrun. torchrun of torch 2.11 does not know it, and always waits 30 seconds.
+# rank inherits the variable from torchrun. torchrun of torch 2.11 ignores the variable and always waits 30 seconds.
 TORCHRUN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -61,10 +61,10 @@ class EvaluationFailedElsewhere(Exception):
 
 class StopRequest:
     """Whether and why this rank was asked to stop: by a signal, or because --time-limit, counted from here, is over. A
-    limit of 0 is none, as for every period."""
+    limit of 0 means no limit."""
 
     def __init__(self, time_limit: str = ""):
-        self.has_warned = False  # of a save that takes too long
+        self.has_warned = False  # that a save takes too long
         self.signal: str | None = None  # the name of the first signal that came
         self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = time.monotonic()
@@ -94,7 +94,7 @@ class StopRequest:
                 raise EvaluationFailedElsewhere
 
     def check_save_time(self, seconds: float) -> None:
-        """Say once if a save takes so long that torchrun would kill the ranks in the middle of one."""
+        """Warn once if a save takes so long that torchrun would kill the ranks in the middle of one."""
         # After a signal a step is finished first, and ZeRO-1 gathers its state: leave half of the time for that.
         timeout_s = torchrun_timeout_s()
         if seconds < timeout_s / 2 or self.has_warned:
@@ -148,7 +148,7 @@ class StopRequest:
                 with suppress(OSError):
                     os.write(1, message.encode())
 
-        # Now: install the handler, start the thread that receives the signals, block them in this one.
+        # Install the handler, start the thread that receives the signals, and block the signals in this thread.
         previous = {number: signal.signal(number, handler) for number in handled}
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
