@@ -70,7 +70,7 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
     B, T = idx.shape
     block_size = model.config.block_size
 
-    # The cache has a length that is a multiple of 16: otherwise an attention kernel pads the mask again in every layer.
+    # The length of the cache is a multiple of 16: otherwise an attention kernel pads the mask again in every layer.
     max_len = math.ceil((T + max_new_tokens) / 16) * 16
     cache = model.new_cache(B, min(max_len, block_size))
 

@@ -3,8 +3,8 @@
     lr = set_learning_rates(optimizers, step, total_steps, cfg)     # before each update; returns the rate to log
 
 The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and total_steps, and
-training/resume.py says where that makes the rate jump. To add a schedule: its name in TrainConfig.schedule, a function
-such as cosine_decay, and a case in choose_decay.
+training/resume.py prints by how much it jumps. To add a schedule, add its name to TrainConfig.schedule, a function such
+as cosine_decay, and a case to choose_decay.
 """
 
 import math
@@ -18,7 +18,7 @@ from training.config import TrainConfig
 def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Fraction of the peak learning rate at `step`: a linear warm-up to 1, then the schedule's decay down to
     min_lr / max_lr at total_steps."""
-    # Chosen before the warm-up is over, so that a schedule without a function raises in the first step.
+    # Choose the function before the warm-up, so that a schedule without one raises in the first step.
     decay = choose_decay(cfg)
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
 

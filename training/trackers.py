@@ -1,10 +1,10 @@
-"""Trackers: where the curves and samples of a run also go besides metrics.jsonl (TensorBoard, Weights & Biases).
+"""Trackers, which show the curves and samples of a run: TensorBoard and Weights & Biases.
 
     tracker = make_tracker(cfg, start_step, last_logged_step)
     tracker.log_scalars(step, {"train_loss": 3.2})
 
-Called by training/metrics.py on rank 0. To add one: a class here, its name in TrainConfig.tracker, a case in
-make_tracker.
+Called by training/metrics.py on rank 0. To add a tracker, add a class here, its name to TrainConfig.tracker, and a
+case to make_tracker.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorBoardTracker(Tracker):
 
         # purge_step hides the points of the steps that a resumed run repeats.
         self.writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start_step)
-        atexit.register(self.writer.close)  # the points before an error matter most
+        atexit.register(self.writer.close)  # after an error too, when the last points matter most
 
         # The settings, as TensorBoard's hyperparameters. Its own add_hparams would start another run, and would first
         # write a list of columns, after which TensorBoard no longer looks for the settings in which runs differ.
@@ -122,7 +122,7 @@ def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tr
         case _:
             raise ValueError(f"no tracker {cfg.tracker!r}: add a case to make_tracker in training/trackers.py")
 
-    # A tracker that was turned on only now gets the resumed steps from the first one.
+    # A tracker that is new to this run gets all steps of this start.
     was_followed = start_step > 0 and (cfg.run_dir / trace).exists()
     first_unlogged_step = max(start_step, last_logged_step + 1) if was_followed else start_step
     return tracker_class(cfg, start_step, first_unlogged_step)
