@@ -74,6 +74,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tiny_args, tm
     assert_restarted_and_equal([torchrun], killed, undisturbed)
 
 
+@pytest.mark.slow  # in `make test`: two ranks equal one in test_ranks.py, a real torchrun in test_preemption.py
 def test_two_machines_equal_one(tiny_args, tmp_path):
     one = train_quickstart(tiny_args, tmp_path / "one")
 

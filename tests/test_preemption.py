@@ -164,6 +164,7 @@ def print_without_end() -> None:
     with StopRequest().handle_signals():
         while time.monotonic() < end:
             print("words " * 999, flush=True)
+            time.sleep(0.005)  # so that reading it all takes little time
 
 
 @pytest.mark.parametrize("seconds_between, exit_code", [(0, 0), (2.5, -signal.SIGTERM)])

@@ -201,7 +201,7 @@ def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_pat
 # ------------------------------------------------------------------------- repositories of the Hub
 
 
-def test_a_pull_fetches_no_code_and_what_it_fetches_is_refused(bomb, run_script, tmp_path):
+def test_a_pull_fetches_no_code_and_what_it_fetches_is_refused(bomb, run_in_fork, tmp_path):
     remote = tmp_path / "hub/models/evil/model"
     remote.mkdir(parents=True)
     torch.save({"format": 1, "model": bomb, "config": {}}, remote / "model_00001.pt")
@@ -210,14 +210,14 @@ def test_a_pull_fetches_no_code_and_what_it_fetches_is_refused(bomb, run_script,
         (remote / name).write_bytes(pickle.dumps(bomb))
 
     with hub_server.start(tmp_path / "hub") as server:
-        run_script("hub.py", "pull-model", "evil/model", tmp_path / "out", env=server.env())
+        run_in_fork("hub.py", "pull-model", "evil/model", tmp_path / "out", env=server.env())
 
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lock", "model_00001.pt"]
     with pytest.raises(UserError, match="never run"):
         open_model(tmp_path / "out")
 
 
-def test_names_of_remote_files_are_no_patterns_and_control_no_terminal(run_script, tmp_path):
+def test_names_of_remote_files_are_no_patterns_and_control_no_terminal(run_in_fork, tmp_path):
     remote = tmp_path / "hub/datasets/evil/tokens"
     remote.mkdir(parents=True)
     names = ["[ab]_train_000001.npy", "a_val_000000.npy"]  # the first, as a pattern, would match others
@@ -226,13 +226,13 @@ def test_names_of_remote_files_are_no_patterns_and_control_no_terminal(run_scrip
     (remote / "x_train_000009.npy\x9b2J.npy").write_bytes(b"")
 
     with hub_server.start(tmp_path / "hub") as server:
-        run_script("hub.py", "pull-data", "evil/tokens", tmp_path / "data", env=server.env())
+        run_in_fork("hub.py", "pull-data", "evil/tokens", tmp_path / "data", env=server.env())
         assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".lock", *names]
 
         # an error message of the Hub with control codes in it
         fault = hub_server.Fault("status", "/api/datasets", code=400, message="\x1b[2Jno\x9b31m \x07")
         server.faults.append(fault)
-        done = run_script("hub.py", "pull-data", "evil/tokens", tmp_path / "more", env=server.env(), check=False)
+        done = run_in_fork("hub.py", "pull-data", "evil/tokens", tmp_path / "more", env=server.env(), check=False)
         assert done.returncode == 1
         assert_printable(done.stdout + done.stderr)
 
@@ -247,7 +247,7 @@ def assert_printable(text: str) -> None:
     assert cli.printable(text) == text
 
 
-def test_names_of_files_and_presets_control_no_terminal(run_main, run_script, tmp_path, capsys):
+def test_names_of_files_and_presets_control_no_terminal(run_main, run_in_fork, tmp_path, capsys):
     """Prompts and samples: below and in test_infer.py."""
     # folders whose names are control codes: a run, an export, token shards
     fuzz.make_run(tmp_path)
@@ -271,7 +271,7 @@ def test_names_of_files_and_presets_control_no_terminal(run_main, run_script, tm
 
     # errors about such names
     for args in (["infer.py", f"{CODES}.pt", "Hi"], ["train_gpt2.py", f"preset{CODES}"]):
-        done = run_script(*args, check=False)
+        done = run_in_fork(*args, check=False)
         assert done.returncode == 1
         assert_printable(done.stderr)
 

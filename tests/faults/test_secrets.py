@@ -74,11 +74,11 @@ class CommandLineWatch(threading.Thread):
         self.join()
 
 
-def test_no_token_in_what_a_run_writes(tiny_data, tmp_path, run_script):
+def test_no_token_in_what_a_run_writes(tiny_data, tmp_path, run_in_fork):
     env = {**SECRETS, "HF_HOME": str(tmp_path / "hf-home")}
     folders = ("--data-dir", tiny_data, "--out-dir", tmp_path / "run")
 
-    done = run_script("train_gpt2.py", "quickstart", *RUN_FLAGS, *folders, env=env)
+    done = run_in_fork("train_gpt2.py", "quickstart", *RUN_FLAGS, *folders, env=env)
 
     # the run has written what could have leaked
     assert list((tmp_path / "run").glob("tensorboard/*")) and list((tmp_path / "run").glob("*.pt"))
