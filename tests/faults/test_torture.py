@@ -16,7 +16,7 @@ QUICK_SCALES = {
     "shard-damage": 0.01,
     "checkpoint-damage": 0.01,
     "hub-faults": 0.01,
-    "train-kill": 0.2,
+    "train-kill": 0.05,
 }
 
 
