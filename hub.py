@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -298,7 +299,7 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
         fetch(dict.fromkeys(wanted))
         if RUN_CONFIG in wanted:
             (out_dir / RUN_CONFIG).rename(out_dir / "config.json")
-    print0(f"{repo} is in {out_dir}; try: python infer.py {out_dir} 'Hello,'")
+    print0(f"{repo} is in {out_dir}; try: {sampling_command(out_dir)}")
 
 
 def best_model(run_dir: Path) -> Path | None:
@@ -321,6 +322,11 @@ def best_model(run_dir: Path) -> Path | None:
 
 
 # ------------------------------------------------------------------------- converting
+def sampling_command(out_dir: Path) -> str:
+    """The command, to paste, that samples from a folder with a model."""
+    return shlex.join(["python", "infer.py", str(out_dir), "Hello,"])
+
+
 
 
 def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str = "mit") -> None:
@@ -344,7 +350,7 @@ def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str
     (out_dir / "README.md").write_text(card)
     if gguf:
         write_gguf(run.model, out_dir, out_dir / f"{name}-{gguf}.gguf", gguf)
-    print0(f"{out_dir} is ready; try: python infer.py {out_dir} 'Hello,'")
+    print0(f"{out_dir} is ready; try: {sampling_command(out_dir)}")
     if layout.needs_code:
         print0("transformers has no class for this network: load it with trust_remote_code=True (see its README.md)")
 
@@ -364,7 +370,7 @@ def import_old(old: Path, out_dir: Path) -> None:
     # There is no train state to convert: such a model starts a new run with --init-from.
     target = checkpoint.model_path(out_dir, step)
     checkpoint.write(target, checkpoint.model_file(model, step))
-    print0(f"{model.num_params():,} parameters are in {target}; try: python infer.py {out_dir} 'Hello,'")
+    print0(f"{model.num_params():,} parameters are in {target}; try: {sampling_command(out_dir)}")
 
 
 # ------------------------------------------------------------------------- the command line

@@ -13,6 +13,7 @@ tokens are drawn over tokens. plots.ipynb calls read_curves and draw.
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def write_tensorboard(run_dir: Path) -> Path:
 
     out = run_dir / "tensorboard"
     curves = read_curves(run_dir)
-    require(not out.exists(), f"{out} is there already; to see it: tensorboard --logdir {run_dir}")
+    require(not out.exists(), f"{out} already exists; to see it: tensorboard --logdir {shlex.quote(str(run_dir))}")
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
@@ -374,7 +375,7 @@ def main(
     """
     if tensorboard:
         for folder in run_dirs:
-            print0(f"wrote {write_tensorboard(folder)}; to see it: tensorboard --logdir {folder}")
+            print0(f"wrote {write_tensorboard(folder)}; to see it: tensorboard --logdir {shlex.quote(str(folder))}")
         return
     default_folder = run_dirs[0] if len(run_dirs) == 1 else Path()
     print0(f"wrote {draw(run_dirs, out or default_folder / 'curves.png', reference)}")

@@ -251,9 +251,9 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
 # ------------------------------------------------------------------------- without training
 
 
-def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
+def dry_run(cfg: TrainConfig, rt: Runtime) -> float:
     """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
-    preset fixes the number of steps."""
+    preset fixes the number of steps. Returns the seconds that all steps take."""
     cfg, initial_model = resume.resolve_network(cfg, saved=None)
     data = None
     if Path(cfg.data_dir).is_dir() or not has_fixed_steps(cfg):
@@ -339,7 +339,8 @@ def main() -> None:
 
     # A prediction needs no device.
     if cfg.card:
-        return print_prediction(cfg)
+        print_prediction(cfg)
+        return print0(f"next, on that machine: ./train.sh {plan.without_dry_run(sys.argv[1:])}".rstrip())
 
     # The precision is chosen after the ranks have joined (training/precision.py); until then float32 is a placeholder.
     settings = resume.settings_by_flag(cfg)
@@ -348,7 +349,10 @@ def main() -> None:
     # These modes save nothing, so Ctrl-C may end them at once.
     if cfg.dry_run or cfg.eval_only:
         with session as rt:
-            return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)
+            if cfg.eval_only:
+                return evaluate(cfg, rt)
+            seconds = dry_run(cfg, rt)
+            return print0(plan.next_command(sys.argv[1:], rt, seconds))
 
     # Train. Signals are handled from the start, so that one during start-up is not lost. One process at a time may
     # write to the run folder: rank 0 holds its lock.

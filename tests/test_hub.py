@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import sys
 import threading
 import time
@@ -766,12 +767,14 @@ def test_an_export_loads_in_transformers_and_is_pushed_as_it_is(run, tiny, run_f
 def test_an_import_never_joins_another_run(run, tiny, tmp_path):
     torch.save({"model": tiny.state_dict(), "config": {"n_head": 4}, "step": 19072}, tmp_path / "old.pt")
 
-    assert "python infer.py" in run("import", "old.pt", tmp_path / "out")
-    path = tmp_path / "out/model_19072.pt"
+    output = run("import", "old.pt", tmp_path / "my out")
+    command = shlex.split(output.partition("try: ")[2])
+    assert command == ["python", "infer.py", str(tmp_path / "my out"), "Hello,"]
+    path = tmp_path / "my out/model_19072.pt"
     assert same_bits(open_model(path).state_dict(), tiny.state_dict())
 
     first = path.read_bytes()
-    run("import", "old.pt", tmp_path / "out", fails_with="already has a model")
+    run("import", "old.pt", tmp_path / "my out", fails_with="already has a model")
     assert path.read_bytes() == first
 
 

@@ -2,14 +2,18 @@
 
 import shlex
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import CPU, parse_config
 
 import fineweb
 import train_gpt2
 from tokens.loader import Loader
+from training import plan
 from training.presets import PRESETS
 from training.run_state import RunState
 from training.stop import StopRequest
@@ -92,6 +96,37 @@ def test_a_finished_run_names_its_best_weights_and_the_prompt_of_its_samples(tmp
     # infer.py refuses a model that lacks GPT-2's tokens.
     small = parse_config("gpt2-124m", "--out-dir", tmp_path / "run", "--model.vocab-size", "256")
     assert "infer.py" not in train_gpt2.describe_result(small, run, StopRequest())
+
+
+def test_a_dry_run_ends_with_the_command_that_trains(tiny_args, monkeypatch, capsys):
+    """Of minutes: the same command. Of hours: train.sh, as the session may end before."""
+    dry = ["quickstart", *tiny_args, "--out-dir", "my run", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *dry])
+    monkeypatch.setattr(train_gpt2.distributed, "session", lambda *_, **more: nullcontext(CPU))
+    monkeypatch.setattr(train_gpt2, "dry_run", lambda cfg, rt: 60.0)
+    train_gpt2.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(line.removeprefix("next: "))
+    assert words == ["python", "train_gpt2.py", *dry[:-1]]
+
+    # On two ranks, for hours, on a GPU.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    two = replace(CPU, world_size=2)
+    gpu = replace(two, device=torch.device("cuda"))
+    start = "next: torchrun --standalone --nproc_per_node=2 train_gpt2.py"
+    assert plan.next_command(["--dry_run", "--out-dir", "a b"], two, 60) == f"{start} --out-dir 'a b'"
+    assert plan.next_command(["--dry-run"], two, 9999) == "next, on a machine with GPUs: ./train.sh"
+    assert plan.next_command(["finetune", "--dry-run"], gpu, 9999) == "next, in the background: ./train.sh finetune"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert plan.next_command(["--dry-run"], two, 60) == "next: the same command on every machine, without --dry-run"
+
+
+@pytest.mark.parametrize("card", [["--card", "8xH100"], ["--card=8xH100"]])
+def test_a_prediction_ends_with_the_command_that_trains(monkeypatch, capsys, card):
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "gpt2-124m", "--dry-run", *card, "--out-dir", "my run"])
+    train_gpt2.main()
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == "next, on that machine: ./train.sh gpt2-124m --out-dir 'my run'"
 
 
 def test_fineweb_suggests_the_reproduction_for_enough_tokens():

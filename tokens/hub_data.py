@@ -6,6 +6,7 @@
 Called by hub.py as push-data and pull-data, and by train_gpt2.py for --data-dir hf://OWNER/NAME.
 """
 
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,8 @@ def read_or_create_manifest(data_dir: Path) -> Manifest:
 
     # A damaged shard would be pulled by every machine: read every byte once more.
     problems = "; ".join(shards.verify(data_dir))
-    require(not problems, f"{data_dir} was not pushed: {problems}. See: python fineweb.py --verify {data_dir}")
+    command = f"python fineweb.py --verify {shlex.quote(str(data_dir))}"
+    require(not problems, f"{data_dir} was not pushed: {problems}. See: {command}")
     return manifest
 
 

@@ -33,6 +33,7 @@ The optimizer comes first because a model file is what every reader looks for: w
 from __future__ import annotations
 
 import re
+import shlex
 import threading
 import time
 import zipfile
@@ -182,7 +183,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     # Find the train state: the file itself, or the one beside a model file.
     require(path.is_file(), describe_missing(path))
     match = FILE_NAME.fullmatch(path.name)
-    fix = f"to start a new run from its weights, use --init-from {path}"
+    fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
     require(match, f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
     optim = path.with_name(f"optim_{match['step']}.pt")
     require(optim.is_file(), f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {fix}")
@@ -210,7 +211,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {damage}{fix}")
 
     # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers.
-    import_command = f"convert build-nanogpt and nanoGPT files with: python hub.py import {path} OUT_DIR"
+    import_command = f"convert build-nanogpt and nanoGPT files with: python hub.py import {shlex.quote(str(path))} OUT_DIR"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:

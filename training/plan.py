@@ -1,22 +1,26 @@
 """The plan of a run: what it will do and cost, printed before it starts.
 
     print_plan(train_step, data, run); check_disk(train_step, run); write_config(train_step, run)
-    print_estimate(train_step, run.max_steps)      # --dry-run: measures a step
+    seconds = print_estimate(train_step, run.max_steps)      # --dry-run: measures a step
 
-Called by train_gpt2.py. training/predict.py predicts the same for cards that are not here.
+Called by train_gpt2.py. training/predict.py predicts the same for other cards.
 """
 
 import json
 import math
+import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 from system import machine, precision
 from system.cli import print0, require
 from system.disk import free_space
+from system.distributed import Runtime
 from system.files import write_file
 from system.units import dtype_name, format_cost, format_duration
 from tokens import shards
@@ -26,6 +30,8 @@ from training.config import TrainConfig
 from training.metrics import Throughput
 from training.run_state import RunState
 from training.step import TrainStep
+
+BACKGROUND_FROM_S = 3600  # longer runs are suggested with train.sh
 
 
 def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> None:
@@ -46,7 +52,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     if data:
         print0(f"data {cfg.data_dir}: {len(data.paths)} train shards, {sum(data.tokens):,} tokens")
     else:
-        print0(f"data {cfg.data_dir}: not there yet")
+        print0(f"data {cfg.data_dir}: this folder does not exist yet")
 
     # The steps, and how each is split.
     micro_steps = cfg.sequences_per_step // rt.world_size // B
@@ -56,7 +62,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     total = f"{total_tokens:,} tokens" + (f", {epochs:.2f} epochs of this data" if data else "")
     print0(f"steps {run.step} to {run.max_steps} of {per_step}; {total}")
 
-    # What updates the weights: two runs that differ in this look the same in all other lines.
+    # The optimizer: two runs that differ only in this look the same in all other lines.
     optimizer = f"{cfg.optimizer} {cfg.max_lr:g}"
     if cfg.optimizer == "muon":
         optimizer = f"muon {cfg.muon_lr:g} for the blocks' matrices, adamw {cfg.max_lr:g} for the rest"
@@ -66,7 +72,8 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     if data and data.manifest is None:
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
     elif data and not data.manifest.complete:
-        print0(f"warning: {cfg.data_dir} is unfinished: finish it first (fineweb.py); no run resumes on other data")
+        fix = "finish it first (fineweb.py), because a run cannot resume when its data have changed"
+        print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
     if cfg.warmup_steps >= run.max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {run.max_steps} steps: the rate never reaches its peak")
     emulates_bfloat16 = torch.bfloat16 not in precision.supported_dtypes(rt.device)
@@ -84,7 +91,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
 def check_disk(train_step: TrainStep, run: RunState) -> None:
     """Raise UserError, before anything is paid for, if the disk has no room for the checkpoints that are still to come:
     the weights in float32 and the state of the optimizers."""
-    # How many, and how large: float32 numbers, four bytes each.
+    # How many checkpoints, and how large: float32 numbers of four bytes each.
     cfg = train_step.cfg
     saves = remaining_saves(cfg, run)
     state_numel = sum(
@@ -93,7 +100,7 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
     )
     bytes_per_save = 4 * (train_step.model.num_params() + state_numel)
 
-    # A network volume may show the space of the whole cluster: DISK_GB tells what was bought.
+    # A network volume may report the space of the whole cluster; DISK_GB gives the size that was rented.
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     space = free_space(cfg.run_dir)
     free = space.free
@@ -121,7 +128,7 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
     if not train_step.rt.is_main:
         return
 
-    # The settings as they were resolved, and what is known only now.
+    # The resolved settings, and the facts that are known only now.
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     content = {
         **cfg.to_dict(),
@@ -133,7 +140,7 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
     text = json.dumps(content, indent=2) + "\n"
     write_file(cfg.run_dir / "config.json", lambda f: f.write(text.encode()))
 
-    # An earlier start from the same step may have left one.
+    # Replace the diff that an earlier start from the same step may have left.
     diff_path = cfg.run_dir / f"code_{run.start_step:05d}.diff"
     diff_path.unlink(missing_ok=True)
     diff = machine.git("diff", "--no-ext-diff", "--no-color", "HEAD", "--", ".")
@@ -141,8 +148,9 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
         diff_path.write_text(diff)
 
 
-def print_estimate(train_step: TrainStep, max_steps: int) -> None:
-    """--dry-run: print memory, step time as measured here, ETA and dollars. It trains on zeros, and saves nothing."""
+def print_estimate(train_step: TrainStep, max_steps: int) -> float:
+    """--dry-run: print memory, step time as measured here, ETA and dollars. It trains on zeros, and saves nothing.
+    Returns the seconds that all steps take."""
     cfg, rt, B = train_step.cfg, train_step.rt, train_step.micro_batch_size
 
     # Work on a GPU is queued: wait for it on both sides of the clock.
@@ -164,13 +172,13 @@ def print_estimate(train_step: TrainStep, max_steps: int) -> None:
         rounds.append((two_s, update_s, one_s))
     two_s, update_s, one_s = (min(times) for times in zip(*rounds, strict=True))
 
-    # One more micro-step costs the difference. What the ranks spend on reducing gradients comes once, and is in both.
+    # The difference is the time of one more micro-step. Both times include the reduction over the ranks, done once.
     micro_steps = cfg.sequences_per_step // rt.world_size // B
     micro_s = two_s - one_s if two_s > one_s else two_s / 2
     step_s = one_s + (micro_steps - 1) * micro_s + update_s
     total_s = max_steps * step_s
 
-    # Report it as a run would.
+    # Report the estimate as a run would.
     speed = Throughput(train_step).update(step_s)
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     peak_gib = machine.peak_memory(rt.device) / 2**30
@@ -181,3 +189,30 @@ def print_estimate(train_step: TrainStep, max_steps: int) -> None:
     )
     cost = format_cost(total_s, rt.world_size, cfg.gpu_hour_usd)
     print0(f"{max_steps} steps take {format_duration(total_s)}; {cost}")
+    return total_s
+
+
+def next_command(words: list[str], rt: Runtime, seconds: float) -> str:
+    """The last line of --dry-run: the command that trains, where all steps take so many seconds. `words` are the
+    arguments of the dry run."""
+    # Several machines need a command on each.
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < rt.world_size:
+        return "next: the same command on every machine, without --dry-run"
+
+    # A run of hours should survive the end of the session: train.sh runs it in the background, on every GPU.
+    flags = without_dry_run(words)
+    if seconds < BACKGROUND_FROM_S:
+        program = "python" if rt.world_size == 1 else f"torchrun --standalone --nproc_per_node={rt.world_size}"
+        return f"next: {program} train_gpt2.py {flags}".rstrip()
+    where = "in the background" if rt.device.type == "cuda" else "on a machine with GPUs"
+    return f"next, {where}: ./train.sh {flags}".rstrip()
+
+
+def without_dry_run(words: list[str]) -> str:
+    """The arguments of a dry run, to paste, without what only a dry run takes: --dry-run, and --card with its value."""
+    kept = []
+    for previous, word in pairwise(["", *words]):
+        name = word.partition("=")[0].replace("_", "-")
+        if name not in ("--dry-run", "--card") and previous != "--card":
+            kept.append(word)
+    return shlex.join(kept)

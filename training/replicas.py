@@ -11,6 +11,7 @@ only rank 0's is saved. With ZeRO-1 one rank computes each update and sends it t
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections import Counter
 from contextlib import suppress
@@ -75,7 +76,7 @@ def error_after_saving(
     with suppress(UserError, OSError):
         writer.wait()
         kept = model_path(writer.run_dir, step)
-        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: --resume {kept}"
+        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: --resume {shlex.quote(str(kept))}"
     rt.barrier(hours=2)
 
     problem = f"{difference} at step {step}, so this step is not saved as a checkpoint of the run"

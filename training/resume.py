@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     if newest is not None and (saved is None or saved["step"] < newest):
         # A command without --resume names its preset, so suggest `--resume auto`. One that resumes from a path may name
         # none: suggest the path of the newest checkpoint.
-        how = "auto" if cfg.resume == "none" else checkpoint.model_path(run_dir, newest)
+        how = "auto" if cfg.resume == "none" else shlex.quote(str(checkpoint.model_path(run_dir, newest)))
         fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
 
@@ -61,7 +62,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         problem = (
             f"{path} has no complete optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
         )
-        raise UserError(f"{problem}; to train on from them, use --init-from {path} and another --out-dir")
+        raise UserError(f"{problem}; to train on from them, use --init-from {shlex.quote(str(path))} and another --out-dir")
     return saved
 
 
