@@ -211,7 +211,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {damage}{fix}")
 
     # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers.
-    import_command = f"convert build-nanogpt and nanoGPT files with: python hub.py import {shlex.quote(str(path))} OUT_DIR"
+    import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:

@@ -76,7 +76,8 @@ def error_after_saving(
     with suppress(UserError, OSError):
         writer.wait()
         kept = model_path(writer.run_dir, step)
-        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: --resume {shlex.quote(str(kept))}"
+        how = f"--resume {shlex.quote(str(kept))}"
+        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: {how}"
     rt.barrier(hours=2)
 
     problem = f"{difference} at step {step}, so this step is not saved as a checkpoint of the run"

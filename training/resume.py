@@ -62,7 +62,8 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         problem = (
             f"{path} has no complete optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
         )
-        raise UserError(f"{problem}; to train on from them, use --init-from {shlex.quote(str(path))} and another --out-dir")
+        fix = f"to train on from them, use --init-from {shlex.quote(str(path))} and another --out-dir"
+        raise UserError(f"{problem}; {fix}")
     return saved
 
 
