@@ -30,7 +30,7 @@ FIND_PYTHON = $(or $(shell for p in python3 python3.13 python3.12 python3.11; do
 # Show progress bars on a terminal only, not in a log.
 QUIET = $(shell [ -t 2 ] || echo --quiet)
 
-# PIP_CONSTRAINT, which NVIDIA's containers set, pins versions of their own; those of this project are pinned here.
+# Without PIP_CONSTRAINT: NVIDIA's containers set it, and its versions would conflict with those pinned here.
 PIP = env -u PIP_CONSTRAINT $(PY) -m pip install --disable-pip-version-check $(QUIET)
 INSTALL = $(if $(UV),$(UV) pip install --python $(PY) $(QUIET),$(PIP))
 
@@ -41,7 +41,7 @@ help: ## print this list
 
 install: .venv/.installed ## create .venv with the pinned packages (SYSTEM_TORCH=1: use the torch that this machine has)
 
-# If a build of torch is asked for that is not the one in .venv, what is there is not up to date.
+# Install again if TORCH_BUILD names another build of torch than the one in .venv.
 ANOTHER_BUILD = $(if $(filter-out $(shell cat .venv/.torch-build 2>/dev/null),$(TORCH_BUILD)),another-build)
 .PHONY: another-build
 
@@ -55,16 +55,16 @@ ANOTHER_BUILD = $(if $(filter-out $(shell cat .venv/.torch-build 2>/dev/null),$(
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: install one (with uv: uv python" \
 	    "install 3.11), then: make install PYTHON=python3.12, or PYTHON=\"\$$(uv python find --system 3.11)\""; exit 1; }
 ifeq ($(SYSTEM_TORCH),1)
-	@$(PYTHON) -c 'import sys, torch; v = torch.__version__.split("+")[0]; print("using the torch here:", torch.__version__); \
+	@$(PYTHON) -c 'import sys, torch; v = torch.__version__.split("+")[0]; print("using the installed torch:", torch.__version__); \
 	  sys.exit(tuple(map(int, v.split(".")[:2])) < (2, 11))' || { \
-	  echo "error: SYSTEM_TORCH=1 needs torch 2.11 or newer in $(PYTHON); without: make install"; exit 1; }
+	  echo "error: SYSTEM_TORCH=1 needs torch 2.11 or newer in $(PYTHON); to install a torch instead: make install"; exit 1; }
 	$(PYTHON) -m venv --system-site-packages .venv
 	grep -v '^torch==' requirements.txt > .venv/requirements.txt
 	$(PIP) -r .venv/requirements.txt
 	printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m torch.distributed.run "$$@"\n' > .venv/bin/torchrun
 	chmod +x .venv/bin/torchrun
 else
-	@echo "installing into .venv: some minutes, most of them for torch"
+	@echo "installing into .venv takes some minutes, most of them for torch"
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) .venv
 	$(if $(TORCH_BUILD),$(BUILT_TORCH),$(if $(filter Linux,$(shell uname)),$(if $(CUDA),,$(if $(TORCH_CPU_INDEX),$(CPU_TORCH)))))
 	$(INSTALL) -r requirements.txt -c constraints.txt $(if $(TORCH_BUILD),-c .venv/torch.txt)
@@ -72,8 +72,8 @@ else
 endif
 	@touch $@
 
-# Install the pinned version of torch in the build TORCH_BUILD. The version has the build's name at its end: an installed
-# torch of another build does not satisfy it, as it would satisfy the version alone, and .venv/torch.txt keeps it.
+# Install the pinned version of torch in the build TORCH_BUILD. In .venv/torch.txt the version ends with the build, as in
+# +cu126: an installed torch of another build does not satisfy it, although it would satisfy the version alone.
 define BUILT_TORCH
 sed -n 's/; sys_platform != .*/+$(TORCH_BUILD)/p' requirements.txt > .venv/torch.txt
 UV_INDEX="$$UV_INDEX $(TORCH_INDEX)/$(TORCH_BUILD)" UV_INDEX_STRATEGY=unsafe-best-match \
@@ -94,7 +94,7 @@ timeout 10 $(PY) -c "$$page" 2>/dev/null | grep -q "torch-$${torch#torch==}[^0-9
   echo "no $$torch from $(TORCH_CPU_INDEX): using the usual index, where torch may bring 5 GB of CUDA"
 endef
 
-# What the tests need beside the requirements of the project.
+# What the tests need in addition to the project's requirements.
 .venv/.installed-dev: .venv/.installed tests/requirements.txt
 	grep -v '^-r' tests/requirements.txt > .venv/requirements-dev.txt
 	$(INSTALL) -r .venv/requirements-dev.txt -c constraints.txt

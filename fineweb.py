@@ -28,7 +28,8 @@ from tokens.prefetch import prefetch
 from tokens.shard_writer import next_shard_path, write_shards
 from tokens.shards import Manifest
 
-# What the presets take that are suggested for a text of the user's own (training/presets.py, which would import torch).
+# Settings of the presets that are suggested for the user's own text. They are repeated here because training/presets.py
+# would import torch.
 FINETUNE_SEQUENCE_LENGTH, FINETUNE_BATCH_TOKENS, FINETUNE_EPOCHS = 1024, 32_768, 2
 QUICKSTART_SEQUENCE_LENGTH, QUICKSTART_BATCH_TOKENS, QUICKSTART_STEPS = 256, 4096, 80
 
@@ -70,7 +71,7 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
     # The listing of a Hub dataset gives sizes, too, so nothing has to be downloaded for this.
     source_bytes = sum(file["bytes"] for file in source["files"])
 
-    # The default size of a shard, rounded to one digit: "4e+07".
+    # The default size of a shard, rounded to one digit, such as "4e+07".
     shard_tokens = args.shard_size
     if shard_tokens is None:
         largest = min(shards.SHARD_TOKENS, source_bytes / 24, (args.limit_tokens or source_bytes) / 10)
@@ -112,8 +113,8 @@ def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
     """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source."""
     file_bytes = [file["bytes"] for file in manifest.source["files"]]
 
-    # How many tokens are to come: FineWeb's samples are named by their tokens ("10BT"); other text has about one token
-    # per four bytes, and one per two is safe.
+    # The tokens that are still to be written. FineWeb's samples state their number ("10BT"); other text has about one
+    # token per four bytes, so one per two is a safe estimate.
     stated = re.search(r"(\d+)BT", manifest.source["subset"])
     expected_tokens = int(stated[1]) * 1e9 if stated else sum(file_bytes) / 2
     finished_tokens = sum(shard.tokens for shard in manifest.shards)
@@ -123,7 +124,7 @@ def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
     download_bytes = sum(sorted(file_bytes)[-2:]) if downloads else 0
     needed = 2 * tokens + download_bytes
 
-    # A network volume may show the space of the whole cluster: DISK_GB tells what was bought.
+    # A network volume may report the free space of the whole cluster: DISK_GB gives the size that was rented.
     space = free_space(out)
     if space.note:
         print0(space.note)
@@ -138,7 +139,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     """Make the shards that the manifest does not list yet, of local files or else of the Hub's. Raises UserError."""
     from tqdm import tqdm
 
-    # Better now than after hours of work.
+    # Check before the work, which may take hours.
     check_disk_space(out, manifest, downloads=not paths)
     source = manifest.source
     limit = manifest.limit_tokens
@@ -152,7 +153,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     else:
         files = prefetch(sources.download_files(source, first_index, download_folder), 1)
 
-    # The Hub's files need more disk than the shards, and are read once.
+    # Files from the Hub need more disk than the shards, so each one is deleted after it was read.
     def delete_downloaded(path: Path) -> None:
         if not paths and not keep_source:
             path.unlink()
@@ -174,15 +175,15 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
 
     # A few chunks are read while others are tokenized.
     with tqdm(total=total, initial=initial, desc=name, mininterval=update_seconds, bar_format=bar_format) as bar:
-        how = (source["column"], delete_downloaded, source.get("reader"), source.get("split_on"))
-        texts = read_files(files, first_index, *how)
+        reader_args = (source["column"], delete_downloaded, source.get("reader"), source.get("split_on"))
+        texts = read_files(files, first_index, *reader_args)
         chunks = prefetch(texts, 4)
         manifest = write_shards(chunks, out, name, manifest, report)
 
     # A source of blank lines alone has no tokens.
     require(manifest.shards, f"the source {source['name']} holds no documents; give another --source")
 
-    # `complete` comes last: it tells that nothing is missing.
+    # Set `complete` last: it says that no shard is missing.
     manifest = replace(manifest, complete=True)
     shards.write_manifest(out, manifest)
 
@@ -195,21 +196,21 @@ def remake_missing(out: Path, name: str, manifest: Manifest, paths: list[Path]) 
     """Make missing shards of the manifest again (removed because damaged), with the same bytes, or raise UserError."""
     remake_folder = out / ".remake"
     for i, shard in enumerate(manifest.shards):
-        # A shard that is there only needs its size checked; its hash is checked whenever it is read.
+        # If the shard exists, check only its size: its hash is checked whenever it is read.
         path = out / shard.file
         if path.exists():
             shards.count_tokens(path)  # raises UserError if it was cut
             continue
         print0(f"{path} is missing: making it again")
 
-        # In a folder of its own, make one shard: as if only those before it existed and the limit were its end.
+        # Make this one shard in a folder of its own, from a manifest that lists the shards before it and ends here.
         remake_folder.mkdir(exist_ok=True)
         end = sum(s.tokens for s in manifest.shards[: i + 1])
         up_to_here = replace(manifest, shards=manifest.shards[:i], limit_tokens=end)
         remade = make_shards(remake_folder, name, up_to_here, paths, keep_source=False).shards[-1]
 
-        # It joins the others only if it is the shard that the manifest promises.
-        difference = f"{path} now differs from what {shards.MANIFEST} says: the source has changed"
+        # Keep it only if it has the hash that the manifest lists.
+        difference = f"{path} was made again but differs from its entry in {shards.MANIFEST}: the source has changed"
         require(remade.sha256 == shard.sha256, f"{difference}; choose another --out")
         os.replace(remake_folder / shard.file, path)
         shutil.rmtree(remake_folder)
@@ -255,14 +256,15 @@ def suggest_training(out: Path, manifest: Manifest) -> list[str]:
     train_tokens = sum(train_sizes)
     data_flag = f"--data-dir {shlex.quote(str(out))}"
 
-    # The text that quickstart is made for; and enough for 124M parameters, which take half a million tokens per step.
+    # quickstart's own text needs no flags; a data set of this size is enough to train 124M parameters.
     if out == Path("data/stdlib"):
         return ["next: python train_gpt2.py quickstart"]
     if train_tokens >= 100_000_000:
         preset = "llmc-124m" if manifest.source["name"] == "fineweb" else "gpt2-124m"
         return [f"next, on a machine with GPUs: ./train.sh {preset} {data_flag}"]
 
-    # A text of the user's own. Short ones need shorter sequences: a sequence lies within a shard.
+    # The user's own text. A sequence lies within one shard, so a short text needs shorter sequences. Returns the
+    # sequence length, T at the most, and the flag that sets it if it is not T.
     def length_flag(T: int) -> tuple[int, str]:
         longest = min(val_tokens, max(train_sizes)) - 1
         if longest >= T:
@@ -270,7 +272,7 @@ def suggest_training(out: Path, manifest: Manifest) -> list[str]:
         T = 1 << max(0, longest.bit_length() - 1)  # a power of two divides every batch
         return T, f" --sequence-length {T}"
 
-    # finetune goes by epochs, and a very short text needs smaller steps.
+    # finetune runs for a number of epochs. A very short text needs smaller batches to have at least a few steps.
     T, flags = length_flag(FINETUNE_SEQUENCE_LENGTH)
     sequences = sum((size - 1) // T for size in train_sizes)
     batch = FINETUNE_BATCH_TOKENS
@@ -280,7 +282,7 @@ def suggest_training(out: Path, manifest: Manifest) -> list[str]:
     steps = FINETUNE_EPOCHS * sequences * T // batch
     finetune = f"python train_gpt2.py finetune {data_flag} --out-dir {shlex.quote(f'log/{out.name}-finetune')}{flags}"
 
-    # quickstart goes by steps.
+    # quickstart runs for a number of steps.
     _, flags = length_flag(QUICKSTART_SEQUENCE_LENGTH)
     epochs = QUICKSTART_STEPS * QUICKSTART_BATCH_TOKENS / train_tokens
     quickstart = f"python train_gpt2.py quickstart {data_flag} --out-dir {shlex.quote(f'log/{out.name}')}{flags}"
@@ -297,7 +299,7 @@ def verify_folder(folder: Path) -> None:
 
     Without a manifest there are no hashes to compare with: headers, sizes and ids are checked.
     """
-    # With a manifest: every shard must be what it says.
+    # With a manifest: every shard must match it.
     if shards.read_manifest(folder) is not None:
         problems = shards.verify(folder)
         fix = f"{folder} has {len(problems)} problem(s); remove those files and make or pull them again"
@@ -305,7 +307,7 @@ def verify_folder(folder: Path) -> None:
         print0(f"{folder}: every shard is intact")
         return
 
-    # Without one: it is made, so that later checks see every change.
+    # Without a manifest: create it, so that later checks notice every change.
     try:
         manifest = shards.create_manifest(folder)
     except OSError as e:

@@ -57,7 +57,7 @@ class Args:
 def download(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
-    fix = f"check the network and run the same command again, or save it as {path}"
+    fix = f"check the network and run the same command again, or save the file as {path}"
     if url.startswith("hf://"):
         content = fetch_from_hub(url)
     else:
@@ -87,7 +87,7 @@ def fetch(url: str) -> bytes:
     import urllib.request
     from http.client import HTTPException
 
-    # A broken connection, a bad URL and an error of the server all become one message.
+    # A broken connection, a bad URL and an error of the server all become a UserError.
     try:
         with urllib.request.urlopen(url, timeout=20) as response:
             return response.read()
@@ -102,7 +102,7 @@ def fetch_from_hub(url: str) -> bytes:
 
     from tokens import sources
 
-    # Its files are a few megabytes.
+    # Read all files into memory: they are a few megabytes.
     rows = []
     source = sources.describe_hub(url.removeprefix("hf://"), None, "validation", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ def main() -> None:
         print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2{data_flag}")
         return
 
-    # torch and the modules that need it take seconds to import, and --help and a download do without.
+    # Imported here, because torch takes seconds to import, and --help and a download do not need it.
     from system import distributed
     from training.open_model import open_model
 

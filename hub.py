@@ -7,8 +7,8 @@
     python hub.py export log/gpt2-124m gpt2-mine             # a folder for transformers; --gguf q8_0: for llama.cpp
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
-After an interrupted transfer, run the same command again: complete files are not transferred twice, one that was cut
-off starts anew. A transfer is complete only once all hashes match.
+After an interrupted transfer, run the same command again: complete files are not transferred twice, and a file that was
+cut off is transferred from its beginning. A transfer is complete only once all hashes match.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ def check(
         periodic: checkpoints with their optimizer are pushed while it trains, each in the place of the one before.
     """
     with open_to_write(repo, "model", public) as (api, repo):
-        print0(f"{repo} is there, and this token may push to it")
+        print0(f"{repo} exists, and this token may push to it")
         if model_bytes is None:
             return
 
-        # What the repository has already, which other runs may have left, and what comes.
+        # What the repository holds already, perhaps from other runs, and what this run will add at the most.
         tree = api.list_repo_tree(repo, recursive=True)
         stored = sum(getattr(entry, "size", 0) for entry in tree)
-        coming = pushed_bytes(model_bytes, optimizer_bytes, saves, steps, periodic)
-        print0(f"pushes: at most {coming / 1e9:.1f} GB in {repo}, which holds {stored / 1e9:.1f} GB now")
+        planned = pushed_bytes(model_bytes, optimizer_bytes, saves, steps, periodic)
+        print0(f"pushes: at most {planned / 1e9:.1f} GB in {repo}, which holds {stored / 1e9:.1f} GB now")
         limit = f"a free account may store {FREE_PRIVATE_BYTES / 1e9:.0f} GB in all its private repositories"
-        if not public and stored + coming > FREE_PRIVATE_BYTES:
+        if not public and stored + planned > FREE_PRIVATE_BYTES:
             fix = "push fewer checkpoints (PUSH=newest), free space on the Hub, or make sure that your plan has more"
             print0(f"warning: {limit}, and its pushes are refused beyond that; {fix}")
         elif not public:
-            print0(f"{limit}; what others of yours hold was not looked up")
+            print0(f"{limit}; the size of your other repositories was not checked")
 
 
 def planned_sizes(cfg: TrainConfig) -> tuple[int, int, int] | None:
@@ -112,9 +112,9 @@ def planned_sizes(cfg: TrainConfig) -> tuple[int, int, int] | None:
 
 
 def pushed_bytes(model_bytes: int, optimizer_bytes: int, saves: int, steps: str, periodic: bool) -> int:
-    """The most bytes that the pushes of a run store at a time, before there are any files: list_pushed_files lists the
-    files themselves. The last push counts with the optimizer, as a run that is stopped early is pushed, and with the
-    export, which is one model more."""
+    """The most bytes that the pushes of a run store at a time, computed before there are any files (list_pushed_files
+    lists the files themselves). The last push is counted with the optimizer, because a run that stops early is pushed
+    with it, and with the export, which is as large as one more model."""
     match steps:
         case "newest":
             models = 1
@@ -171,13 +171,13 @@ def push_model(
     with staging_folder(path if path.is_dir() else path.parent) as folder:
         described = hold_checkpoints(path, folder, steps, with_optimizer)
 
-        # Loading the model also checks it: a damaged checkpoint is not pushed. The push puts the name for REPO.
+        # Loading the model also checks it: a damaged checkpoint is not pushed. push() replaces REPO in the card.
         run = model_card.read_run(folder / described)
         if (folder / "config.json").is_file():
             (folder / "config.json").rename(folder / RUN_CONFIG)
         layout = None
         if with_export:
-            # A full disk must not keep the checkpoint itself from the Hub: a rented machine may wait for this push.
+            # Without room for the export, push the checkpoint alone: a rented machine may be waiting for this push.
             try:
                 layout = add_export(run.model, folder, repo.strip("/").split("/")[-1], gguf)
             except (OSError, SafetensorError) as error:
@@ -186,7 +186,7 @@ def push_model(
         has_curves = (folder / "curves.png").is_file()
         card = model_card.make_card(run, "REPO", layout, license, has_checkpoint=True, has_curves=has_curves)
 
-        # What was pushed as temporary is superseded by a newer step of the run.
+        # A temporary checkpoint in the repository is superseded by a newer step of the run.
         pushed = {p.name for p in folder.glob("*.pt")}
         newest = max(step_of(name) for name in pushed)
 
@@ -204,8 +204,8 @@ def is_pushed(path: Path) -> bool:
 
 
 def add_export(model: GPT, folder: Path, name: str, gguf: GgufType | None) -> Layout:
-    """Put an export of `model` into the folder of a push, where nothing has the name of one of its files yet."""
-    # An export is written as a whole, into a folder of its own.
+    """Put an export of `model` into the folder of a push. Raises UserError if one of its names is taken there."""
+    # save_hf needs a new folder: write the export there, then move its files.
     export_dir = folder.parent / "export"
     layout = convert.save_hf(model, export_dir)
     if gguf:
@@ -284,15 +284,16 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
         newest = max((int(match["step"]) for match in checkpoints.values() if match["kind"] == "model"), default=None)
         chosen = [name for name, match in checkpoints.items() if every_step or int(match["step"]) == newest]
 
-        # Beside checkpoints, an export is the same weights once more.
+        # If there are checkpoints, leave out the export, which has the same weights.
         if newest is not None and "model.safetensors" in remote:
             others = [name for name in others if name not in convert.EXPORT_FILES]
 
-        # A run's config.json has another name there. One that is here may be of a run that went on: it stays.
+        # The repository has the run's config.json under another name. Keep a config.json that is in `out_dir` already:
+        # its run may have been continued since the push.
         if (out_dir / "config.json").exists():
             others = [name for name in others if name != RUN_CONFIG]
 
-        # A repository without weights is most likely another one than the user meant.
+        # A repository without weights is probably not the one that the user meant.
         wanted = chosen + others
         has_weights = any(name.endswith((".pt", ".safetensors")) for name in wanted)
         require(has_weights, f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
@@ -314,19 +315,19 @@ def best_model(run_dir: Path) -> Path | None:
             val_losses[row["step"]] = row["val_loss"]
 
     if not val_losses:
-        print0(f"no step saved in {run_dir} has a val loss: its newest is taken for the best")
+        print0(f"no step saved in {run_dir} has a val loss: its newest step is used as the best")
         return None
     # The first of several steps with the same loss.
     best_step = min(val_losses, key=val_losses.get)
     return checkpoint.model_path(run_dir, best_step)
 
 
-# ------------------------------------------------------------------------- converting
 def sampling_command(out_dir: Path) -> str:
     """The command, to paste, that samples from a folder with a model."""
     return shlex.join(["python", "infer.py", str(out_dir), "Hello,"])
 
 
+# ------------------------------------------------------------------------- converting
 
 
 def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str = "mit") -> None:

@@ -109,7 +109,7 @@ def stop_at_end_of_text(batches: Iterator[torch.Tensor], stop: bool) -> Iterator
     for batch in batches:
         ids = batch.tolist()
 
-        # Which samples end here? A sample that has ended stays so, whatever is still generated for it.
+        # Note the samples that end here. Tokens that are still generated for a sample that has ended are ignored.
         for sample, token in enumerate(ids):
             if stop and token == tokenizer.EOT:
                 ended.add(sample)
@@ -202,7 +202,7 @@ def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def fastest_dtype(device: torch.device, num_samples: int) -> torch.dtype:
-    """The precision that generates this many samples fastest: on a GPU known, on a CPU that has bfloat16 measured."""
+    """The precision that generates this many samples fastest: known for a GPU, measured on a CPU that has bfloat16."""
     from system.precision import Workload, choose_dtype
 
     # The matrix (8192, 1024) is too large for most caches, as the weights of a model are: a token reads all of them
@@ -240,7 +240,7 @@ def main() -> None:
     prompt = read_prompt(args)
     prompt_ids = encode_prompt(prompt, args.allow_special)
 
-    # torch and the modules that need it take seconds to import, and --help and mistakes above do without.
+    # Imported here, because torch takes seconds to import, and --help and the checks above do not need it.
     import torch
 
     from system.machine import choose_device, device_name

@@ -1,13 +1,13 @@
 """The picture of one or more runs: loss, learning rate, gradient norm, HellaSwag, speed.
 
     python plots.py log/quickstart                       # writes log/quickstart/curves.png
-    python plots.py log/gpt2-124m --reference            # with public runs of this recipe behind it
+    python plots.py log/gpt2-124m --reference            # with public runs of this recipe behind the curves
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
 Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
-while a run is still writing, without a display, and without importing torch. Curves whose steps have unlike numbers of
-tokens are drawn over tokens. plots.ipynb calls read_curves and draw.
+while a run is still writing, without a display, and without importing torch. If the runs have different numbers of
+tokens per step, the x axis counts tokens. plots.ipynb calls read_curves and draw.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 OPENAI_HELLASWAG = {"OpenAI GPT-2 124M": 0.2955, "OpenAI GPT-2 1558M": 0.4893}  # acc_norm, completion style
 OPENAI_VAL_LOSS = 3.2924  # OpenAI's 124M on FineWeb-Edu's val shard, from build-nanogpt's notebook
 
-# The files a run folder may hold, the first one that exists is read: this project's, build-nanogpt's, llm.c's.
+# Logs that a run folder may have: this project's, build-nanogpt's and llm.c's. The first one that exists is read.
 METRICS_FILE = "metrics.jsonl"
 LOG_FILES = (METRICS_FILE, "log.txt", "main.log")
 # What build-nanogpt (first line) and llm.c (second line) call our metrics.
@@ -85,7 +85,7 @@ def read_curves(run_dir: str | Path) -> Curves:
     path = found[0]
     rows = metrics_file.read_metrics(path) if path.name == METRICS_FILE else read_other_log(path)
 
-    # Several lines may have the same step. They merge, and of two values of one key the later line's counts.
+    # Several lines may have the same step: merge them. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -190,7 +190,7 @@ def draw_loss(ax, runs: list[PlottedRun], references: list[Reference], reference
             ax.fill_between(x, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
             ax.set_ylim(bottom=min(ax.get_ylim()[0], *low))
 
-    # OpenAI's loss is on gpt2-124m's data. The line is drawn once the runs come near it.
+    # OpenAI's loss was measured on the data of gpt2-124m. Draw it as a line once the runs come near it.
     is_same_data = any(reference.preset == "gpt2-124m" for reference in references)
     if is_same_data and ax.get_ylim()[0] < OPENAI_VAL_LOSS:
         label = f"OpenAI GPT-2 124M on FineWeb-Edu: {OPENAI_VAL_LOSS}"
@@ -256,7 +256,7 @@ def choose_reference(run_dir: Path, run: PlottedRun) -> Reference:
     known = find_reference(config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
     if known:
         return known
-    if config:  # a log of another trainer has none, and nothing to warn of
+    if config:  # a log of another trainer has no config, and needs no warning
         print0(f"warning: no public run has the preset, steps and tokens per step of {run.name}: gpt2-124m's are shown")
     return read_references()[0]
 
@@ -282,7 +282,8 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
         runs.append(PlottedRun(name, COLORS[index % len(COLORS)], read_curves(folder)))
     references = list(dict.fromkeys(map(choose_reference, dirs, runs))) if reference else []
 
-    # The x axis of every panel: steps or, if their sizes differ, tokens. Logs of other trainers do not tell the size.
+    # The x axis of every panel: steps or, if the runs have steps of different sizes, tokens. Logs of other trainers do
+    # not state the size.
     tokens_per_step = [metrics_file.tokens_per_step(folder) for folder in dirs]
     sizes = {*tokens_per_step, *(TOKENS_PER_STEP for _ in references)}
     over_tokens = len(sizes) > 1 and None not in sizes

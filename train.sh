@@ -63,14 +63,14 @@ find_newest_weights() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | ta
 # Print what this machine costs in a number of hours and a unit, as in "$480.00 a day (8 x $2.50 an hour)".
 describe_cost() { # HOURS UNIT
     if [[ ! ${GPU_HOUR_USD:-0} =~ [1-9] ]]; then
-        echo "what your cloud asks (GPU_HOUR_USD is not set)"
+        echo "what your cloud charges (GPU_HOUR_USD is not set)"
         return
     fi
     awk -v hours="$1" -v unit="$2" -v price="$GPU_HOUR_USD" -v gpus="$NPROC" \
         'BEGIN {printf "$%.2f %s (%d x $%.2f an hour)", hours * price * gpus, unit, gpus, price}'
 }
 
-# Whether this machine is known to be rented: it then says what it costs.
+# Whether this machine is known to be rented: then messages say what it costs.
 is_rented() { [[ ${REMOVE_POD:-0} == 1 || -n ${RUNPOD_POD_ID:-} || ${GPU_HOUR_USD:-0} =~ [1-9] ]]; }
 
 # Print how to remove this machine by hand.
@@ -167,10 +167,10 @@ launch() {
 
     settings=$(resolve_settings "${args[@]}") || exit 1
     { read -r OUT && read -r RESUME && read -r time_limit && read -r sizes && read -r gpus; } <<<"$settings"
-    # With another --out-dir this is a new run, which starts from the very checkpoint that was named.
+    # With another --out-dir this is a new run, which starts from exactly the checkpoint that was named.
     [[ -z $checkpoint || $OUT == "${checkpoint%/*}" ]] || args+=(--resume "$checkpoint")
 
-    # Whether this token may write there, and whether what will be pushed fits into the account.
+    # Check that this token may write to the repository, and say whether the pushes fit into the account.
     if [[ -n ${PUSH_TO:-} ]]; then
         [[ -z $sizes ]] || sizes+=" --steps ${PUSH:-newest}"
         [[ -z $sizes || ${PUSH_EVERY:-0} == 0 ]] || sizes+=" --periodic"
@@ -195,18 +195,18 @@ launch() {
     exec 9>>"$OUT/train.lock"
     flock -n 9 2>/dev/null || lock_status=$?
     # flock exits with 1 if somebody else holds the lock, and with another code if the file system has no locks, such as
-    # Lustre mounted without -o flock. Then the processes on this machine are known, and the trainer has a lock of its
-    # own, which works there (system/files.py).
+    # Lustre mounted without -o flock. In the second case, look for the run's processes on this machine; the trainer
+    # also takes a lock of its own, which works on such a file system (system/files.py).
     if ((lock_status == 1)) || [[ $lock_status != 0 && -n $(list_run_processes) ]]; then
         die "$OUT already has a run (processes: $(list_run_processes | tr '\n' ' ')): one run per folder." \
             "Stop it with: $0 stop ${OUT@Q}, or give another --out-dir"
     fi
-    ((lock_status == 0)) || echo "warning: the file system of $OUT has no flock: the trainer's own lock must do" >&2
+    ((lock_status == 0)) || echo "warning: the file system of $OUT has no flock; only the trainer locks the folder" >&2
     log_file=$OUT/train-$(date +%Y%m%d-%H%M%S).log
     log "$typed_command" 2>/dev/null >>"$log_file"
     [[ -s $log_file ]] || die "cannot write to $log_file: is the disk full?"
 
-    # Say what will happen at the end while there is somebody to read it.
+    # Say now, while somebody is there to read it, what will happen at the end.
     choose_stop_command
     at_end=$(describe_end)
     [[ -z $at_end ]] || echo "$at_end" >>"$log_file" || true
@@ -239,7 +239,8 @@ choose_stop_command() {
     export STOP_CMD="runpodctl pod stop $RUNPOD_POD_ID || runpodctl stop pod $RUNPOD_POD_ID"
 }
 
-# Print how long a last push that fails is tried again. Waiting must not cost much where nothing can be lost.
+# Print for how many hours a failing last push is tried again: not long if the weights are safe without it, because
+# waiting costs money.
 retry_hours() {
     if [[ -n ${PUSH_RETRY_HOURS:-} ]]; then
         echo "$PUSH_RETRY_HOURS"
@@ -259,7 +260,7 @@ describe_end() {
     if [[ ${REMOVE_POD:-0} == 1 ]]; then
         [[ -z ${STOP_CMD:-} ]] || unsaved="this machine is stopped, with the weights on its disk ($STOP_CMD)"
         [[ ${PERSISTENT:-0} != 1 ]] || unsaved="this machine is removed all the same: PERSISTENT=1"
-        echo "at the end: this machine is removed${PUSH_TO:+ once the weights are there. If they cannot be pushed, $unsaved}"
+        echo "at the end: this machine is removed${PUSH_TO:+ once the weights are on the Hub. If they cannot be pushed, $unsaved}"
     elif is_rented; then
         echo "at the end: THIS MACHINE STAYS, AND COSTS $(describe_cost 24 "a day") until you remove it:" \
             "$(describe_removal), or start with REMOVE_POD=1"
@@ -272,8 +273,8 @@ stop_run() {
     (($# == 1)) || die "give the run folder, as in $0 stop log/gpt2-124m"
     OUT=$(realpath -m "$1")
     pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "$OUT has no train.pid: train.sh has no run there"
-    is_supervisor "$pid" || die "process $pid of $OUT/train.pid is not this run's: it has ended without a word," \
-        "as in a reboot, or is on another machine. Nothing was stopped"
+    is_supervisor "$pid" || die "process $pid, named in $OUT/train.pid, is not this run's: the run was killed (by a" \
+        "reboot, for example), or it is on another machine: then stop it there. Nothing was stopped"
     kill "$pid"
     echo "process $pid was asked to stop; it saves first: tail -f ${OUT@Q}/train-*.log"
 }
@@ -315,13 +316,13 @@ run_child() {
 # End what a killed torchrun has left on the GPUs: let the ranks save for a minute, then kill them.
 stop_leftover_processes() {
     [[ -n $(list_run_processes) ]] || return 0
-    log "asking the processes it left to save and exit"
+    log "asking the processes that torchrun left to save and exit"
     list_run_processes | xargs -r kill -TERM || true
     for _ in {1..240}; do
         sleep 0.25
         [[ -n $(list_run_processes) ]] || return 0
     done
-    log "killing the processes it left"
+    log "killing the processes that torchrun left"
     list_run_processes | xargs -r kill -KILL || true
     sleep 1
 }
@@ -332,7 +333,8 @@ read_status() {
     "$PY" -I -c 'import json, sys; print(json.load(open(sys.argv[1]))["status"])' "$STATUS_FILE" 2>/dev/null || true
 }
 
-# Run the trainer, and again after a failure, until it finishes, is stopped, or has failed once too often. Sets outcome.
+# Run the trainer, and restart it after a failure, until it finishes, is stopped, or has failed more than MAX_RESTARTS
+# times. Sets outcome.
 run_training() {
     local first_weights command attempt exit_code failures=0 max_restarts=${MAX_RESTARTS:-3}
     first_weights=$(find_newest_weights)
@@ -345,7 +347,7 @@ run_training() {
         [[ -z $BUDGET_SECONDS ]] ||
             attempt+=(--time-limit "$((BUDGET_SECONDS > SECONDS ? BUDGET_SECONDS - SECONDS : 1))")
         log "start $((failures + 1)): ${attempt[*]}"
-        # The status of an earlier start must not be taken for that of this one.
+        # The status of an earlier start must not be mistaken for that of this start.
         rm -f "$STATUS_FILE" || true
         exit_code=0
         run_child env TRAIN_RUN_DIR="$OUT" TRAIN_STATUS_FILE="$STATUS_FILE" "${attempt[@]}" || exit_code=$?
@@ -382,7 +384,7 @@ push_periodically() {
         # Weights without their optimizer state cannot be resumed: push complete checkpoints only.
         [[ $newest != "$last_pushed" && -f ${newest/model_/optim_} ]] || continue
         log "pushing ${newest##*/} to $PUSH_TO while training continues"
-        # A newer push may remove this one: the run needs only the newest.
+        # --temporary: a later push may remove this checkpoint, because resuming needs only the newest one.
         if (push_once "$(push_seconds)" nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" \
             --with-optimizer --temporary); then
             last_pushed=$newest
@@ -405,12 +407,12 @@ push_seconds() {
     { stat --format %s "${files[@]}" 2>/dev/null || true; } | awk '{n += $1} END {printf "%d", 600 + n / 1e7}'
 }
 
-# Run the command of a push in the place of this (sub)shell, for at most $1 seconds.
+# Replace this (sub)shell with the command of a push, which is ended after $1 seconds.
 push_once() { # SECONDS COMMAND...
     local variables=() token_file=${HF_TOKEN_PATH:-${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}/token}
-    # The token that `hf auth login` has saved since the start replaces that of the environment, which may have expired.
+    # A token that `hf auth login` has saved since the start replaces the environment's, which may have expired.
     [[ ! $token_file -nt $STARTED_FILE ]] || variables=(-u HF_TOKEN -u HUGGING_FACE_HUB_TOKEN)
-    # --foreground: the push stays in this process group, where the end of the pusher reaches it.
+    # --foreground: the push stays in this process group, so that killing the pusher's group ends the push, too.
     exec env "${variables[@]}" timeout --foreground --kill-after=30 "$1" "${@:2}"
 }
 
@@ -444,7 +446,7 @@ push_at_end() {
         now=$(date +%s)
         ((now + pause <= deadline)) || break
         log "that push failed: the reason is above. Next try in $pause seconds, the last one in" \
-            "$(((deadline - now + 59) / 60)) minutes. If the token has expired: hf auth login, on this machine"
+            "$(((deadline - now + 59) / 60)) minutes. If the token has expired, run on this machine: hf auth login"
         run_child sleep "$pause" || true
         ((!stop_requested)) || break
         pause=$((pause * 2 < 600 ? pause * 2 : 600))
@@ -472,7 +474,7 @@ remove_machine() {
     bash -c "$SHUTDOWN_CMD" || report_running_machine $?
 }
 
-# Say that the command which was to remove or stop this machine has failed.
+# Say that the command to remove or stop this machine has failed.
 report_running_machine() { # EXIT_CODE
     log "THAT FAILED (exit code $1): this machine is still running, and costs $(describe_cost 1 "an hour");" \
         "remove it by hand: $(describe_removal)"
@@ -527,10 +529,10 @@ publish_and_remove() {
 supervise() {
     local pusher_pid=''
     STATUS_FILE=$OUT/status.json
-    STARTED_FILE=$OUT/train.pid # as old as this start
+    STARTED_FILE=$OUT/train.pid # written at this start: its time is the start's
     trap handle_stop_signal TERM INT
     trap '' HUP # a logout
-    # Keep compiled code beside the project: a network volume keeps it for the next pod, /tmp may not.
+    # Keep compiled code in the project's folder, which may be on a network volume: the next pod then has it, too.
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache}
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}

@@ -1,20 +1,20 @@
-"""What a machine with a GPU can tell, in one Markdown file to paste into an issue: `make gpu-report`.
+"""Measure a machine with a GPU, and write one Markdown file to paste into an issue: `make gpu-report`.
 
     python -m bench.gpu_report                       # the parts marked *, within half an hour
-    python -m bench.gpu_report --only attention head # others
-    python -m bench.gpu_report --toy                 # tiny, on the CPU: tries the report itself
+    python -m bench.gpu_report --only attention head # other parts
+    python -m bench.gpu_report --toy                 # tiny, on the CPU: tests the report itself
 
-The report is OUT/gpu-report.md. It is written anew after each part, so it is there if the machine goes away. A part
-that fails, or runs out of time, is written into it with its last lines, and the next part runs. Parts, in this order:
+The report is OUT/gpu-report.md. It is rewritten after each part, so an interrupted report keeps the finished parts. For
+a part that fails or runs out of time, it has the last lines of the output; then the next part runs. In this order:
 
     machine *       cards, driver, versions, links between the cards
     data *          tokens to train on: Python's standard library, unless --data-dir has shards
     steps *         time, MFU and memory of a step, and the micro-batch that `auto` finds, beside what is predicted
-    tests *         tests/test_cuda.py: samples, scores and curves are the CPU's; a killed run ends with the same bits
-    resume *        the same at full width, with --deterministic
+    tests *         tests/test_cuda.py: samples, scores and curves agree with the CPU's; a killed run resumes exactly
+    resume *        a full-width run with --deterministic that is killed resumes exactly
     hellaswag *     rows scored per second
     sampling *      tokens generated per second
-    two-ranks *     two cards have the curve of one, and how much faster they are; needs two cards
+    two-ranks *     whether two cards have the loss curve of one, and how much faster they are; needs two cards
     larger *        as `steps`, for the larger presets that are predicted to fit
     profile *       the kernels that take most of a step
     attention, head, checkpoint, longer, tuning, recipes     the other benchmarks, by --only
@@ -55,7 +55,7 @@ class Args:
     seconds: int = REPORT_SECONDS
     """No part starts after this, and the running one is stopped."""
     toy: bool = False
-    """Tiny networks on the CPU: tries the report itself. No figure in it means anything."""
+    """Tiny networks on the CPU, to test the report itself: its figures are meaningless."""
 
 
 # ------------------------------------------------------------------------- sizes
@@ -67,8 +67,8 @@ class Sizes:
 
     steps: tuple[str, ...]
     larger: tuple[str, ...]
-    preset: str  # of the parts that train one preset
-    micro_batch: str  # added to it where `auto` would compile several sizes
+    preset: str  # for the parts that train one preset
+    micro_batch: str  # added to `preset` where --micro-batch-size auto would compile several sizes
     timed_steps: int
     tests: tuple[str, ...]
     resume: tuple[str, ...]
@@ -76,7 +76,7 @@ class Sizes:
     hellaswag: tuple[str, ...]
     sampling: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    card: str = ""  # predicted for; empty: the one that is here
+    card: str = ""  # the card to predict for; empty: this machine's
 
 
 # A smaller batch than the presets' only leaves out micro-steps.
@@ -135,7 +135,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 @dataclass
 class Report:
-    """The file, and what its parts need."""
+    """The report file, and what the parts need to be measured and written."""
 
     args: Args
     sizes: Sizes
@@ -182,7 +182,7 @@ class Report:
         """Write the file: the summary of all parts so far, then their sections."""
         table = ["| part | result | s |", "|---|---|---|", *self.summary]
         text = "\n".join(["# GPU report", "", *table, "", *self.sections])
-        # The report is for the public.
+        # The report will be public: hide the user's paths.
         for private, public in ((str(ROOT), "."), (str(Path.home()), "~")):
             text = text.replace(private, public)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def as_code(text: str) -> str:
 
 
 def list_gpus() -> list[str]:
-    """The names of this machine's NVIDIA GPUs, as their driver lists them. Asking torch would take memory of them."""
+    """The names of this machine's NVIDIA GPUs, as the driver lists them. Asking torch would use their memory."""
     try:
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -263,7 +263,7 @@ def step_row(preset_and_flags: str, predicted: predict.Prediction | None, measur
 
 
 def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
-    """Measure a step of each preset with flags. One that fails is a row, and its message stands below the table."""
+    """Measure a step of each preset with flags. One that fails still has a row, and its message is below the table."""
     lines = [
         "Predicted → measured.",
         "",
@@ -273,7 +273,7 @@ def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
     problems = []
     measured_any = False
     for row in rows:
-        # A card that is not in the table is no reason not to measure it; a preset that cannot fit is.
+        # An unknown card is measured without a prediction. A preset that is predicted not to fit is skipped.
         predicted = None
         try:
             predicted = predict_step(report, row)
@@ -326,12 +326,12 @@ def resume_part(report: Report) -> str:
 
 
 def hellaswag_part(report: Report) -> str:
-    # The rows that are here or, to measure the speed alone, made-up ones of usual lengths.
+    # Use the downloaded rows or else, to measure only the speed, made-up rows of usual lengths.
     rows = hellaswag_eval.DEFAULT_PATH
     note = ""
     if not rows.exists():
         rows = report.args.out_dir / "made-up-rows.jsonl"
-        note = "Made-up rows: the speed means something, the agreement of predictions does not.\n\n"
+        note = "Made-up rows: only the speed is meaningful, not the agreement of predictions.\n\n"
         ending = "puts the ball down and walks away from the table."
         row = {"ctx": "A man stands in a room and holds a ball. " * 5, "endings": [ending] * 4, "label": 0}
         different = [{**row, "endings": [f"{i} {j} {ending}" for j in range(4)]} for i in range(400)]
@@ -391,7 +391,7 @@ def checkpoint_part(report: Report) -> str:
 
 
 def longer_part(report: Report) -> str:
-    # Contexts, with as many tokens in a micro-batch; then recomputation.
+    # Longer contexts, then recomputation.
     contexts = tuple(f"{report.sizes.preset} --sequence-length={T} --model.block-size={T}" for T in (2048, 4096))
     return steps_table(report, (*contexts, f"{report.sizes.preset} --recompute"), limit=180)
 
@@ -463,7 +463,7 @@ def main() -> None:
     all_parts = PARTS | MORE_PARTS
     for name in args.only:
         require(name in all_parts, f"--only {name!r} must be one of {', '.join(all_parts)}")
-    hint = "to try the report itself, tiny and on the CPU: python -m bench.gpu_report --toy"
+    hint = "to test the report itself on the CPU: python -m bench.gpu_report --toy"
     require(args.toy or list_gpus(), f"nvidia-smi lists no GPU here; {hint}")
 
     report = Report(args, ON_A_CPU if args.toy else ON_A_GPU, time.monotonic())
@@ -473,7 +473,7 @@ def main() -> None:
             if report.seconds_left() <= 0:
                 raise PartFailed("not run: no time was left")
             lines.append(all_parts[name](report))
-    print(f"paste it into an issue: {report.path}")
+    print(f"done; to share it, paste this file into an issue: {report.path}")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_a_token_that_expires_is_reported_at_once_and_replaced_by_a_log_in(rente
     log = rented.wait_until_ended()
 
     first = log.index("answered 401")
-    assert first < log.index("If the token has expired: hf auth login, on this machine") < log.index("try 2")
+    assert first < log.index("If the token has expired, run on this machine: hf auth login") < log.index("try 2")
     assert "the weights are at me/gpt2" in log
     how, dollars = rented.ending()
     assert how == "removed" and dollars <= GPU_PRICE

@@ -522,7 +522,7 @@ def test_the_newest_step_is_pushed_where_no_best_is_known(run, hub, tiny, run_fo
 
     output = run("push-model", run_folder, "tester/unknown", "--steps", "best")
 
-    assert "taken for the best" in output
+    assert "used as the best" in output
     assert [p.stem for p in (hub.root / "models/tester/unknown").glob("*.pt")] == ["model_00030"]
 
 

@@ -137,7 +137,7 @@ def test_a_finished_run_becomes_tensorboard_curves(tmp_path, capsys):
         points = events.Scalars(trackers.tensorboard_tag(key))  # as --tracker tensorboard has them
         assert [p.step for p in points] == steps.tolist()
         assert [p.value for p in points] == pytest.approx(values.tolist())
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         plots.write_tensorboard(run)
 
 

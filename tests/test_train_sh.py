@@ -307,7 +307,7 @@ def test_killed_torchrun_leaves_no_rank_behind(pod):
     os.kill(torchrun, signal.SIGKILL)
     log = pod.wait_until_ended()
 
-    assert not any(map(alive, ranks)) and "processes it left" in log and "training finished" in log
+    assert not any(map(alive, ranks)) and "processes that torchrun left" in log and "training finished" in log
     assert pod.starts() == ["--resume auto"] * 2
 
 
