@@ -26,7 +26,9 @@ small and quiet by edits, which are regular expressions applied to its source:
 - `edits` set the size (layers, width, vocabulary, batch, steps), replace CUDA by the CPU, and turn off what is not
   training (validation, samples, logs). They leave the arithmetic as it is.
 - `float32_edits` replace bfloat16 by float32, because in bfloat16 the rounding would hide an error. With --as-written
-  they are left out, and the limit is the difference between two seeds of this project, also in bfloat16.
+  they are left out, and three copies of this project's run, whose first weights differ by roundings to bfloat16, tell
+  what rounding alone does. At each step the limit is twice their distance so far. It grows from step to step, and in
+  the end rounding decides the curve: only the steps before that are compared.
 
 An edit that matches nothing is an error: then the script is not the version that the edits were written for.
 
@@ -34,6 +36,7 @@ A comparison proves something only if it can fail. --plant puts an error into th
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -83,6 +86,11 @@ class StepRecord(NamedTuple):
 
 Curve = list[StepRecord]
 
+# With --as-written, the steps are compared as long as runs that differ by rounding alone are at most this far apart in
+# loss, and there must be some such steps.
+MAX_COMPARABLE_SPREAD = 1e-2
+MIN_COMPARED_STEPS = 6
+
 # ------------------------------------------------------------------------- the references
 
 
@@ -104,7 +112,8 @@ class Reference:
     argv: str = ""
     """Its command-line arguments, if it has any."""
     max_loss_difference: float = 1e-5
-    """Limit of the difference in loss, in nats per token. That of the relative difference in norm is ten times it."""
+    """Limit of the difference in loss, in nats per token. That of the relative difference in norm is ten times it. With
+    --as-written it is replaced by rounding_limits."""
     sums_loss: bool = False
     """Whether its loss is the sum over a step's tokens instead of their mean."""
 
@@ -513,12 +522,50 @@ def to_device_with_shifted_targets(tokens: Tensor, device: torch.device) -> tupl
 # ------------------------------------------------------------------------- the comparison
 
 
-def largest_differences(curve: Curve, expected: Curve) -> tuple[float, float]:
-    """Over all steps, the largest difference in loss, in nats, and the largest relative one in norm."""
-    pairs = list(zip(curve, expected, strict=True))
-    loss = max(abs(a.loss - b.loss) for a, b in pairs)
-    norm = max(abs(a.norm - b.norm) / b.norm for a, b in pairs)
-    return loss, norm
+class Difference(NamedTuple):
+    """Between two curves. As a limit: how far they may be apart."""
+
+    loss: float  # in nats per token
+    norm: float  # relative
+
+    def largest(self, other: "Difference") -> "Difference":
+        return Difference(max(self.loss, other.loss), max(self.norm, other.norm))
+
+
+# In bfloat16 no limit is lower than this. In the first step a head of zeros gives the same loss to any two runs.
+MIN_BFLOAT16_LIMIT = Difference(1e-4, 1e-3)
+
+
+def differences_so_far(curve: Curve, expected: Curve) -> list[Difference]:
+    """For each step, the largest differences in loss and in norm up to it."""
+    pairs = zip(curve, expected, strict=True)
+    differences = [Difference(abs(a.loss - b.loss), abs(a.norm - b.norm) / b.norm) for a, b in pairs]
+    return list(itertools.accumulate(differences, Difference.largest))
+
+
+def change_by_rounding(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The weights, each changed by at most half the distance of two bfloat16 numbers, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: w * (1 + 2**-9 * (2 * torch.rand(w.shape, generator=generator) - 1)) for name, w in state.items()}
+
+
+def rounding_limits(copies: list[Curve]) -> list[Difference]:
+    """The limits for bfloat16, one for each step that can be compared, from runs that differ by rounding alone.
+
+    Raises UserError if these are too few steps.
+    """
+    # How far any two of the copies are apart, up to each step.
+    pairs = [differences_so_far(a, b) for a, b in itertools.combinations(copies, 2)]
+    spread = [functools.reduce(Difference.largest, at_step) for at_step in zip(*pairs, strict=True)]
+
+    # Once they have lost each other, a step proves nothing any more.
+    compared = [distance for distance in spread if distance.loss <= MAX_COMPARABLE_SPREAD]
+    require(
+        len(compared) >= MIN_COMPARED_STEPS,
+        f"rounding alone takes the runs {MAX_COMPARABLE_SPREAD:g} apart in loss within {len(compared)} steps: "
+        "compare in float32, without --as-written",
+    )
+    return [Difference(2 * distance.loss, 2 * distance.norm).largest(MIN_BFLOAT16_LIMIT) for distance in compared]
 
 
 @dataclass(frozen=True)
@@ -529,7 +576,7 @@ class Args:
     data_dir: Path = Path("data/stdlib")
     steps: int = 60
     as_written: bool = False
-    """Both in bfloat16, as they are; the limit is the difference between two seeds of this project."""
+    """Both in bfloat16, as they are; the limit is how far runs of this project come apart by rounding alone."""
     plant: PlantedError = ""
     """An error in this project's side, which must be found: shifted targets, biases and gains that decay, or learning
     rates 1% too high."""
@@ -561,18 +608,31 @@ def compare(reference: Reference, args: Args) -> None:
         state = rename_weights(reference.weight_names, state)
         curve = run_this_project(flags, rt, data_dir, state, args.plant)
 
-        # How far apart they may be.
+        # How far apart they may be, at each step that is compared.
         max_loss = reference.max_loss_difference
-        max_norm = 10 * reference.max_loss_difference
+        limits = [Difference(max_loss, 10 * max_loss)] * steps
         if args.as_written:
-            seed_curves = [run_this_project(f"{flags} --seed {seed}", rt, data_dir, None, "") for seed in (1, 2)]
-            max_loss, max_norm = largest_differences(*seed_curves)
+            changed_states = [change_by_rounding(state, seed) for seed in (1, 2, 3)]
+            limits = rounding_limits([run_this_project(flags, rt, data_dir, s, "") for s in changed_states])
 
-    loss, norm = largest_differences(curve, expected)
+    # All steps' results, then the comparison.
     final_losses = f"{expected[-1].loss:.4f}, this project's to {curve[-1].loss:.4f}"
     print(f"{args.reference}: {steps} steps, its loss goes from {expected[0].loss:.4f} to {final_losses}")
-    print(f"largest difference in loss {loss:.1e} (limit {max_loss:.1e}), in norm {norm:.1e} of it ({max_norm:.1e})")
-    require(loss <= max_loss and norm <= max_norm, "not the same curve: a difference is above its limit")
+    n = len(limits)
+    if n < steps:
+        print(f"compared are steps 0 to {n - 1}; after that, rounding alone makes {MAX_COMPARABLE_SPREAD:g} and more")
+    differences = differences_so_far(curve[:n], expected[:n])
+    loss, norm = differences[-1]
+    print(
+        f"largest difference in loss {loss:.1e} (limit {limits[-1].loss:.1e}), in norm {norm:.1e} of it "
+        f"({limits[-1].norm:.1e})"
+    )
+    for step, (difference, limit) in enumerate(zip(differences, limits, strict=True)):
+        require(
+            difference.loss <= limit.loss and difference.norm <= limit.norm,
+            f"not the same curve: up to step {step} a difference of {difference.loss:.1e} in loss (limit "
+            f"{limit.loss:.1e}) and {difference.norm:.1e} in norm ({limit.norm:.1e})",
+        )
 
 
 def main() -> None:

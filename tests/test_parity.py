@@ -59,9 +59,9 @@ def compare(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(REFERENCE_SCRIPT)
     data = make_shards(tmp_path / "data")
 
-    def compare(plant="", more_edits=None):
+    def compare(plant="", more_edits=None, as_written=False):
         reference = parity.Reference("train.py", EDITS | (more_edits or {}), FLAGS, weight_names={}, float32_edits={})
-        parity.compare(reference, parity.Args("build-nanogpt", tmp_path, data, steps=10, plant=plant))
+        parity.compare(reference, parity.Args("build-nanogpt", tmp_path, data, 10, as_written, plant))
 
     return compare
 
@@ -80,3 +80,38 @@ def test_a_planted_error_is_found(compare, planted_error):
 def test_an_edit_that_finds_nothing_is_an_error(compare):
     with pytest.raises(UserError, match="has no 'n_layer=24'"):
         compare(more_edits={"n_layer=24": "n_layer=2"})
+
+
+# The network of the reference in bfloat16, its loss in float32.
+IN_BFLOAT16 = {
+    r"( +)(logits, _ = model.*)": r'\1with torch.autocast("cpu", torch.bfloat16):\n\1    \2',
+    r"logits\.reshape": "logits.float().reshape",
+}
+
+
+def test_in_bfloat16_the_same_program_passes(compare, capsys):
+    compare(more_edits=IN_BFLOAT16, as_written=True)
+    assert "largest difference in loss" in capsys.readouterr().out
+
+
+def test_in_bfloat16_a_planted_error_is_found(compare):
+    # In ten steps this network hardly learns: there, a rate that is 1% off is less than rounding.
+    with pytest.raises(UserError, match="not the same curve"):
+        compare("target", more_edits=IN_BFLOAT16, as_written=True)
+
+
+def curve_that_grows(by: float, steps: int = 12) -> parity.Curve:
+    """A curve whose distance from a flat one starts at `by` and doubles in every step."""
+    return [parity.StepRecord(loss=4 + by * 2**step, norm=1.0) for step in range(steps)]
+
+
+def test_steps_that_rounding_decides_are_not_compared():
+    copies = [curve_that_grows(0), curve_that_grows(1e-4), curve_that_grows(-0.5e-4)]
+    limits = parity.rounding_limits(copies)
+    # The copies are 1.5e-4 * 2^step apart, so 9.6e-3 in step 6 and more than 1e-2 after it.
+    assert [round(limit.loss, 5) for limit in limits] == [0.0003, 0.0006, 0.0012, 0.0024, 0.0048, 0.0096, 0.0192]
+
+
+def test_copies_that_come_apart_at_once_are_an_error():
+    with pytest.raises(UserError, match="within 3 steps: compare in float32"):
+        parity.rounding_limits([curve_that_grows(0), curve_that_grows(2e-3)])
