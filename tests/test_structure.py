@@ -99,3 +99,14 @@ def test_the_network_imports_nothing_of_the_project():
 def test_reading_what_a_run_wrote_needs_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_git_ignores_what_runs_and_tools_write():
+    """In log/ and data/, and what cloud/slurm.sbatch, plots.py, pulls and exports leave in this folder."""
+    written = """log/gpt2-124m/model_00500.pt log/gpu-report/gpu-report.md data/stdlib/x_train_000001.npy curves.png
+    gpt2-4711.log gpt2-4711.status.json gpt2-mine/model.safetensors gpt2-mine/gpt2-mine-q8_0.gguf pulled/optim_00500.pt
+    """.split()
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-c", "safe.directory=*", "check-ignore", "--no-index", *written]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split() == written
