@@ -41,7 +41,7 @@ class Args:
     repeats: int = 10
     """Calls per round, with one synchronization."""
     flash_3: bool = False
-    """Let FlashAttention 3 (its own package, flash_attn_interface) stand for torch's flash kernel."""
+    """Use FlashAttention 3 (its own package, flash_attn_interface) in place of torch's flash kernel."""
     device: str = "auto"
     dtype: str = "auto"
 

@@ -4,9 +4,9 @@
     python -m bench.checkpoint gpt2-124m --sequence-length 1024 --micro-batch-size 16      # on a GPU
     torchrun --standalone --nproc_per_node=2 -m bench.checkpoint llmc-124m                 # ZeRO-1: gathering its state
 
-Both write the same content with fsync, into a folder under --dir. Training stalls until `save` returns, when the copy
-is in host memory; a thread then writes it while training continues. How much longer a step takes meanwhile is printed,
-too: on a CPU they share the cores. Medians over --rounds.
+Both ways of saving write the same content with fsync, into a folder under --dir. Training stalls until `save` returns,
+when the copy is in host memory; a thread then writes it while training continues. The output also says how much longer
+a step takes during the write: on a CPU, step and write share the cores. Medians over --rounds.
 """
 
 import tempfile

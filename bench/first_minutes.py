@@ -6,8 +6,8 @@
     python -m bench.first_minutes --install-only UV= TORCH_CPU_INDEX=      # the packages alone
 
 It takes minutes, and downloads what the packages need. It needs git, make and Python 3.11 or newer, and none of this
-project's packages. The output of the commands goes to stderr, one table row to stdout. Two things are those of this
-machine: pip's settings in /etc and in the environment, and the caches of the package index itself.
+project's packages. The output of the commands goes to stderr, one table row to stdout. Two things differ from a
+newcomer's: this machine's settings of pip, in /etc and in the environment, and the caches of the package index.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LOSS_LINE = re.compile(r"^step +\d+/\d+ \| loss: ")
 
 
 def newcomer_environment(folder: Path) -> dict[str, str]:
-    """The environment of somebody who has never been here: no HOME, no caches, no active venv."""
+    """The environment of a new user on this machine: an empty HOME, no caches, no active venv."""
     # Drop what would lead to a cache, or to the make that runs this.
     env = {
         name: value

@@ -207,7 +207,7 @@ def print_table(curves: dict[str, list[Curve]], baseline: str) -> None:
         shares = {}
         for axis in axes:
             needs = statistics.mean(first_reaches(curve, goal, axis) for curve in runs)
-            # The baseline's own seeds end on both sides of their mean; it needs all of its tokens by definition.
+            # By definition the baseline needs all of its tokens, although some of its seeds end above the mean loss.
             shares[axis] = 1.0 if name == baseline else needs / baseline_needs[axis]
         final = [curve[-1]["val_loss"] for curve in runs]
         spread = f"{min(final):.4f} to {max(final):.4f}"

@@ -83,7 +83,7 @@ def import_build_nanogpt(folder: Path) -> tuple[type, type]:
         is_class = isinstance(node, ast.ClassDef) and node.name != "DataLoaderLite"
         if is_import or is_class:
             nodes.append(node)
-    # Its dataclass looks up the module that it is in.
+    # @dataclass in that code looks up its module in sys.modules.
     scope = {"__name__": "peer", "master_process": False}
     sys.modules["peer"] = type(sys)("peer")
     exec(compile(ast.Module(nodes, []), str(path), "exec"), scope)
