@@ -215,7 +215,7 @@ class KVCache:
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
         self.k, self.v = torch.zeros((2, *shape), device=device, dtype=dtype)
-        self.length = 0  # positions filled; GPT.hidden advances it once all layers have appended theirs
+        self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
@@ -233,7 +233,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        # Queries, keys and values of all heads together; training/muon.py knows this weight by its name.
+        # Queries, keys and values of all heads together; training/muon.py recognizes this weight by its name.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 

@@ -447,8 +447,8 @@ def test_unlike_cards_take_the_time_of_the_slowest_and_the_memory_of_the_smalles
     assert dollars("2080Ti@0.1+3090") == pytest.approx(0.55)
     assert dollars("2080Ti@0.1+3090", usd=0.0) == 0  # not known, rather than half of it
     text = predict.report(cfg, predict.predict(cfg, "2080Ti@0.1+3090@0.3"), 1000)
-    assert "on 1 x RTX 2080 Ti + 1 x RTX 3090, predicted" in text
-    assert "the time of the slowest (RTX 2080 Ti) and the micro-batch of the smallest (RTX 2080 Ti)" in text
+    assert "on 1 x RTX 2080 Ti + 1 x RTX 3090; this is a prediction" in text
+    assert "the slowest (RTX 2080 Ti) and use the micro-batch of the smallest (RTX 2080 Ti)" in text
     assert text.count("no published run used this card") == 2
 
 
@@ -491,7 +491,7 @@ def test_a_dry_run_with_a_card_needs_no_data(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     hours = 19_073 * predict.predict(PRESETS["gpt2-124m"], "2xA100-80GB").step_s / 3600
     assert f"${2 * 1.5 * hours:.2f}" in out and "124,475,904 parameters on 2 x A100-80GB" in out
-    assert out.count("predict") >= 4 and "docs/costs.md" in out and "on the card itself measures" in out
+    assert out.count("predict") >= 4 and "docs/costs.md" in out and "use --dry-run on the card itself" in out
     assert not list(tmp_path.iterdir())
 
 

@@ -177,7 +177,7 @@ class TrainConfig:
     eval_only: bool = False
     """Print val loss and HellaSwag of the weights of --init-from, then exit."""
     overfit_single_batch: bool = False
-    """Train on the first batch alone: its loss must collapse."""
+    """Train on the first batch only: its loss must collapse."""
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule, or ValueError for a value outside its Literal."""

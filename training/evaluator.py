@@ -192,8 +192,8 @@ COMPARABLE_SETTINGS = ("seed", "shuffle", "weights", "model.vocab_size")
 
 
 def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple[Reference | None, str]:
-    """The public runs to compare a run of `max_steps` with, and "". If there are none: None and the reason, which is
-    empty for a preset without public runs. `shard_name` is a file of the run's data.
+    """Choose the public runs to compare a run of `max_steps` with. Returns (reference, "") or (None, reason), where the
+    reason is empty for a preset without public runs. `shard_name` is a file of the run's data.
 
     The public runs apply to a run from scratch with the settings of its preset, on the same data, for the same number
     of steps.
@@ -290,7 +290,7 @@ def validate(
         no_text_total += no_text_loss.to(total.dtype)
     check()
 
-    # The tokens may be of another tokenizer, or all <|endoftext|>: then there are no bytes of text.
+    # Tokens of another tokenizer have no known bytes, and a split of nothing but <|endoftext|> has no bytes of text.
     loss = rt.all_reduce(total).item() / count
     no_text_nats = rt.all_reduce(no_text_total).item()
     text_bytes = rt.all_reduce(torch.tensor(text_bytes, device=rt.device)).item()

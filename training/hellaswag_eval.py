@@ -203,7 +203,7 @@ def plan_batches(examples: list[Example], block_size: int, max_positions: int) -
     trees.sort(key=lambda tree: (tree.length, tree.index), reverse=True)
     batches = []
 
-    # All rows of a batch are as long as its first, so the first tells how many fit.
+    # All rows of a batch are as long as its first, whose length decides how many fit.
     start = 0
     while start < len(trees):
         size = max(1, max_positions // trees[start].length)
@@ -266,7 +266,7 @@ def tree_mask(parts: torch.Tensor) -> torch.Tensor:
     is_context = key_part == CONTEXT  # (N, 1, 1, T)
     is_own_part = key_part == query_part  # (N, 1, T, T)
 
-    # Causal: of those, only what stands at or before the query.
+    # Causal: of these keys, only those at or before the query.
     return (is_context | is_own_part).tril()
 
 

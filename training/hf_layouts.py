@@ -151,12 +151,12 @@ def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
 
     # If the config names no activation, transformers' default applies.
     hf_name = hf_config.get("activation_function", "gelu_new")
-    ours = [name for name, supported in GPT2_ACTIVATIONS.items() if supported == hf_name]
+    our_names = [name for name, supported in GPT2_ACTIVATIONS.items() if supported == hf_name]
     rule = f"only {' and '.join(repr(supported) for supported in GPT2_ACTIVATIONS.values())} are supported"
-    require(ours, f"activation_function is {hf_name!r:.99}; {rule}")
+    require(our_names, f"activation_function is {hf_name!r:.99}; {rule}")
 
     tied_head = hf_config.get("tie_word_embeddings") is not False
-    config = GPTConfig(**sizes, tied_head=tied_head, activation=ours[0])
+    config = GPTConfig(**sizes, tied_head=tied_head, activation=our_names[0])
     require_fixed(hf_config, GPT2_FIXED)
 
     # The width of the MLP: absent, null, or GPT-2's four times the model's width, spelled out.

@@ -154,7 +154,7 @@ class Throughput:
         self.average_s = 0.0  # moving average of the step time
 
     def update(self, seconds: float) -> dict[str, Any]:
-        """Count a step of so many seconds; return step_ms, tokens_per_second and mfu."""
+        """Count a step that took `seconds`; return step_ms, tokens_per_second and mfu."""
         # The first steps compile, so the average starts after them.
         if self.steps_seen < 3:
             self.average_s = seconds

@@ -150,7 +150,7 @@ def ballast_bytes(card_bytes: int) -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return the memory that no tensor uses to the device, so that NCCL and other libraries can have it."""
+    """Return unused memory to the device, so that NCCL and other libraries can allocate it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
             # Weight decay as in AdamW: it shrinks the weights, not the gradients.
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
 
-            # Group all matrices by shape, queries, keys and values alone: {(rows, columns): (weights, updates)}.
+            # Group all matrices by shape, with queries, keys and values apart: {(rows, columns): (weights, updates)}.
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
             for p, update in zip(params, updates, strict=True):
                 for weight, matrix in zip(p.split(p.matrix_rows), update.split(p.matrix_rows), strict=True):

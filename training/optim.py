@@ -111,8 +111,8 @@ def optimizer_settings(name: str, cfg: TrainConfig) -> dict[str, Any]:
 
 
 def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
-    """The run's optimizers, with their state. With --zero-stage 1 each rank keeps the state of its share of the
-    parameters alone (ZeRO, Rajbhandari et al. 2020), by torch's ZeroRedundancyOptimizer."""
+    """The run's optimizers, with their state. With --zero-stage 1 each rank keeps only the state of its share of the
+    parameters (ZeRO, Rajbhandari et al. 2020), by torch's ZeroRedundancyOptimizer."""
     # ZeRO-1 has nothing to share on one rank.
     match cfg.zero_stage:
         case 0:
@@ -222,7 +222,7 @@ def gather_sharded_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
     is_mine = torch.tensor([p in inner.state for p in params], device=rt.device, dtype=torch.int32)
     owners = torch.stack(rt.all_gather(is_mine)).argmax(dim=0).tolist()
 
-    # Each owner broadcasts what it has; rank 0 keeps it.
+    # Each owner broadcasts its state; rank 0 keeps a copy in host memory.
     for i, (p, owner) in enumerate(zip(params, owners, strict=True)):
         shapes = state_shapes(type(inner), p)
         if owner == rt.rank:

@@ -50,7 +50,7 @@ def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None =
             agree=lambda speedup: rt.all_reduce(torch.tensor(speedup, device=rt.device), "min").item(),
         )
 
-    # Say what was chosen, and what it changes.
+    # Print the choice, and what it changes.
     print0(f"precision: {dtype_name(dtype)}, {reason}")
     if began_in and began_in != dtype_name(dtype):
         print0(

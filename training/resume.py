@@ -4,9 +4,9 @@
     cfg, model = resolve_network(cfg, saved)       # the network that is really trained; --init-from may determine it
     run = start_or_resume(cfg, rt, data, saved)    # how far the run is; all ranks have found the same
 
-Called by train_gpt2.py before anything is built. A resumed run continues to the same bits; what would silently change
-its result is refused. So are ranks that would train different runs side by side: settings_by_flag is what they must
-have been started with, and check_ranks_agree compares what they found on their disks.
+Called by train_gpt2.py before anything is built. A resumed run gives the same bits as a run that was never stopped;
+whatever would silently change its result is refused. Ranks that would train different runs are refused, too:
+settings_by_flag has the settings that all ranks must share, and check_ranks_agree compares the files that they found.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
 
-    # Nor are weights without their optimizer, as they are pulled from the Hub or left by a damaged disk.
+    # Weights without their optimizer state, pulled from the Hub or left by a damaged disk, are not overwritten either.
     weights_only = checkpoint.complete_steps(run_dir, ["model"]) if newest is None else []
     if weights_only:
         path = checkpoint.model_path(run_dir, weights_only[-1])
         problem = (
             f"{path} has no complete optim_*.pt next to it, so the run cannot resume, and no weights are overwritten"
         )
-        fix = f"to train on from them, use --init-from {shlex.quote(str(path))} and another --out-dir"
+        fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} and another --out-dir"
         raise UserError(f"{problem}; {fix}")
     return saved
 
@@ -130,8 +130,8 @@ def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str
     if best and not checkpoint.model_path(cfg.run_dir, best["step"]).exists():
         best = None
 
-    # A checkpoint is written before its step is evaluated. metrics.jsonl knows whether that has happened since, and
-    # with which result.
+    # A checkpoint is written before its step is evaluated. metrics.jsonl shows whether it has been evaluated
+    # since, and the result.
     evaluated, measured = saved["evaluated"], saved["record"]
     is_in_run_dir = saved["model_file"].parent.resolve() == cfg.run_dir.resolve()
     if is_in_run_dir and not evaluated:
@@ -140,7 +140,7 @@ def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str
                 evaluated = True
                 measured = measured | {key: row[key] for key in EVALUATION_KEYS if key in row}
 
-    # Lines of another run, which has left no checkpoint here, are not this run's either.
+    # If the checkpoint is from another folder, metrics in this one belong to another run.
     if rt.is_main and not is_in_run_dir:
         set_metrics_aside(cfg.run_dir)
 
@@ -168,8 +168,8 @@ def set_metrics_aside(run_dir: Path) -> None:
 
 
 def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
-    """The settings that all ranks must have been started with, by flag: all but those in MAY_DIFFER. Of a path it says
-    only what kind it is, because ranks with different kinds would wait for each other."""
+    """The settings that all ranks must have been started with, by flag: all but those in MAY_DIFFER. Of a path only
+    the kind is compared, because ranks with different kinds would wait for each other."""
     settings = cfg.to_dict()
     network = settings.pop("model")
     flags = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
@@ -181,8 +181,8 @@ def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
 
 def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, run: RunState, data: Loader) -> None:
     """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
-    On several machines they may not: DDP would then train different weights side by side without a word, or the ranks
-    would wait for each other in different evaluations. Every rank must call it."""
+    Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
+    wait for each other in different evaluations. Every rank must call it."""
     facts = {
         "the checkpoint to resume from": f"step {saved['step']}" if saved else "none",
         "the number of steps": str(run.max_steps),
@@ -197,13 +197,13 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
 
 
 def describe_files(cfg: TrainConfig, data: Loader, data_id: str) -> dict[str, str]:
-    """The shards and HellaSwag rows that this rank has found, in few words that differ if the files do. data_id: the
+    """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do. data_id: the
     fingerprint of the data's folder."""
-    # The fingerprint covers the sha256 of each shard, where there is a manifest to tell.
+    # If there is a manifest, the fingerprint covers the sha256 of each shard.
     manifest = "with" if data.manifest else "without"
     shards = f"{data_id} ({len(data.paths)} shards, {sum(data.tokens):,} tokens, {manifest} a manifest)"
 
-    # The evaluator says what is wrong with a file that is missing or damaged.
+    # A file that is missing or damaged is reported by the evaluator.
     rows = "none"
     path = Path(cfg.hellaswag_data or hellaswag_eval.DEFAULT_PATH)
     if cfg.hellaswag_every and path.is_file():
@@ -219,7 +219,7 @@ def describe_files(cfg: TrainConfig, data: Loader, data_id: str) -> dict[str, st
 def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Loader) -> None:
     """Print what has changed since the checkpoint was made. Raises UserError if that shapes the result, unless
     --allow-drift accepts it; the network cannot change at all."""
-    # Print harmless changes. The flags that resume a run, and its folder, are not worth a line.
+    # Print harmless changes, except those of --resume and --out-dir.
     old = TrainConfig.from_dict(saved["config"])
     harmless, refused = config_drift(old, cfg)
     for change in harmless:
@@ -245,7 +245,7 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState, data: Lo
 
 
 def print_rate_change(cfg: TrainConfig, old: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
-    """Say what another number of steps, or another schedule by --allow-drift, makes of the learning rate."""
+    """Print how another number of steps, or another schedule with --allow-drift, changes the learning rate."""
     # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
     step, old_steps = saved["step"], saved["max_steps"]
     before = schedule.lr_factor(step, old_steps, old) * old.max_lr

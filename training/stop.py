@@ -86,7 +86,7 @@ class StopRequest:
         --time-limit, as in the first evaluation, so that every start does at least one step."""
         requested = self.is_requested() if timed else self.signal is not None
 
-        # One collective: after it all ranks know the same, and do the same.
+        # After this collective all ranks have the same result, and act alike.
         match agree(rt, Vote.STOP if requested else Vote.CONTINUE):
             case Vote.STOP:
                 raise Stopped
@@ -136,8 +136,8 @@ class StopRequest:
         timer = threading.Timer(SECOND_SIGNAL_AFTER_S, restore_default_action)
         timer.daemon = True
 
-        # When a signal comes: note the first one and tell the user. os.write instead of print, which is not reentrant
-        # and may be what the signal has interrupted.
+        # When a signal comes: note the first one and tell the user. os.write, because print is not reentrant, and the
+        # signal may have interrupted a call of it.
         def handler(number: int, frame: Any) -> None:
             if self.signal is not None:
                 return

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Tracker:
     """The interface of all trackers. This one, --tracker none, does nothing.
 
-    A tracker cannot take back what it was sent. A resumed run repeats the steps after its checkpoint, so what the
-    tracker has of them is kept: samples (and all of wandb's points) are sent only from `first_unlogged_step` on.
+    What was sent to a tracker cannot be withdrawn. A resumed run repeats the steps after its checkpoint, for which the
+    tracker has points already, so samples (and all of wandb's points) are sent only from `first_unlogged_step` on.
     """
 
     def __init__(self, first_unlogged_step: int = 0):
@@ -111,7 +111,7 @@ class WandbTracker(Tracker):
 def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tracker:
     """The tracker of a run that starts or resumes at `start_step`. `last_logged_step`: the newest in metrics.jsonl, -1
     if there is none; a tracker that has followed the run so far has been sent everything up to it."""
-    # Each tracker leaves a trace in the run folder, which tells whether it has followed the run so far.
+    # Each tracker leaves a file or folder in the run folder, which shows whether it has followed the run so far.
     match cfg.tracker:
         case "none":
             return Tracker()
