@@ -50,21 +50,6 @@ def run_fineweb(*args):
         sys.argv = previous_argv
 
 
-def start_fineweb(*args, **kwargs):
-    """fineweb.py in a process of its own, which can be killed; kwargs go to Popen."""
-    command = [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
-
-
-def wait_for_path(path, process):
-    """Wait until a path exists; returns False if the process ends first."""
-    while not path.exists():
-        if process.poll() is not None:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 def read_folder(folder):
     """All tokens of a folder, val first, and its manifest, which must be complete and describe them."""
     assert shards.verify(folder) == []
@@ -629,19 +614,18 @@ def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, m
             shutil.rmtree(out)
 
 
-def test_sigkill_and_sigint_then_again_is_byte_identical(tmp_path):
-    args = ("--source", "stdlib", "--shard-size", 200_000)
+def test_sigkill_and_sigint_then_again_is_byte_identical(tmp_path, start_script):
+    args = ("--source", "stdlib", "--limit-tokens", 1_000_000, "--shard-size", 50_000)
     run_fineweb(*args, "--out", tmp_path / "expected")
     expected = read_bytes(tmp_path / "expected")
     out = tmp_path / "out"
 
     # Killed once early and once late, each time when a certain shard appears: while it works.
     for index, signal_number in ((2, signal.SIGKILL), (14, signal.SIGINT)):
-        process = start_fineweb(*args, "--out", out)
-        assert wait_for_path(out / f"stdlib_train_{index:06d}.npy", process)
-        process.send_signal(signal_number)
-        output = process.communicate()[0]
-        assert "Traceback" not in output, output
+        script = start_script("fineweb.py", *args, "--out", out)
+        assert script.wait_until((out / f"stdlib_train_{index:06d}.npy").exists), script.output
+        assert script.send(signal_number)
+        assert "Traceback" not in script.wait().output, script.output
         assert without_partial_files(read_bytes(out)).keys() <= expected.keys()
 
     run_fineweb(*args, "--out", out)
@@ -1021,6 +1005,32 @@ def hub(tmp_path):
 HUB_SOURCE = ("--source", "owner/web", "--subset", "sample/")
 
 
+@pytest.fixture
+def use_hub(tmp_path, monkeypatch):
+    """use_hub(server): from now on that is the Hub of this process, for huggingface_hub and `datasets`."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    def use(server):
+        # Both read their environment at import, which takes seconds, once for all tests: set what they have read.
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        home = tmp_path / "hf-home"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
+        monkeypatch.setattr(
+            datasets.config, "HUB_DATASETS_URL", f"{server.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+        )
+        for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE", "DOWNLOADED_DATASETS_PATH", "EXTRACTED_DATASETS_PATH"):
+            monkeypatch.setattr(datasets.config, name, home / name)
+
+    return use
+
+
 class DownloadWatcher:
     """Counts the most parquet files that a folder holds at a time, in a thread of its own."""
 
@@ -1044,14 +1054,15 @@ class DownloadWatcher:
         self.thread.join()
 
 
-def test_hub_files_are_downloaded_ahead_by_one_and_deleted(tmp_path, hub, run_script):
+def test_hub_files_are_downloaded_ahead_by_one_and_deleted(tmp_path, hub, use_hub, capsys):
+    use_hub(hub)
     out = tmp_path / "out"
-    args = ("fineweb.py", *HUB_SOURCE, "--shard-size", 20_000, "--out")
+    args = (*HUB_SOURCE, "--shard-size", 20_000, "--out")
     hub.faults.append(hub_server.Fault("drop", "resolve", times=1))
 
     # A dropped connection is retried, and at most two files are on the disk at a time.
     with DownloadWatcher(out / ".source" / "sample") as watcher:
-        run_script(*args, out, env=hub.env())
+        run_fineweb(*args, out)
     tokens, manifest = read_folder(out)
     assert tokens.tolist() == encode_with_tiktoken(hub.documents)
     assert 1 <= watcher.most <= 2 and not (out / ".source").exists()
@@ -1060,17 +1071,19 @@ def test_hub_files_are_downloaded_ahead_by_one_and_deleted(tmp_path, hub, run_sc
     # A finished folder asks the Hub nothing.
     before = read_bytes(out)
     requests = len(hub.log)
-    assert "nothing left" in run_script(*args, out, env=hub.env()).stdout
+    run_fineweb(*args, out)
+    assert "nothing left" in capsys.readouterr().out
     assert read_bytes(out) == before and len(hub.log) == requests
 
     # A removed shard is downloaded and made again.
     (out / "web_train_000002.npy").unlink()
-    assert "making it again" in run_script(*args, out, env=hub.env()).stdout
+    run_fineweb(*args, out)
+    assert "making it again" in capsys.readouterr().out
     assert read_bytes(out) == before
 
     # With --keep-source the downloads stay; the shards are the same.
     kept = tmp_path / "kept"
-    run_script(*args, kept, "--keep-source", env=hub.env())
+    run_fineweb(*args, kept, "--keep-source")
     assert len(list((kept / ".source").glob("sample/*.parquet"))) == 5
     assert read_bytes(kept) == before
 
@@ -1094,19 +1107,19 @@ def test_hub_datasets_of_other_formats(tmp_path, card_hub, run_commands):
         assert not (tmp_path / f"out{subset}" / ".source").exists()
 
 
-def test_hub_killed_and_run_again(tmp_path, hub):
-    env = {**os.environ, **hub.env()}
+def test_hub_killed_and_run_again(tmp_path, hub, use_hub, start_script):
     out = tmp_path / "out"
     args = (*HUB_SOURCE, "--shard-size", 5_000, "--out", out)
 
     # Killed while the first file is downloaded, and while shards are written.
     for name in (".source", "web_train_000006.npy"):
-        process = start_fineweb(*args, env=env)
-        wait_for_path(out / name, process)
-        process.kill()
-        process.communicate()
+        script = start_script("fineweb.py", *args, env=hub.env())
+        assert script.wait_until((out / name).exists), script.output
+        assert script.send(signal.SIGKILL)
+        script.wait()
 
-    assert start_fineweb(*args, env=env).wait() == 0
+    use_hub(hub)
+    run_fineweb(*args)
     assert read_tokens(out) == encode_with_tiktoken(hub.documents)
 
 
@@ -1130,11 +1143,11 @@ def test_a_hub_without_the_dataset_is_reported(tmp_path, hub, expect_failure):
     expect(["--source", "owner/web"], ["owner/web"])
 
 
-def test_a_hostile_listing_leads_nowhere(tmp_path, hub):
+def test_a_hostile_listing_leads_nowhere(tmp_path, hub, use_hub):
+    use_hub(hub)
     hub.extra_tree.append({"type": "file", "path": "sample/../../../x.parquet", "size": 1, "oid": "0" * 40})
-    args = (*HUB_SOURCE, "--out", tmp_path / "out", "--limit-tokens", "9")
 
-    assert start_fineweb(*args, env={**os.environ, **hub.env()}).wait() == 0
+    run_fineweb(*HUB_SOURCE, "--out", tmp_path / "out", "--limit-tokens", "9")
 
     assert all(".." not in file["path"] for file in shards.read_manifest(tmp_path / "out").source["files"])
 
@@ -1187,31 +1200,23 @@ def card_hub(tmp_path):
         yield server
 
 
-def run_each_command():
-    """fineweb.py's main for each list of arguments in argv[1], in one process, as `datasets` takes a second to import.
-    Prints a list of what each of them printed, its error included."""
-    outputs = []
-    for arguments in json.loads(sys.argv[1]):
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            try:
-                run_fineweb(*arguments)
-            except UserError as error:
-                print(f"error: {error}")
-        outputs.append(output.getvalue())
-    print(json.dumps(outputs))
-
-
 @pytest.fixture
-def run_commands(card_hub, new_log_path):
-    """run_commands([flags of fineweb.py, ...]) -> what each command printed, with card_hub as the Hub."""
+def run_commands(card_hub, use_hub):
+    """run_commands([flags of fineweb.py, ...]) -> what each command printed, its error included, with card_hub as the
+    Hub."""
+    use_hub(card_hub)
 
     def run(commands):
-        commands = [[str(word) for word in command] for command in commands]
-        log, out = new_log_path(), new_log_path()
-        script = processes.start(run_each_command, json.dumps(commands), log=log, out=out, env=card_hub.env())
-        script.wait_for_success()
-        return json.loads(out.read_text())
+        outputs = []
+        for arguments in commands:
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                try:
+                    run_fineweb(*arguments)
+                except UserError as error:
+                    print(f"error: {error}")
+            outputs.append(output.getvalue())
+        return outputs
 
     return run
 
