@@ -134,8 +134,8 @@ HUB = """
 # Writes the arguments of each call to a file: `checked` for `hub.py check`, else `pushed`. What a push does:
 #   the first pushes fail, as many as the file push_fails says
 #   until the time in the file hub_back, every push fails
-#   while the file token is there, a push needs the same token in HF_TOKEN or else in $HF_HOME/token
-#   while the file hub_hangs is there, a push does not end
+#   while the file token exists, a push needs the same token in HF_TOKEN or else in $HF_HOME/token
+#   while the file hub_hangs exists, a push does not end
 import os, pathlib, subprocess, sys, time
 here = pathlib.Path(__file__).parent
 

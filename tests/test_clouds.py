@@ -77,7 +77,7 @@ def test_two_slurm_jobs_on_one_node_do_not_meet_in_one_store(tmp_path):
         torchrun = find_call(run_slurm_job(tmp_path, job_id=job_id), "torchrun")
         return next(word for word in torchrun if word.startswith("--rdzv-endpoint="))
 
-    # jobs that start soon after one another, and one of a cluster that has counted for years
+    # two consecutive job ids, and a very large one
     endpoints = [endpoint(job_id) for job_id in ("7", "8", "48213377")]
     assert len(set(endpoints)) == 3
     # below the ports that the kernel hands out

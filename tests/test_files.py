@@ -27,7 +27,7 @@ ALWAYS = 10**6
 
 @pytest.fixture
 def pauses(monkeypatch) -> list[float]:
-    """The pauses that were made, none of which takes time."""
+    """The seconds of every time.sleep, which returns at once."""
     made = []
     monkeypatch.setattr(time, "sleep", made.append)
     return made
@@ -319,7 +319,7 @@ def test_a_flock_that_is_local_to_a_node_does_not_let_two_jobs_in(tmp_path, monk
     with pytest.raises(UserError, match=f"{IN_USE}.*Slurm job 55"), lock_folder(tmp_path / "run"):
         pass
 
-    # It has ended: what it left is only its name.
+    # That job has ended: only its name is left in the lock file.
     add_squeue(tmp_path / "bin", monkeypatch, "true")
     with lock_folder(tmp_path / "run"):
         pass

@@ -1387,7 +1387,7 @@ def stream(suffix, path):
 
 @pytest.mark.parametrize("suffix", STREAMED)
 def test_formats_that_datasets_streams(tmp_path, monkeypatch, suffix):
-    """Every text as it stands, in small chunks, the same ones when read again."""
+    """Texts are unchanged and come in small chunks, which are the same when the file is read again."""
     chunk_bytes = 2000
     monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
     documents = [*ODD_TEXTS[2:4], *(f"document {i} " * 9 for i in range(300)), *(ODD_TEXTS if suffix != ".zip" else [])]

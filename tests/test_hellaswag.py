@@ -447,7 +447,7 @@ def write_hub_rows(repo, rows):
 
 
 def test_rows_from_the_hub_score_as_those_of_the_original_file(tmp_path, run_in_fork):
-    """Where GitHub cannot be reached: a proxy that does not answer."""
+    """GitHub cannot be reached: the proxy does not answer."""
     # Arrange
     rows = [{"ind": i, "source_id": "x", **row} for i, row in enumerate(make_hellaswag_rows(50))]
     rows *= hellaswag.VAL_ROWS // 50 + 1

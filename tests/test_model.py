@@ -322,7 +322,7 @@ def float32_functions_of_cuda_autocast() -> list[str]:
 
 @pytest.fixture
 def autocast_as_on_a_gpu():
-    """Autocast on the CPU computes in float32 what CUDA's autocast does, besides what it does anyway."""
+    """Autocast on the CPU also runs in float32 every operation that CUDA's autocast runs in float32."""
 
     def in_float32(function):
         def call(*args, **kwargs):

@@ -99,7 +99,7 @@ def test_a_finished_run_names_its_best_weights_and_the_prompt_of_its_samples(tmp
 
 
 def test_a_dry_run_ends_with_the_command_that_trains(tiny_args, monkeypatch, capsys):
-    """Of minutes: the same command. Of hours: train.sh, as the session may end before."""
+    """For a run of minutes: the same command. For one of hours: train.sh, which survives the end of the session."""
     dry = ["quickstart", *tiny_args, "--out-dir", "my run", "--dry-run"]
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *dry])
     monkeypatch.setattr(train_gpt2.distributed, "session", lambda *_, **more: nullcontext(CPU))

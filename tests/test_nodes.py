@@ -132,7 +132,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def start(self, i, *arguments, script=SCRIPT, own_address=None, **env):
-        """Start the torchrun of host i. own_address: what its name stands for there."""
+        """Start the torchrun of host i. own_address: what the host's own name resolves to there."""
         # Each host knows both names.
         known = {**dict(enumerate(self.addresses)), i: own_address or self.addresses[i]}
         hosts = self.folder / f"hosts{i}"
@@ -141,8 +141,8 @@ class Hosts:
         command = ["ip", "netns", "exec", self.namespaces[i], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh"]
 
         command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-        # torchrun knows by the endpoint whether it is on this host: by its address or, if that is not what its name
-        # stands for, by its name.
+        # torchrun tells by the endpoint whether it hosts the store. It compares addresses first; if the host's name
+        # resolves to another address, only the name can match.
         endpoint = "host0" if own_address else self.addresses[0]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:29400", "--rdzv-conf=join_timeout=60"]
         command += [f"--local-addr={self.addresses[i]}", str(script), *map(str, arguments)]

@@ -146,7 +146,7 @@ def test_a_save_that_takes_as_long_as_torchrun_waits_is_warned_of_once(tmp_path,
                 writer.wait()
         return capsys.readouterr().out
 
-    # Without torchrun nobody waits, and with time enough there is nothing to say.
+    # No warning without torchrun, which would end the save, or if torchrun waits long enough.
     assert save_twice() == ""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert save_twice() == ""

@@ -430,7 +430,7 @@ def test_settings_that_concern_one_machine_may_differ(tiny_args):
     assert resume.settings_by_flag(other) == resume.settings_by_flag(base)
     assert {field.name for field in fields(TrainConfig)} >= MAY_DIFFER
 
-    # But not the kind of a path: a rank that downloads would wait for one that does not.
+    # But the kind of a path must not differ: a rank that downloads would wait for one that does not.
     pulled = parse_config("quickstart", *tiny_args, "--data-dir", "hf://me/data")
     assert resume.settings_by_flag(pulled) != resume.settings_by_flag(base)
 

@@ -384,7 +384,7 @@ def test_a_step_whose_checkpoint_could_not_be_written_is_not_the_best(tiny_args,
     monkeypatch.setattr(checkpoint, "write", write_unless_full)
     run = train_quickstart(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "2", "--keep", "1")
 
-    # Step 2 was the best until step 8 was better; none of them names step 4.
+    # Step 2 was the best until step 8 was better. Neither the output nor the state calls step 4 the best.
     output = capsys.readouterr().out
     assert "could not write the checkpoint of step 4" in output
     assert checkpoint.complete_steps(run) == [8, 12]

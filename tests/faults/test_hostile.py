@@ -193,7 +193,7 @@ def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_pat
     run_main(infer, folder, "Hi", "--max-new-tokens", 2)
     run_main(hellaswag, "--model", folder, "--data", tmp_path / "rows.jsonl")
 
-    # exported again, it has our code and not theirs
+    # an export of the loaded model has this project's code, and not that of the folder
     convert.save_hf(open_model(folder), tmp_path / "ours")
     assert b"os.mkdir" not in b"".join((tmp_path / "ours" / name).read_bytes() for name in convert.CODE_FILES)
 
