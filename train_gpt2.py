@@ -261,7 +261,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> float:
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
     train_step = build_train_step(cfg, rt, initial_model=initial_model)
     plan.print_plan(train_step, data, run)
-    plan.print_estimate(train_step, run.max_steps)
+    return plan.print_estimate(train_step, run.max_steps)
 
 
 def print_prediction(cfg: TrainConfig) -> None:

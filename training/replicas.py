@@ -76,8 +76,8 @@ def error_after_saving(
     with suppress(UserError, OSError):
         writer.wait()
         kept = model_path(writer.run_dir, step)
-        how = f"--resume {shlex.quote(str(kept))}"
-        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: {how}"
+        command = f"--resume {shlex.quote(str(kept))}"
+        outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: {command}"
     rt.barrier(hours=2)
 
     problem = f"{difference} at step {step}, so this step is not saved as a checkpoint of the run"
