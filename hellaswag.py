@@ -43,12 +43,15 @@ class Args:
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = ""
     """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it, download the rows."""
     data: Path = DEFAULT_PATH
+    """The file of rows to download to or to score."""
     limit: int = 0
     """Score only this many rows from the start; 0 means all."""
     per_example: Path | None = None
     """Write the index, label, predictions and losses of each row to this .jsonl file."""
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"
+    """cuda, mps or cpu; auto takes the first of these that is available."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the matrix products; auto takes a GPU's best, and measures on a CPU that has bfloat16."""
     url: str = URL
     """Where the rows are downloaded from: a .jsonl file, or a dataset on the Hub as hf://OWNER/NAME. If the default
     cannot be reached: hf://Rowan/hellaswag."""

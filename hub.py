@@ -54,17 +54,17 @@ def check(
     steps: Literal["newest", "best", "all"] = "newest",
     periodic: bool = False,
 ) -> None:
-    """Make the model repository REPO (private unless --public) if it is missing, and check that this token may write
-    to it: better now than when a run is over.
+    """Check that your token may push a model to REPO, which is created if it does not exist. train.sh calls this before
+    a run.
 
     Args:
-        repo: OWNER/NAME.
-        public: the repository is one that all can read.
-        model_bytes: the size of a model_*.pt of the run to come: then say how much will be stored there.
+        repo: OWNER/NAME; private unless --public.
+        public: create a public repository, or allow one that is public.
+        model_bytes: the size of the run's model_*.pt files; then the storage that its pushes need is printed.
         optimizer_bytes: the size of an optim_*.pt.
         saves: how many checkpoints the run keeps.
-        steps: which of them are pushed at the end.
-        periodic: checkpoints with their optimizer are pushed while it trains, each in the place of the one before.
+        steps: which checkpoints are pushed at the end.
+        periodic: checkpoints are also pushed during training, with their optimizer state; each replaces the last.
     """
     with open_to_write(repo, "model", public) as (api, repo):
         print0(f"{repo} exists, and this token may push to it")
@@ -143,19 +143,21 @@ def push_model(
     gguf: GgufType | None = None,
     license: str = "mit",
 ) -> None:
-    """Upload a .pt file or checkpoints of a run, with an export that from_pretrained("OWNER/NAME") loads; or an export.
+    """Upload checkpoints of a run, or one .pt file, with an export that from_pretrained("OWNER/NAME") loads. Or upload
+    an export alone.
 
     Args:
-        path: the file, or the folder of the run or the export.
-        repo: OWNER/NAME, made if missing; private unless --public.
-        public: push where all can read.
-        with_optimizer: also what --resume needs: a run's newest step with its optimizer.
-        steps: which of a run's: the newest, the one with the lowest val loss, or all.
-        temporary: a later push of a newer step of the run may remove these checkpoints from the repository; they are
-            pushed without an export.
-        export: also what transformers loads: config, tokenizer, safetensors and, if the network needs it, its code.
-        gguf: also a GGUF of this type for llama.cpp and ollama, if llama.cpp's converter is installed.
-        license: of the weights, as the page shows it.
+        path: a run folder, a .pt file, or the folder of an export.
+        repo: OWNER/NAME; created if it does not exist, private unless --public.
+        public: create a public repository, or push to one that is public.
+        with_optimizer: also push the newest step with its optimizer state, which --resume needs.
+        steps: which checkpoints of the run: the newest, the one with the lowest val loss, or all.
+        temporary: a push of a newer step of this run may remove these checkpoints again; implies --no-export.
+        export: also push what transformers loads, with code if it has no class for the network. The next push replaces
+            it; the old model.safetensors stays in the repository's history and counts in your storage until you delete
+            it there (settings, "List LFS files").
+        gguf: also push a GGUF file of this type for llama.cpp and ollama; needs llama.cpp's converter.
+        license: the license of the weights, for the page of the model.
     """
     # An export has its own card and is pushed as it is.
     if (path / "model.safetensors").is_file() and not any(path.glob("model_*.pt")):
@@ -272,8 +274,14 @@ def list_pushed_files(path: Path, steps: str, with_optimizer: bool) -> tuple[Pat
 
 
 def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step: bool = False) -> None:
-    """Download a pushed model, its newest step or all of them, for infer.py and, if its optimizer was pushed too, for
-    `train_gpt2.py --resume`."""
+    """Download a pushed model for infer.py and, if its optimizer state was pushed too, for `train_gpt2.py --resume`.
+
+    Args:
+        repo: OWNER/NAME.
+        out_dir: a new folder, or the one of an earlier pull.
+        revision: a commit or tag instead of the newest version.
+        every_step: all checkpoints instead of the newest.
+    """
     with pull(repo, "model", out_dir, revision) as (remote, fetch):
         # Sort the files by what they are: checkpoints with their step, and others.
         matches = {name: CHECKPOINT_FILE.fullmatch(name) for name in remote}
@@ -331,13 +339,13 @@ def sampling_command(out_dir: Path) -> str:
 
 
 def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str = "mit") -> None:
-    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer can load, with a model card.
+    """Write a model as a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card.
 
     Args:
-        path: a .pt file, or a run folder, which stands for its newest complete step.
-        out_dir: a new or empty folder. Its README.md says which class it is for, and what to type.
-        gguf: also write a GGUF of this type for llama.cpp and ollama, if llama.cpp's converter is installed.
-        license: of the weights, as README.md states it.
+        path: a run folder, whose newest checkpoint is taken, or a .pt file.
+        out_dir: a new or empty folder. Its README.md shows how to load the model.
+        gguf: also write a GGUF file of this type for llama.cpp and ollama; needs llama.cpp's converter.
+        license: the license of the weights, for README.md.
     """
     from training import checkpoint
 
@@ -357,7 +365,12 @@ def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str
 
 
 def import_old(old: Path, out_dir: Path) -> None:
-    """Convert a build-nanogpt or nanoGPT checkpoint to OUT_DIR/model_STEP.pt. No pickled code in it is run."""
+    """Convert a checkpoint of build-nanogpt or nanoGPT to OUT_DIR/model_STEP.pt. Pickled code in it is never run.
+
+    Args:
+        old: the .pt file.
+        out_dir: a folder without a model.
+    """
     from training import checkpoint
 
     # Among the models of another run, the imported one could be taken for that run's newest step.

@@ -47,7 +47,9 @@ class Args:
     file: Path | None = None
     """Read the prompt from this file instead, unchanged."""
     max_new_tokens: int = 64
+    """Generate so many tokens; a token is about 4 characters of English."""
     num_samples: int = 1
+    """Generate so many texts at once."""
     temperature: float = 1.0
     """0 always takes the most likely token."""
     top_k: int = 50
@@ -63,6 +65,7 @@ class Args:
     allow_special: bool = False
     """Encode <|endoftext|> in the prompt as the special token; otherwise it is plain text."""
     device: str = "auto"
+    """cuda, mps or cpu; auto takes the first of these that is available."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and the cache; auto takes a GPU's best, and measures on a CPU that has bfloat16."""
 

@@ -18,7 +18,13 @@ from tokens.shards import Manifest
 
 
 def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
-    """Upload a folder of token shards, checked against its manifest, as a dataset (private unless --public)."""
+    """Upload a folder of token shards as a dataset, after every byte is checked against its manifest.
+
+    Args:
+        data_dir: the folder of shards.
+        repo: OWNER/NAME; created if it does not exist, private unless --public.
+        public: create a public repository, or push to one that is public.
+    """
     manifest = read_or_create_manifest(data_dir)
 
     # The dataset's card: what it is and how to get it.
@@ -64,8 +70,14 @@ def pull_for_training(repo: str, data_dir: Path) -> Path:
 
 
 def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shards: int | None = None) -> Path:
-    """Download token shards, at most `limit_shards` of them for training, and check each one's sha256 (from the
-    manifest, or from the Hub if there is none). Returns the folder; raises UserError."""
+    """Download token shards into a folder, and check the sha256 of each.
+
+    Args:
+        repo: OWNER/NAME.
+        data_dir: a new folder, or the one of an earlier pull.
+        revision: a commit or tag instead of the newest version.
+        limit_shards: only the first so many shards for training, and those for validation.
+    """
     out = Path(data_dir)
     with pull(repo, "dataset", out, revision) as (remote, fetch):
         # What the repository has: the shards of its manifest or, without one, every file that is named like a shard.
