@@ -60,7 +60,7 @@ def test_an_error_that_passes_is_retried_and_said_once(plant, pauses, tmp_path, 
 def test_an_error_that_lasts_is_raised_with_the_path_after_a_minute(plant, pauses, tmp_path):
     plant("file", "open", errno.EIO, times=ALWAYS)
 
-    with pytest.raises(OSError, match=r"Input/output error, at 7 tries.*: '.*file'") as error:
+    with pytest.raises(OSError, match=r"Input/output error, in 7 tries.*: '.*file'") as error:
         retry_io((tmp_path / "file").read_text, tmp_path / "file")
 
     assert error.value.errno == errno.EIO and sum(pauses) == 60
