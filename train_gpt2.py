@@ -240,7 +240,7 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
         text += f"\nbest val loss {run.best['val_loss']:.4f}: {best_path}"
         path = best_path
 
-    # Commands to paste. infer.py samples only models that know GPT-2's tokens.
+    # Commands to paste. infer.py samples only models with GPT-2's vocabulary.
     commands = [f"python plots.py {shlex.quote(str(cfg.run_dir))}"]
     if cfg.model.vocab_size >= VOCAB_SIZE:
         prompt = "" if cfg.sample_prompt == "@val" else cfg.sample_prompt
