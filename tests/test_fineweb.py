@@ -381,7 +381,7 @@ def test_default_shard_size_leaves_val_and_train(tmp_path, quick, repeats):
     assert len(str(sizes[0]).rstrip("0")) == 1, "the size is rounded to one digit"
 
 
-def test_stdlib_as_a_command(tmp_path, run_script):
+def test_stdlib_as_a_command(tmp_path, run_script, run_in_fork):
     done = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path, timeout=60)
 
     # The output tells how much there is and how to train on it.
@@ -399,9 +399,9 @@ def test_stdlib_as_a_command(tmp_path, run_script):
     assert tokens[: len(document)].tolist() == document
 
     # The same command finds nothing to do, and the folder is intact.
-    again = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path)
+    again = run_in_fork("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path)
     assert "nothing left to do" in again.stdout
-    assert "every shard is intact" in run_script("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
+    assert "every shard is intact" in run_in_fork("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
 
 
 def test_a_million_tokens_of_real_books(tmp_path, shared_data):

@@ -342,7 +342,7 @@ def test_rows_with_missing_fields_name_line_and_field(tmp_path, change):
 # ------------------------------------------------------------------------- the command line
 
 
-def test_command_line_reports_the_score_and_writes_each_row(run_script, model, tmp_path):
+def test_command_line_reports_the_score_and_writes_each_row(run_in_fork, model, tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
     run = tmp_path / "run"
     run.mkdir()
@@ -351,7 +351,7 @@ def test_command_line_reports_the_score_and_writes_each_row(run_script, model, t
 
     # -m and -d are the short flags of build-nanogpt's hellaswag.py.
     flags = ("-m", run, "-d", "cpu", "--data", data, "--limit", 16, "--dtype", "float32")
-    done = run_script("hellaswag.py", *flags, "--per-example", tmp_path / "out.jsonl")
+    done = run_in_fork("hellaswag.py", *flags, "--per-example", tmp_path / "out.jsonl")
 
     last_line = done.stdout.splitlines()[-1]
     assert last_line == f"hellaswag acc {expected['acc']:.4f} acc_norm {expected['acc_norm']:.4f} n 16"

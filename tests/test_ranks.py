@@ -146,7 +146,8 @@ def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     flags = [*tiny_args, "--model.vocab-size", "50304", "--init-from", tmp_path / "model_00000.pt"]
     flags += ["--val-tokens", "2080", "--hellaswag-every", "2", "--hellaswag-data", rows, "--sample-every", "2"]
-    flags += ["--zero-stage", "1", "--overfit-single-batch", "--skip-bad-steps", "1", "--max-steps", "4", "--keep", "1"]
+    flags += ["--zero-stage", "1", "--overfit-single-batch", "--skip-bad-steps", "1"]
+    flags += ["--max-steps", "2", "--save-every", "1", "--keep", "1"]
 
     one = train_quickstart(flags, tmp_path / "one")
     output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, "--out-dir", tmp_path / "two")
@@ -173,14 +174,21 @@ def test_eval_only_prints_what_the_run_printed_and_leaves_nothing(tiny_args, tmp
     expect_failure("train_gpt2.py", "quickstart", *tiny_args, "--eval-only", mentions=["--init-from gpt2"])
 
 
+def compile_without_kernels() -> None:
+    """A `prepare` for ranks whose torch.compile traces and differentiates a block, and runs that with torch's own
+    kernels: nearly all of the time goes into compiling new ones."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+
+
 def test_a_compiled_run_ends_and_equals_eager(tiny_args, tmp_path, run_ranks):
-    """As the slow test below, as small as it can be: one rank, one block, two steps, no validation."""
+    """As the slow test below, as small as it can be: one rank, one block, two steps, no validation, no new kernels,
+    which test_head.py compiles."""
     short = ["--model.n-layer", "1", "--max-steps", "2", "--val-every", "0", "--save-every", "0"]
     eager = train_quickstart(tiny_args, tmp_path / "eager", *short)
 
     flags = [word for word in tiny_args if word not in ("--no-compile", "--dtype", "float32")]
     command = ["train_gpt2.py", "quickstart", *flags, *short, "--dtype", "bfloat16", "--out-dir", tmp_path / "run"]
-    output = run_ranks(1, *command, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    output = run_ranks(1, *command, prepare=compile_without_kernels)
 
     assert "the first step compiles" in output
     assert "done: 2 steps" in output

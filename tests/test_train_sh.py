@@ -279,25 +279,34 @@ def test_flags_are_read_as_the_trainer_reads_them(pod):
     pod.wait_until_ended("x")
 
 
-def test_a_repository_that_cannot_be_pushed_to_is_refused_before_the_start(pod):
-    """With the real hub.py: a token that may not write."""
+@pytest.fixture
+def start_with_real_hub(pod):
+    """start_with_real_hub(read_only, ...) -> what a start prints whose token may write, or may not, with the real
+    hub.py."""
     pod.use_real_hub()
-    with hub_server.start(pod.root / "hub") as hub:
 
-        def start(**env):
-            data = ["--data-dir", "hf://me/tokens", "--save-every", "5", "--keep", "2"]
-            return pod.start("overfit", *data, check=False, **hub.env(), PUSH_TO="tester/x", **env)
+    def start(read_only, **how):
+        data = ["--data-dir", "hf://me/tokens", "--save-every", "5", "--keep", "2"]
+        with hub_server.start(pod.root / "hub") as hub:
+            hub.read_only = read_only
+            return pod.start("overfit", *data, check=False, **hub.env(), PUSH_TO="tester/x", **how)
 
-        hub.read_only = True
-        done = start()
-        assert done.returncode == 1 and "403" in done.stderr and "write, to push" in done.stderr
-        assert not pod.starts() and not (pod.root / "log").exists()
+    return start
 
-        # with a token that may write, it says how much will be stored there
-        hub.read_only = False
-        done = start(PUSH_EVERY="60", plan="user-error")
-        assert done.returncode == 0 and "at most 0.2 GB in tester/x" in done.stdout
-        pod.wait_until_ended("log/overfit")
+
+def test_a_repository_that_cannot_be_pushed_to_is_refused_before_the_start(pod, start_with_real_hub):
+    done = start_with_real_hub(read_only=True)
+
+    assert done.returncode == 1 and "403" in done.stderr and "write, to push" in done.stderr
+    assert not pod.starts() and not (pod.root / "log").exists()
+
+
+@pytest.mark.slow  # in `make test`: test_hub.py has the message, and a test below what train.sh asks hub.py
+def test_a_start_says_how_much_will_be_stored_at_the_hub(pod, start_with_real_hub):
+    done = start_with_real_hub(read_only=False, PUSH_EVERY="60", plan="user-error")
+
+    assert done.returncode == 0 and "at most 0.2 GB in tester/x" in done.stdout
+    pod.wait_until_ended("log/overfit")
 
 
 def test_killed_torchrun_leaves_no_rank_behind(pod):
@@ -516,7 +525,7 @@ def test_help_explains_every_variable(pod):
     text = pod.start("--help").stdout
 
     names = "NPROC START_WAIT MAX_RESTARTS RESTART_DELAY BUDGET_USD GPU_HOUR_USD PUSH_TO PUSH PUSH_PUBLIC PUSH_EVERY"
-    names += " REMOVE_POD SHUTDOWN_CMD STOP_CMD PERSISTENT REMOVE_DELAY KEEP_ON_FAILURE PUSH_RETRY_HOURS PUSH_TIMEOUT"
+    names += " REMOVE_POD SHUTDOWN_CMD STOP_CMD PERSISTENT REMOVE_DELAY KEEP_ON_FAILURE PUSH_RETRY_HOURS PUSH_TIMEOUT DISK_GB"
     assert all(name in text for name in names.split())
     assert "set -euo" not in text and not pod.starts()
 
