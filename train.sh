@@ -25,17 +25,18 @@
 #   PUSH_EVERY    with PUSH_TO: also push new checkpoints, with optimizer state, every so many seconds. If the machine
 #                 is taken away, only the work of that time and of --save-every steps is lost. The Hub keeps the newest
 #                 of these. Default: 0, never.
-#   PUSH_RETRY_HOURS  how long a last push that fails is tried again, in growing pauses. Default: 0.25 if the machine can
-#                 then be removed or stopped without a loss, else 12, because it has to stay anyway.
-#   PUSH_TIMEOUT  seconds after which a push that does not end is ended and tried again. Default: 600, and what the
-#                 checkpoint takes at 10 MB/s.
+#   PUSH_RETRY_HOURS  for how many hours the last push is retried if it fails, with growing pauses. Default: 0.25 if the
+#                 machine can then be removed or stopped without a loss, else 12.
+#   PUSH_TIMEOUT  seconds after which a push that does not end is ended and tried again. Default: 600, plus the time
+#                 that the checkpoint takes at 10 MB/s.
+#   DISK_GB       the size of the volume that you rent, if the file system shows more: the run must fit into it.
 #   REMOVE_POD    1: remove this machine at the end, with SHUTDOWN_CMD or else `runpodctl pod delete $RUNPOD_POD_ID`. It
 #                 is removed only if the weights are pushed, if PERSISTENT=1, or if there are no weights because training
 #                 failed before the first save. If they cannot be pushed, it is stopped with STOP_CMD.
 #   PERSISTENT    1: OUT outlives the machine, as a RunPod network volume does. A pod's own /workspace disk does not.
 #   STOP_CMD      a command after which this machine costs less and OUT is still there. Default: on a RunPod pod with OUT
 #                 below /workspace `runpodctl pod stop $RUNPOD_POD_ID`, else none.
-#   REMOVE_DELAY  seconds before the removal in which `kill` can still keep the machine. Default: 60.
+#   REMOVE_DELAY  seconds to wait before the removal, in which `kill` can still prevent it. Default: 60.
 #   KEEP_ON_FAILURE  1: keep the machine after a failure.
 set -euo pipefail
 HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
