@@ -443,17 +443,16 @@ def test_the_order_of_READERS_is_the_preference_for_hub_datasets():
 
 
 @pytest.mark.parametrize("suffix", READERS)
-def test_every_suffix_of_READERS_is_in_the_help_and_in_the_readme(capsys, suffix):
+def test_every_suffix_of_READERS_is_in_the_help_and_in_docs_data(capsys, suffix):
     with pytest.raises(SystemExit):
         run_fineweb("--help")
     options = capsys.readouterr().out.split("show this help message", 1)[1]  # below the description, which has examples
     source_help = options[options.index("--source") : options.index("--out")]
-    readme = (ROOT / "README.md").read_text()
-    data_section = readme[readme.index("\n## Data\n") : readme.index("\n## Train\n")]
+    page = (ROOT / "docs" / "data.md").read_text()
 
     name = suffix.removeprefix(".")
     assert name in re.findall(r"\w+", source_help), f"add {name} to the help of --source in fineweb.py"
-    assert name in re.findall(r"\w+", data_section), f"add {name} to the section Data of README.md"
+    assert name in re.findall(r"\w+", page), f"add {name} to docs/data.md"
 
 
 @pytest.mark.parametrize("suffix", ["", *TEXT_SUFFIXES, ".TXT", ".R"])
