@@ -103,12 +103,12 @@ def publish(hub, data: Path, name: str = "datasets/tester/toy") -> Path:
 # ------------------------------------------------------------------------- token shards
 
 
-def test_data_is_pushed_and_pulled_from_the_command_line(run_script, hub, tmp_path):
+def test_data_is_pushed_and_pulled_from_the_command_line(run_script, run_in_fork, hub, tmp_path):
     data = make_shards(tmp_path / "data")
 
     push = run_script("hub.py", "push-data", data, "toy", env=hub.env())
-    pull = run_script("hub.py", "pull-data", "tester/toy", tmp_path / "out", env=hub.env())
-    unknown = run_script("hub.py", "pull-data", "tester/none", tmp_path / "out", env=hub.env(), check=False)
+    pull = run_in_fork("hub.py", "pull-data", "tester/toy", tmp_path / "out", env=hub.env())
+    unknown = run_in_fork("hub.py", "pull-data", "tester/none", tmp_path / "out", env=hub.env(), check=False)
 
     assert contents(tmp_path / "out") == contents(data)
     assert unknown.returncode == 1 and unknown.stderr.splitlines()[-1].startswith("error: ")

@@ -155,8 +155,8 @@ def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Dynamo alone: no C++
     flags = [flag for flag in tiny_args if flag != "--no-compile"]
     flags += ["--max-steps", "2", "--warmup-steps", "1", "--model.vocab-size", "50304", "--model.n-layer", "1"]
-    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(5))  # of several lengths
-    evaluations = ["--hellaswag-every", "1", "--hellaswag-data", str(rows), "--sample-every", "2"]
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))  # of several lengths
+    evaluations = ["--hellaswag-every", "2", "--hellaswag-data", str(rows), "--sample-every", "2"]
     traced = []
     for name, more in {"without": [], "with": evaluations}.items():
         torch._dynamo.reset()
@@ -164,7 +164,7 @@ def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch)
         train_quickstart(flags, tmp_path / name, *more)
         traced.append(torch._dynamo.utils.counters["frames"]["total"])
     assert traced[0] == traced[1] > 0
-    assert sum("hellaswag_acc" in line for line in load_metrics(tmp_path / "with")) == 3
+    assert sum("hellaswag_acc" in line for line in load_metrics(tmp_path / "with")) == 2
 
 
 # ------------------------------------------------------------------------- evaluations
