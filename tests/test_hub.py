@@ -472,7 +472,7 @@ def test_a_gguf_needs_the_converter_and_a_gpt2(run, tiny, run_folder, tmp_path, 
 
     speedrun = dataclasses.replace(PRESETS["speedrun-124m"].model, block_size=16, n_layer=1, n_head=2, n_embd=16)
     save_checkpoint(tmp_path, GPT(speedrun), 1)
-    run("export", tmp_path, tmp_path / "hf", "--gguf", "f32", fails_with=r"GPTForCausalLM.*without --gguf")
+    run("export", tmp_path, tmp_path / "hf", "--gguf", "f32", fails_with=r"GPTForCausalLM.*leave out --gguf")
     assert not (tmp_path / "hf").exists()
 
     # a converter that fails

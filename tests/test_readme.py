@@ -96,6 +96,7 @@ STAND_INS = {
     "OWNER/NAME": "tester/NAME",
     "kjj0/fineweb10B-gpt2 data/fineweb": "tester/NAME data/pulled",
     "log/llmc-124m": "log/gpt2-124m",
+    "infer.py log/longer": "infer.py log/quickstart",
     "model_19073": "model_00002",
     " /shared/": " ",
     " 25000": " 4",
