@@ -109,7 +109,8 @@ def test_steps_that_rounding_decides_are_not_compared():
     copies = [curve_that_grows(0), curve_that_grows(1e-4), curve_that_grows(-0.5e-4)]
     limits = parity.rounding_limits(copies)
     # The copies are 1.5e-4 * 2^step apart, so 9.6e-3 in step 6 and more than 1e-2 after it.
-    assert [round(limit.loss, 5) for limit in limits] == [0.0003, 0.0006, 0.0012, 0.0024, 0.0048, 0.0096, 0.0192]
+    expected = [parity.ROUNDING_FACTOR * 1.5e-4 * 2**step for step in range(7)]
+    assert [limit.loss for limit in limits] == pytest.approx(expected)
 
 
 def test_copies_that_come_apart_at_once_are_an_error():
