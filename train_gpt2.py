@@ -281,7 +281,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     fix = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
-    rt = precision.agree_on_dtype(replace(cfg, model=model.config, weights="float32"), rt)
+    rt = precision.agree_on_dtype(replace(cfg, weights="float32"), rt, network=model.config)
 
     # Validation loss. Not compiled: compiling would take longer than it saves.
     T = min(cfg.sequence_length, model.config.block_size)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from model import GPTConfig
 from system import precision
 from system.cli import print0, require
 from system.distributed import Runtime
@@ -19,9 +20,12 @@ from system.units import dtype_name
 from training.config import TrainConfig
 
 
-def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None) -> Runtime:
+def agree_on_dtype(
+    cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None, network: GPTConfig | None = None
+) -> Runtime:
     """The Runtime with the precision that all ranks use: the one asked for by --dtype, else the one the run began with
-    (`saved` is its train state), else the fastest that all ranks have. Prints which and why.
+    (`saved` is its train state), else the fastest that all ranks have. Prints which and why. `network`: what will run, if
+    that is not cfg.model.
 
     All ranks must agree, because gradients of different precisions or loss scales must not be averaged. Every rank must
     call it. Raises UserError if a GPU lacks what was asked for.
@@ -42,7 +46,8 @@ def agree_on_dtype(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None =
     elif began_in in map(dtype_name, common):
         dtype, reason = getattr(torch, began_in), "as the run began"
     else:
-        workload = precision.Workload(rows=1024, width=cfg.model.n_embd, columns=min(cfg.model.vocab_size, 4096))
+        network = network or cfg.model
+        workload = precision.Workload(rows=1024, width=network.n_embd, columns=min(network.vocab_size, 4096))
         dtype, reason = precision.choose_dtype(
             rt.device,
             workload,
