@@ -25,22 +25,47 @@ from system.cli import UserError, env_rank, require
 # Replaces a torch built for CUDA 13 by one that runs with the driver of any CUDA 12 (see the Makefile).
 OLDER_DRIVER_COMMAND = "make install TORCH_BUILD=cu126"
 
+# Replaces a torch built without CUDA, on any machine.
+CUDA_TORCH_COMMAND = "make clean install TORCH_CPU_INDEX="
+
 # ------------------------------------------------------------------------- device
 
 
-def unusable_gpu_reason(devices: str = "/dev/nvidia[0-9]*") -> str:
-    """Why a torch built for CUDA cannot use this machine's GPU; an empty string if nothing is wrong."""
-    # Nothing is wrong where torch has no CUDA, where the GPUs are hidden on purpose, or where they work.
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if torch.version.cuda is None or hidden or not glob(devices) or torch.cuda.is_available():
-        return ""
+# Files that this machine has if it has an NVIDIA GPU. The second is the driver's under the Windows Subsystem for Linux.
+# The Makefile looks for the same files to choose between torch with CUDA and torch for CPUs.
+GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
+
+
+def refuse_unusable_gpu(name: str) -> None:
+    """Raise UserError if torch cannot use this machine's NVIDIA GPU, unless the device `name` is another one, such as
+    cpu. Without this error, the run would take days on the CPU while the GPU is billed. Called by train.sh, too."""
+    # Nothing is wrong where there is no GPU, where the GPUs are hidden on purpose, or where they work.
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if name.partition(":")[0] not in ("auto", "cuda") or is_hidden or torch.cuda.is_available():
+        return
+    if not any(glob(pattern) for pattern in GPU_FILES):
+        return
+
+    # A torch for CPUs, which `make install` chooses on a machine without a GPU. Only a new .venv replaces it: its
+    # version satisfies the pinned one.
+    use_the_cpu = "To use the CPU: --device cpu, or export CUDA_VISIBLE_DEVICES="
+    if torch.version.cuda is None:
+        raise UserError(
+            f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA; to install torch "
+            f"with CUDA: {CUDA_TORCH_COMMAND}. {use_the_cpu}"
+        )
 
     # torch says why: the driver is too old, or belongs to another CUDA. A "found version 12040" in it is CUDA 12.4.
     try:
         torch.cuda.init()
+        reason = "it finds none"
     except Exception as e:
-        return str(e).strip().split("\n")[0]
-    return "it finds none"
+        reason = str(e).strip().split("\n")[0]
+    raise UserError(
+        f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({reason}); `nvidia-smi` shows the newest "
+        f"CUDA that the driver supports. If that is CUDA 12: {OLDER_DRIVER_COMMAND}; if the machine's own Python "
+        f"has a torch for it: make clean install SYSTEM_TORCH=1; or use a machine with a newer driver. {use_the_cpu}"
+    )
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -57,14 +82,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if torch.cuda.is_available():
         usable.insert(0, "cuda")
 
-    # Without this error, a GPU that torch cannot use would mean hours of training on the CPU without a warning.
-    if name in ("auto", "cuda") and (reason := unusable_gpu_reason()):
-        raise UserError(
-            f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({reason}); `nvidia-smi` shows the newest "
-            f"CUDA that the driver supports. If that is CUDA 12: {OLDER_DRIVER_COMMAND}; if the machine's own Python "
-            "has a torch for it: make clean install SYSTEM_TORCH=1; or use a machine with a newer driver. To use the "
-            "CPU: export CUDA_VISIBLE_DEVICES="
-        )
+    refuse_unusable_gpu(name)
 
     # "cuda:1" names a GPU by number; otherwise each rank takes the GPU of its own local rank.
     kind, _, number = (usable[0] if name == "auto" else name).partition(":")

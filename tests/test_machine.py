@@ -26,12 +26,10 @@ def machine_with_an_old_driver(tmp_path, monkeypatch):
 
     device_file = tmp_path / "nvidia0"
     device_file.touch()
-    pattern = str(tmp_path / "nvidia[0-9]*")
-    unusable_gpu_reason = machine.unusable_gpu_reason
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(machine, "unusable_gpu_reason", lambda: unusable_gpu_reason(pattern))
+    monkeypatch.setattr(machine, "GPU_FILES", (str(tmp_path / "nvidia[0-9]*"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # by which the tests hide GPUs
     return device_file
 
@@ -41,6 +39,15 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(machine_with_an_old_driver, nam
     """A rented machine must not train on its CPU at the price of its GPUs."""
     with pytest.raises(UserError, match=r"too old \(found version 12040\)\.\).*export CUDA_VISIBLE_DEVICES="):
         machine.choose_device(name)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
+def test_a_torch_without_cuda_on_a_machine_with_a_gpu_is_an_error(machine_with_an_old_driver, monkeypatch, name):
+    """`make install` on a CPU pod puts torch for CPUs onto a volume, which a GPU pod then mounts."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"built without CUDA.*make clean install TORCH_CPU_INDEX=\. .*--device cpu"):
+        machine.choose_device(name)
+    assert machine.choose_device("cpu").type == "cpu"
 
 
 def test_the_cpu_is_used_if_it_is_asked_for_or_the_gpus_are_hidden_or_not_there(
