@@ -108,7 +108,7 @@ quickstart: install ## tokens, a few minutes of training, samples, curves; needs
 	@echo
 	@echo "Done: samples above, curves in log/quickstart/curves.png. Next, try:"
 	@echo "  $(PY) infer.py log/quickstart 'class Node:'          # complete your own beginning"
-	@echo "  $(PY) train_gpt2.py quickstart --max-steps 160 --out-dir log/longer   # train twice as long"
+	@echo "  $(PY) train_gpt2.py quickstart --max-steps 1400 --out-dir log/longer   # 15 min on two cores"
 	@echo "  $(PY) train_gpt2.py gpt2-124m --dry-run              # what GPT-2 would take on this machine"
 
 test: .venv/.installed-dev ## the test suite without its slow tests, on the CPU and offline (PYTEST_ARGS=... for pytest)

@@ -97,6 +97,7 @@ STAND_INS = {
     "kjj0/fineweb10B-gpt2 data/fineweb": "tester/NAME data/pulled",
     "log/llmc-124m": "log/gpt2-124m",
     "infer.py log/longer": "infer.py log/quickstart",
+    "log/quickstart log/longer": "log/gpt2-124m log/speedrun-124m",
     "model_19073": "model_00002",
     " /shared/": " ",
     " 25000": " 4",
