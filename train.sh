@@ -14,19 +14,20 @@
 #   START_WAIT    seconds for which the log is shown after the start. Default: 15.
 #   MAX_RESTARTS  how often to restart after a failure. Default: 3. An error that you must fix is not restarted.
 #   RESTART_DELAY seconds between a failure and the restart. Default: 10.
-#   BUDGET_USD    save and stop once this start has cost that much; needs GPU_HOUR_USD.
+#   BUDGET_USD    save and stop training once this start has cost that much; needs GPU_HOUR_USD.
 #   GPU_HOUR_USD  the price of one GPU for an hour.
 #   PUSH_TO       OWNER/NAME: at the end, push the checkpoint to this Hub repository (hub.py push-model) and wait for
 #                 it. A run that is not finished (budget, time limit, failure) is pushed with its optimizer state, so
 #                 that it can be resumed elsewhere. Whether your token may write there is checked before the start. A
 #                 token that expires is renewed by `hf auth login` on this machine: the next try reads it.
 #   PUSH          which checkpoints to push at the end: newest (default), best (the lowest val loss) or all.
+#   PUSH_OPTIMIZER  1: push a finished run with its optimizer state, too, which a second epoch needs elsewhere.
 #   PUSH_PUBLIC   1: the repository is public, or is created public. Default: private.
 #   PUSH_EVERY    with PUSH_TO: also push new checkpoints, with optimizer state, every so many seconds. If the machine
 #                 is taken away, only the work of that time and of --save-every steps is lost. The Hub keeps the newest
 #                 of these. Default: 0, never.
-#   PUSH_RETRY_HOURS  for how many hours the last push is retried if it fails, with growing pauses. Default: 0.25 if the
-#                 machine can then be removed or stopped without a loss, else 12.
+#   PUSH_RETRY_HOURS  for how many hours the last push is retried if it fails, with growing pauses. BUDGET_USD does not
+#                 cover that time. Default: 0.25 if the machine can then be removed or stopped without a loss, else 12.
 #   PUSH_TIMEOUT  seconds after which a push that does not end is ended and tried again. Default: 600, plus the time
 #                 that the checkpoint takes at 10 MB/s.
 #   DISK_GB       the size of the volume that you rent, if the file system shows more: the run must fit into it.
@@ -93,12 +94,15 @@ check_environment() {
     for name in BUDGET_USD GPU_HOUR_USD PUSH_RETRY_HOURS; do
         [[ ${!name:-0} =~ ^[0-9]*\.?[0-9]+$ ]] || die "$name=${!name}: must be a number, as in $name=2.5 ./train.sh"
     done
+    for name in REMOVE_POD PERSISTENT PUSH_PUBLIC PUSH_OPTIMIZER KEEP_ON_FAILURE; do
+        [[ ${!name:-0} == [01] ]] || die "$name=${!name}: must be 0 or 1, as in $name=1 ./train.sh"
+    done
     [[ ${PUSH_TO:-a/b} =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]] ||
         die "PUSH_TO=$PUSH_TO: must be owner/name, as in PUSH_TO=me/gpt2-124m ./train.sh"
     [[ ${PUSH:-newest} =~ ^(newest|best|all)$ ]] || die "PUSH=$PUSH: must be newest, best or all"
 
     # Variables that need another one.
-    for name in PUSH PUSH_PUBLIC PUSH_EVERY PUSH_RETRY_HOURS PUSH_TIMEOUT; do
+    for name in PUSH PUSH_PUBLIC PUSH_OPTIMIZER PUSH_EVERY PUSH_RETRY_HOURS PUSH_TIMEOUT; do
         [[ ${!name:-0} == 0 || -n ${PUSH_TO:-} ]] || die "$name=${!name} needs PUSH_TO=owner/name to push to"
     done
     [[ -z ${BUDGET_USD:-} || ${GPU_HOUR_USD:-0} =~ [1-9] ]] ||
@@ -116,13 +120,14 @@ check_environment() {
 }
 
 # Parse the arguments with the trainer's own parser and print, one a line: the run folder, --resume, --time-limit, the
-# sizes of what will be pushed as flags of `hub.py check`, the number of GPUs. Arguments or data that the trainer would
-# reject end the script here, with the trainer's message.
+# sizes of what will be pushed as flags of `hub.py check`, the number of GPUs. Arguments, data or a torch that the
+# trainer would reject end the script here, with the trainer's message.
 resolve_settings() {
     PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH} "$PY" -P - "$@" <<'END'
 import os, sys, torch
 import hub
 from system.cli import run_cli
+from system.machine import refuse_unusable_gpu
 from tokens import shards
 from training import checkpoint, presets
 
@@ -131,6 +136,7 @@ def main():
     if not cfg.data_dir.startswith("hf://"):
         for split in ("train", "val") if cfg.val_every else ("train",):
             shards.find_shards(cfg.data_dir, split)
+    refuse_unusable_gpu(cfg.device)
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
     sizes = os.environ.get("PUSH_TO") and hub.planned_sizes(cfg)
     flags = "--model-bytes %d --optimizer-bytes %d --saves %d" % sizes if sizes else ""
@@ -214,7 +220,7 @@ launch() {
     first_line=$(($(wc -l <"$log_file") + 1))
 
     # Start the supervisor (this script with --detached) in a session of its own, which a logout does not end.
-    export OUT RESUME NPROC BUDGET_SECONDS=$budget_seconds
+    export OUT RESUME NPROC BUDGET_SECONDS=$budget_seconds LOG_FILE=$log_file
     setsid bash "${BASH_SOURCE[0]}" --detached "${args[@]}" </dev/null >>"$log_file" 2>&1 &
     echo $! >"$OUT/train.pid"
     exec 9>&-
@@ -252,11 +258,24 @@ retry_hours() {
     fi
 }
 
+# Print a number of hours, in minutes if it is less than one.
+describe_hours() { awk -v h="$1" 'BEGIN { if (h < 1) printf "%g minutes", 60 * h; else printf "%g hours", h }'; }
+
 # Print what will happen when training has ended, and what it costs.
 describe_end() {
-    local unsaved='this machine stays: it would hold the only copy'
+    local unsaved='this machine stays: it would hold the only copy' kind mounted_at budget=''
     if [[ -n ${PUSH_TO:-} ]]; then
-        echo "at the end: push to $PUSH_TO; a push that fails is tried again for $(retry_hours) hours (PUSH_RETRY_HOURS)"
+        [[ -z ${BUDGET_USD:-} ]] || budget=", which BUDGET_USD does not cover: up to $(describe_cost "$(retry_hours)" more)"
+        echo "at the end: push to $PUSH_TO; a push that fails is tried again for" \
+            "$(describe_hours "$(retry_hours)") (PUSH_RETRY_HOURS)$budget"
+    fi
+    # PERSISTENT=1 lets this script remove the machine without a push: say where the run folder is.
+    if [[ ${PERSISTENT:-0} == 1 ]]; then
+        kind=$(df --output=fstype "$OUT" 2>/dev/null | tail -n 1)
+        mounted_at=$(df --output=target "$OUT" 2>/dev/null | tail -n 1)
+        echo "PERSISTENT=1: you say that $OUT outlives this machine; it is on $kind at $mounted_at"
+        [[ ! $kind =~ ^(overlay|tmpfs)$ ]] || echo "warning: $kind is usually the machine's own storage, which is lost" \
+            "with it: leave out PERSISTENT=1, or put the run folder on the volume (--out-dir)"
     fi
     if [[ ${REMOVE_POD:-0} == 1 ]]; then
         [[ -z ${STOP_CMD:-} ]] || unsaved="this machine is stopped, with the weights on its disk ($STOP_CMD)"
@@ -273,11 +292,23 @@ stop_run() {
     local pid
     (($# == 1)) || die "give the run folder, as in $0 stop log/gpt2-124m"
     OUT=$(realpath -m "$1")
-    pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "$OUT has no train.pid: train.sh has no run there"
+    STATUS_FILE=$OUT/status.json
+    if [[ ! -e $OUT/train.pid ]]; then
+        case $(read_status) in
+            finished) echo "nothing to stop: the run in $OUT has finished" ;;
+            stopped) echo "nothing to stop: the run in $OUT has saved and stopped already" ;;
+            *_error) echo "nothing to stop: the run in $OUT has ended with an error; see ${OUT@Q}/train-*.log" ;;
+            *) die "$OUT has no train.pid: train.sh has no run there" ;;
+        esac
+        return
+    fi
+    pid=$(cat "$OUT/train.pid")
     is_supervisor "$pid" || die "process $pid, named in $OUT/train.pid, is not this run's: the run was killed (by a" \
         "reboot, for example), or it is on another machine: then stop it there. Nothing was stopped"
     kill "$pid"
     echo "process $pid was asked to stop; it saves first: tail -f ${OUT@Q}/train-*.log"
+    echo "to move the run, once it has stopped: python hub.py push-model ${OUT@Q} ${PUSH_TO:-OWNER/NAME} --with-optimizer;" \
+        "on the next machine: python hub.py pull-model ${PUSH_TO:-OWNER/NAME} log/${OUT##*/}, then the same start command"
 }
 
 # ---- in the background: train, restart, publish, give the machine back ----
@@ -421,9 +452,9 @@ push_once() { # SECONDS COMMAND...
 # succeeds.
 push_at_end() {
     local push=("${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --steps "${PUSH:-newest}")
-    local try=0 pause=10 limit now deadline exit_code
-    # A run that is not finished needs its optimizer state to be resumed elsewhere.
-    [[ $outcome == finished ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || push+=(--with-optimizer)
+    local try=0 pause=10 limit now deadline exit_code log_bytes advice
+    # A run that is not finished needs its optimizer state to be resumed elsewhere; a finished one, for more epochs.
+    [[ $outcome == finished && ${PUSH_OPTIMIZER:-0} != 1 ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || push+=(--with-optimizer)
     limit=$(push_seconds)
     deadline=$(awk -v now="$(date +%s)" -v hours="$(retry_hours)" 'BEGIN {printf "%d", now + hours * 3600}')
 
@@ -431,6 +462,7 @@ push_at_end() {
         try=$((try + 1))
         log "push to $PUSH_TO, try $try, for at most $limit seconds"
         exit_code=0
+        log_bytes=$(stat --format %s "$LOG_FILE" 2>/dev/null || echo 0)
         run_child push_once "$limit" "${push[@]}" || exit_code=$?
         if ((exit_code == 0)); then
             nothing_to_lose="the weights are at $PUSH_TO"
@@ -446,8 +478,12 @@ push_at_end() {
         fi
         now=$(date +%s)
         ((now + pause <= deadline)) || break
+        # This try's part of the log has the Hub's answer. Another token helps only if this one was refused.
+        advice=''
+        ! tail -c "+$((log_bytes + 1))" "$LOG_FILE" | grep -E 'answered 40[13]' >/dev/null ||
+            advice=". If the token has expired, run on this machine: hf auth login"
         log "that push failed: the reason is above. Next try in $pause seconds, the last one in" \
-            "$(((deadline - now + 59) / 60)) minutes. If the token has expired, run on this machine: hf auth login"
+            "$(((deadline - now + 59) / 60)) minutes$advice"
         run_child sleep "$pause" || true
         ((!stop_requested)) || break
         pause=$((pause * 2 < 600 ? pause * 2 : 600))

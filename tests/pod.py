@@ -62,6 +62,14 @@ def parse(argv, read_saved):
     return cfg
 """
 TORCH = "import os\nclass cuda:\n    device_count = lambda: int(os.environ.get('GPUS', 2))\n"
+# The check of the GPU; the file bad_gpu says that torch cannot use it.
+MACHINE = """
+import pathlib
+from system.cli import UserError
+def refuse_unusable_gpu(name):
+    if name != "cpu" and (pathlib.Path(__file__).parents[1] / "bad_gpu").exists():
+        raise UserError("torch is built without CUDA")
+"""
 
 TRAINER = """
 # Does what the plan says for this start: one word for the 1st, the 2nd, ... start; the last word serves all later ones.
@@ -189,8 +197,9 @@ exec /usr/bin/timeout "$@"
 START_OF_CLOCK = 1_800_000_000
 
 # Variables of train.sh that this machine may have set.
-TRAIN_SH_VARIABLES = "PUSH_TO PUSH PUSH_PUBLIC PUSH_EVERY PUSH_RETRY_HOURS PUSH_TIMEOUT REMOVE_POD SHUTDOWN_CMD".split()
-TRAIN_SH_VARIABLES += "STOP_CMD PERSISTENT BUDGET_USD GPU_HOUR_USD HF_TOKEN HF_TOKEN_PATH".split()
+TRAIN_SH_VARIABLES = "PUSH_TO PUSH PUSH_PUBLIC PUSH_OPTIMIZER PUSH_EVERY PUSH_RETRY_HOURS PUSH_TIMEOUT".split()
+TRAIN_SH_VARIABLES += "REMOVE_POD SHUTDOWN_CMD STOP_CMD PERSISTENT KEEP_ON_FAILURE BUDGET_USD GPU_HOUR_USD".split()
+TRAIN_SH_VARIABLES += "HF_TOKEN HF_TOKEN_PATH".split()
 
 
 class Pod:
@@ -214,6 +223,7 @@ class Pod:
         (root / "hub_back").write_text("0")
         (root / "torch.py").write_text(TORCH)
         (root / "tokens" / "shards.py").touch()
+        (root / "system" / "machine.py").write_text(MACHINE)
         (root / "training" / "presets.py").write_text(PRESETS)
         (root / "training" / "checkpoint.py").touch()
 

@@ -82,7 +82,8 @@ def test_the_only_copy_stays_when_the_hub_never_comes_back_and_the_log_says_what
 def test_a_push_that_hangs_is_ended_and_the_volume_lets_the_machine_go(rented):
     """A transfer to Xet storage that never ends: no timeout of HTTP reaches it."""
     (rented.root / "hub_hangs").touch()
-    rented.start(PERSISTENT="1")
+    done = rented.start(PERSISTENT="1", BUDGET_USD="30")
+    assert "for 15 minutes (PUSH_RETRY_HOURS), which BUDGET_USD does not cover: up to $5.00 more" in done.stdout
     log = rented.wait_until_ended()
 
     how, dollars = rented.ending()

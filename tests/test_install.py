@@ -234,6 +234,20 @@ def test_the_command_for_an_older_driver_replaces_the_installed_torch(project, i
     assert installed_versions(project)["torch"] == "2.13.0+cu126"
 
 
+def test_the_command_for_a_torch_without_cuda_installs_again(project):
+    """An install that is complete stays as it is, whatever TORCH_CPU_INDEX says; the command removes it first."""
+    (project / ".venv").mkdir()
+    (project / ".venv" / ".installed").touch()
+    env = clean_environment(PYTHON="no-such-python", LC_ALL="C")
+
+    def make(*arguments):
+        return subprocess.run(["make", *arguments], cwd=project, env=env, capture_output=True, text=True)
+
+    assert "Nothing to be done" in make("install", "TORCH_CPU_INDEX=").stdout
+    command = machine.CUDA_TORCH_COMMAND.split()[1:]
+    assert "Python 3.11 or newer is needed" in make(*command).stdout  # this install has begun
+
+
 # ------------------------------------------------------------------------- which install commands are run
 
 

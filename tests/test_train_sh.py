@@ -155,6 +155,13 @@ def test_stop_stops_this_run_and_nobody_else(pod):
         other.kill()
     (pod.root / "log/gpt2-124m/train.pid").unlink()
 
+    # The last lines say how to move the run; a second stop, that it has stopped.
+    assert "push-model" in stopped.stdout and "--with-optimizer" in stopped.stdout
+    for status, words in (("stopped", "stopped already"), ("finished", "has finished")):
+        (pod.root / "log/gpt2-124m/status.json").write_text(json.dumps({"status": status}))
+        again = pod.start("stop", "log/gpt2-124m")
+        assert f"nothing to stop: the run in {pod.root}/log/gpt2-124m has" in again.stdout and words in again.stdout
+
     for arguments in ([], ["log/none"]):
         assert pod.start("stop", *arguments, check=False).returncode == 1
 
@@ -254,6 +261,16 @@ def test_what_the_trainer_would_refuse_is_refused_before_the_start(arguments, me
 
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
     assert not any(tmp_path.iterdir())  # nothing was begun
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused_before_the_start(pod):
+    (pod.root / "bad_gpu").touch()
+    done = pod.start("overfit", check=False)
+    assert done.returncode == 1 and done.stderr == "error: torch is built without CUDA\n"
+    assert not pod.starts() and not (pod.root / "log").exists()
+
+    pod.start("overfit", "--device", "cpu")
+    assert "training finished" in pod.wait_until_ended("log/overfit")
 
 
 def test_flags_are_read_as_the_trainer_reads_them(pod):
@@ -386,6 +403,7 @@ def test_push_then_remove(pod):
     assert pod.read("pushed").splitlines() == [f"push-model {pod.root}/log/gpt2-124m me/gpt2 --steps newest"] * 2
     assert pod.read("removed") == "pod delete pod7\n"
     assert log.index("push to") < log.index("the weights are at me/gpt2") < log.index("running: runpodctl")
+    assert "tried again for 12 hours" in log and "hf auth login" not in log  # it did not fail because of the token
 
 
 @pytest.mark.parametrize("plan", ["limit", "save-crash"])
@@ -447,6 +465,21 @@ def test_when_the_pod_is_removed(pod, plan, env, removed):
 
     assert bool(pod.read("removed")) == removed, log
     assert bool(pod.read("pushed")) == (plan == "save-crash")
+
+
+@pytest.mark.parametrize("kind, is_suspect", [("overlay", True), ("tmpfs", True), ("nfs4", False)])
+def test_a_start_with_persistent_says_on_which_file_system_the_run_folder_is(pod, kind, is_suspect):
+    pod.add_tool("df", f'#!/bin/sh\necho Heading\n[ "$1" = --output=target ] && echo /mnt/x || echo {kind}\n')
+    done = pod.start(PERSISTENT="1")
+    assert f"you say that {pod.root}/log/gpt2-124m outlives this machine; it is on {kind} at /mnt/x" in done.stdout
+    assert (f"warning: {kind} is usually" in done.stdout) == is_suspect
+    pod.wait_until_ended()
+
+
+def test_a_finished_run_is_pushed_with_its_optimizer_state_on_request(pod):
+    pod.start(PUSH_TO="me/gpt2", PUSH_OPTIMIZER="1")
+    pod.wait_until_ended()
+    assert pod.read("pushed").endswith("--steps newest --with-optimizer\n")
 
 
 def test_shutdown_command_of_another_cloud_and_its_failure(pod):
@@ -512,6 +545,11 @@ def test_budget_becomes_a_time_limit(pod):
         ({"BUDGET_USD": "lots", "GPU_HOUR_USD": "1"}, "BUDGET_USD=lots"),
         ({"MAX_RESTARTS": "1.5"}, "MAX_RESTARTS=1.5"),
         ({"NPROC": "two"}, "NPROC=two"),
+        ({"REMOVE_POD": "yes"}, "REMOVE_POD=yes: must be 0 or 1"),
+        ({"PERSISTENT": "true"}, "PERSISTENT=true: must be 0 or 1"),
+        ({"PUSH_PUBLIC": "no", "PUSH_TO": "me/x"}, "PUSH_PUBLIC=no: must be 0 or 1"),
+        ({"PUSH_OPTIMIZER": "2", "PUSH_TO": "me/x"}, "PUSH_OPTIMIZER=2: must be 0 or 1"),
+        ({"KEEP_ON_FAILURE": "on"}, "KEEP_ON_FAILURE=on: must be 0 or 1"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(pod, env, message):
@@ -526,7 +564,7 @@ def test_help_explains_every_variable(pod):
 
     names = "NPROC START_WAIT MAX_RESTARTS RESTART_DELAY BUDGET_USD GPU_HOUR_USD PUSH_TO PUSH PUSH_PUBLIC PUSH_EVERY"
     names += " REMOVE_POD SHUTDOWN_CMD STOP_CMD PERSISTENT REMOVE_DELAY KEEP_ON_FAILURE PUSH_RETRY_HOURS PUSH_TIMEOUT"
-    assert all(name in text for name in [*names.split(), "DISK_GB"])
+    assert all(name in text for name in [*names.split(), "DISK_GB", "PUSH_OPTIMIZER"])
     assert "set -euo" not in text and not pod.starts()
 
 
