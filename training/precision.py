@@ -24,8 +24,8 @@ def agree_on_dtype(
     cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None, network: GPTConfig | None = None
 ) -> Runtime:
     """The Runtime with the precision that all ranks use: the one asked for by --dtype, else the one the run began with
-    (`saved` is its train state), else the fastest that all ranks have. Prints which and why. `network`: what will run, if
-    that is not cfg.model.
+    (`saved` is its train state), else the fastest that all ranks have. Prints which and why. `network`: what
+    will run, if that is not cfg.model.
 
     All ranks must agree, because gradients of different precisions or loss scales must not be averaged. Every rank must
     call it. Raises UserError if a GPU lacks what was asked for.
