@@ -198,6 +198,15 @@ def push_model(
         marks = pushed if temporary else set()
         push(repo, "model", folder, card, public, temporary=marks, is_superseded=is_superseded)
 
+    # The Hub then has nothing to resume from, which another machine may need.
+    run_dir = path if path.is_dir() else path.parent
+    if not with_optimizer and any(run_dir.glob("optim_*.pt")):
+        command = shlex.join(["python", "hub.py", "push-model", str(run_dir), repo, "--with-optimizer"])
+        print0(
+            f"note: the optimizer state was not pushed, so that {repo} can neither be resumed nor trained for another "
+            f"epoch on another machine; to push it: {command}"
+        )
+
 
 def is_pushed(path: Path) -> bool:
     """Whether a file of an export belongs in its repository."""

@@ -509,8 +509,11 @@ def test_the_best_step_or_all_are_pushed(run, hub, tiny, run_folder, flags, name
     if "best" in flags:
         (run_folder / "model_00020.pt").unlink()
 
-    run("push-model", run_folder, "tester/best", *flags.split())
+    output = run("push-model", run_folder, "tester/best", *flags.split())
 
+    # without its optimizer state, the run cannot be resumed from the Hub: the push says so
+    command = f"hub.py push-model {run_folder} tester/best --with-optimizer"
+    assert (command in output) == ("--with-optimizer" not in flags)
     repo = hub.root / "models/tester/best"
     assert sorted(p.stem for p in repo.glob("*.pt")) == names.split()
     assert ("3.25" in (repo / "README.md").read_text()) == ("best" in flags)
