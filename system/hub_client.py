@@ -119,8 +119,15 @@ def explain_failure(error: Exception, name: str) -> str:
     endpoint = constants.ENDPOINT
 
     # The Hub was not reached.
-    if class_names & {"TransportError", "OfflineModeIsEnabled"}:
-        return f"cannot reach {endpoint} for {name} ({type(chain[-1]).__name__}); check the network and HF_HUB_OFFLINE"
+    if "OfflineModeIsEnabled" in class_names:
+        return f"{endpoint} was not asked for {name}: offline mode is on; unset HF_HUB_OFFLINE"
+    if "TransportError" in class_names:
+        host = endpoint.partition("://")[2]
+        reason = f"no connection ({type(chain[-1]).__name__})"
+        if "gaierror" in class_names:
+            reason = f"the name {host} could not be resolved"
+        fix = "check the network, or set HF_ENDPOINT=https://MIRROR to use a mirror"
+        return f"cannot reach {endpoint} for {name}: {reason}; {fix}"
 
     # The name was refused before anything was sent.
     if "HFValidationError" in class_names:

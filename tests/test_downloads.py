@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from faults.hub_server import Fault
 from helpers import make_shards
 
 from system.cli import UserError
-from system.hub_client import HubUnavailable, open_hub
+from system.hub_client import HubUnavailable, explain_failure, open_hub
 from tokens import hub_data, shards
 
 UPLOAD = """
@@ -173,3 +174,16 @@ def test_a_restart_while_the_hub_is_away_trains_on_what_was_pulled(tmp_path, mon
     (data / "manifest.json").unlink()
     with pytest.raises(HubUnavailable):
         hub_data.pull_for_training("tester/toy", data)
+
+
+def test_a_name_that_does_not_resolve_is_told_apart_from_offline_mode():
+    from httpx2 import ConnectError
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    error = ConnectError("[Errno -2] Name or service not known")
+    error.__cause__ = socket.gaierror(-2, "Name or service not known")
+    message = explain_failure(error, "gpt2")
+    assert "could not be resolved; check the network" in message and "HF_ENDPOINT" in message
+    assert "HF_HUB_OFFLINE" not in message
+
+    assert "unset HF_HUB_OFFLINE" in explain_failure(OfflineModeIsEnabled("offline"), "gpt2")

@@ -66,8 +66,9 @@ def download_model(name: str) -> Path:
     """
     problem = f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME)"
     require(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name), f"{problem}; check the path")
+    hint = f". There is no folder {name!r} here; for weights that are here: --init-from FOLDER, or infer.py FOLDER"
     # Download only the config and the weights: no code, no tokenizer, no files of other frameworks.
-    with open_hub(name, hint=f"; there is no folder {name!r} here") as (api, name):
+    with open_hub(name, hint=hint) as (api, name):
         folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
         # Old repositories have only pickled weights, which torch's restricted unpickler reads.
         if not is_hf_folder(folder):
