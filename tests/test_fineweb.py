@@ -785,7 +785,7 @@ def test_a_shard_that_was_cut_must_be_removed_first(tmp_path, mixed_source, quic
     path = shards.shard_files(out)[1]
     path.write_bytes(path.read_bytes()[:-2])
 
-    with pytest.raises(UserError, match="Move it away and make it again"):
+    with pytest.raises(UserError, match="Remove it, and run the command that made or pulled the folder again"):
         run_fineweb(*mixed_source, "--out", out)
 
 

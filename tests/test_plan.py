@@ -356,9 +356,9 @@ def print_plan_of(cfg, steps):
 
 
 @pytest.mark.parametrize("steps, epochs, warns", [
-    (12, 1, False), (33, 1, False), (50, 1, True), (50, 2, False), (200, 1, True),
+    (12, 1, False), (50, 1, False), (130, 1, False), (140, 1, True), (200, 6, False), (200, 1, True),
 ])  # fmt: skip
-def test_more_passes_over_the_data_than_asked_for_are_warned_of(tiny_args, capsys, steps, epochs, warns):
+def test_more_than_four_passes_that_nobody_asked_for_are_warned_of(tiny_args, capsys, steps, epochs, warns):
     """A step has 8 sequences, the data 267. A preset may need more data than was pulled, as with --limit-shards."""
     print_plan_of(parse_config("quickstart", *tiny_args, "--epochs", epochs), steps)
     out = capsys.readouterr().out

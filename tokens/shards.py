@@ -38,6 +38,8 @@ MANIFEST = "manifest.json"
 SHARD_NAME = re.compile(
     r"(?P<stem>(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?)\.(npy|bin)"
 )
+# What to do about a damaged shard, after "remove it": both commands make or pull only what is missing.
+REPAIR = "and run the command that made or pulled the folder again"
 # A path that stays inside its folder: not absolute, without ".." and without control characters or backslashes.
 RELATIVE_PATH = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -119,7 +121,7 @@ def _read_header(path: Path) -> tuple[int, int]:
     except Exception as e:  # numpy raises a dozen kinds for headers that are damaged
         problem = str(e) if isinstance(e, UserError) else f"its header is unreadable ({type(e).__name__}: {e!s:.300})"
         rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin"
-        fix = f"Move it away and make it again: {_make_command(path.parent)}"
+        fix = f"Remove it, {REPAIR}, such as: {_make_command(path.parent)}"
         raise UserError(f"{path} is not a usable shard: {problem}; {rule}. {fix}") from None
     return offset, count
 
@@ -175,12 +177,12 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
             raise
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
     data = buffer[:read_bytes]
-    require(len(data) == size, f"{path} was cut to {len(data):,} bytes while being read; make it again")
+    require(len(data) == size, f"{path} was cut to {len(data):,} bytes while being read; remove it, {REPAIR}")
 
     # A bit that flipped on disk leaves the size as it was: only the hash can tell.
     if sha256:
         actual = hashlib.sha256(data).hexdigest()
-        fix = "it is damaged or replaced; remove it and run the command that made or pulled the folder again"
+        fix = f"it is damaged or replaced; remove it, {REPAIR}"
         require(actual == sha256, f"{path} has sha256 {actual}, but {MANIFEST} says {sha256}: {fix}")
     return data[offset:].view("<u2")  # (2 * n,) bytes -> (n,) ids
 
@@ -241,7 +243,7 @@ def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -
         position = int(np.argmax(part >= vocab_size))  # of the first one that is too large
         rule = f"ids must be below the vocabulary size, {vocab_size}"
         problem = f"token {start + position:,} is id {part[position]}, but {rule}"
-        raise UserError(f"{path}: {problem}; make it again or move it away")
+        raise UserError(f"{path}: {problem}; remove it, {REPAIR}")
 
 
 # ------------------------------------------------------------------------- the manifest

@@ -32,6 +32,7 @@ from training.run_state import RunState
 from training.step import TrainStep
 
 BACKGROUND_FROM_S = 3600  # longer runs are suggested with train.sh
+GOOD_PASSES = 4  # over the same data, without a warning
 
 
 def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> None:
@@ -79,11 +80,11 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     emulates_bfloat16 = torch.bfloat16 not in precision.supported_dtypes(rt.device)
     if cfg.weights == "bfloat16" and rt.device.type == "cpu" and emulates_bfloat16:
         print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
-    # Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023).
-    if epochs and epochs > 1.05 * cfg.epochs and not cfg.overfit_single_batch:
-        problem = (
-            f"{total_tokens:,} tokens are {epochs:.1f} passes over this data; up to 4 are nearly as good as new data"
-        )
+    # Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023). Passes that --epochs
+    # asks for are the user's choice; a remainder of a batch may add a little to them.
+    if epochs and epochs > max(GOOD_PASSES, 1.05 * cfg.epochs) and not cfg.overfit_single_batch:
+        problem = f"{total_tokens:,} tokens are {epochs:.1f} passes over this data"
+        problem += f"; up to {GOOD_PASSES} are nearly as good as new data"
         fix = "get more (fineweb.py; hub.py pull-data without --limit-shards), or lower --max-steps"
         print0(f"warning: {problem}; {fix}")
 
