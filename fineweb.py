@@ -31,7 +31,10 @@ from tokens.shards import Manifest
 # Settings of the presets that are suggested for the user's own text. They are repeated here because training/presets.py
 # would import torch.
 FINETUNE_SEQUENCE_LENGTH, FINETUNE_BATCH_TOKENS, FINETUNE_EPOCHS = 1024, 32_768, 2
+FINETUNE_VAL_EVERY = 25
 QUICKSTART_SEQUENCE_LENGTH, QUICKSTART_BATCH_TOKENS, QUICKSTART_STEPS = 256, 4096, 80
+
+FINETUNE_EVALUATIONS = 5  # at least, in a suggested run
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,10 @@ def suggest_training(out: Path, manifest: Manifest) -> list[str]:
         batch = T * max(1, FINETUNE_EPOCHS * sequences // 8)
         flags += f" --total-batch-size {batch}"
     steps = FINETUNE_EPOCHS * sequences * T // batch
+    # The preset evaluates too seldom to draw the curve of a short run.
+    if steps < FINETUNE_EVALUATIONS * FINETUNE_VAL_EVERY:
+        period = max(1, steps // FINETUNE_EVALUATIONS)
+        flags += f" --val-every {period} --save-every {period}"
     finetune = f"python train_gpt2.py finetune {data_flag} --out-dir {shlex.quote(f'log/{out.name}-finetune')}{flags}"
 
     # quickstart runs for a number of steps.
@@ -302,7 +309,7 @@ def verify_folder(folder: Path) -> None:
     # With a manifest: every shard must match it.
     if shards.read_manifest(folder) is not None:
         problems = shards.verify(folder)
-        fix = f"{folder} has {len(problems)} problem(s); remove those files and make or pull them again"
+        fix = f"{folder} has {len(problems)} problem(s); remove those files (rm), {shards.REPAIR}"
         require(not problems, "\n".join([*problems, fix]))
         print0(f"{folder}: every shard is intact")
         return

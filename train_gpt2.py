@@ -28,6 +28,7 @@ from system.files import lock_folder
 from system.units import format_duration
 from tokens.hub_data import pull_for_training
 from tokens.loader import Loader
+from tokens.shards import find_shards
 from training import checkpoint, hellaswag_eval, plan, precision, predict, replicas, resume
 from training.config import TrainConfig
 from training.evaluator import Evaluator, num_val_sequences, validate
@@ -44,6 +45,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     # Decide where the run starts. Each of these lines may raise UserError: a run is never overwritten, nor resumed with
     # other settings or data.
     saved = resume.find_checkpoint(cfg)
+    if not cfg.data_dir.startswith("hf://"):
+        find_shards(cfg.data_dir, "train")  # missing data are reported before weights are downloaded
     cfg, initial_model = resume.resolve_network(cfg, saved)
     data, val_data = open_data(cfg, rt)
     run = resume.start_or_resume(cfg, rt, data, saved)
@@ -119,7 +122,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             # No training step follows the last evaluations, so their results get a line of their own.
             metrics.write(run.measured)
             status, reason = "finished", ""
-            message = describe_result(cfg, run, stop)
+            message = describe_result(cfg, run, stop, evaluator.val_prompt)
         # Asked to stop, by a signal or the time limit: save, and exit with code 0.
         except Stopped:
             save()
@@ -230,9 +233,9 @@ def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWri
     return outcome
 
 
-def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
+def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest, val_prompt: str = "") -> str:
     """What a finished run prints: the path of the last weights, the path of the best ones if an earlier step was
-    better, and the commands to use them."""
+    better, and the commands to use them. `val_prompt`: the words that --sample-prompt @val stood for."""
     path = checkpoint.model_path(cfg.run_dir, run.step)
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
     if run.best and run.best_step < run.step:
@@ -243,7 +246,7 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
     # Commands to paste. infer.py samples only models with GPT-2's vocabulary.
     commands = [f"python plots.py {shlex.quote(str(cfg.run_dir))}"]
     if cfg.model.vocab_size >= VOCAB_SIZE:
-        prompt = "" if cfg.sample_prompt == "@val" else cfg.sample_prompt
+        prompt = val_prompt if cfg.sample_prompt == "@val" else cfg.sample_prompt
         commands.append(f"python infer.py {shlex.quote(str(path))} {shlex.quote(prompt)}")
     return f"{text}\nnext: {'; '.join(commands)}"
 

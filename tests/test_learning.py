@@ -235,8 +235,8 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data]
     short = ["--sequence-length", 32, "--no-compile"]
 
-    def tune(*words, run="run"):
-        more = ["--total-batch-size", 256, "--sample-every", 0, "--out-dir", tmp_path / run]
+    def tune(*words, run="run", batch=256):
+        more = ["--total-batch-size", batch, "--sample-every", 0, "--out-dir", tmp_path / run]
         train_gpt2.train(parse_config(*words, *more), CPU, StopRequest())
 
     # Start, resume by the same command, resume by the checkpoint alone.
@@ -245,6 +245,12 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     tune(*begin, *short, "--max-steps", 4, "--resume", "auto")
     tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt")
     assert list(load_curve(tmp_path / "run")) == list(range(6))
+
+    # Sequences of the preset's own length, 1024, are shortened to the network's context, also on resume.
+    whole = ["--val-tokens", 1024, "--no-compile"]
+    tune(*begin, *whole, "--max-steps", 1, run="short", batch=1024)
+    tune(*begin, *whole, "--max-steps", 2, "--resume", "auto", run="short", batch=1024)
+    assert list(load_curve(tmp_path / "short")) == [0, 1, 2]
 
     with pytest.raises(UserError, match=r"sequence-length 128 is too long for .*use --sequence-length 32"):
         tune(*begin, "--sequence-length", 128, run="long")

@@ -22,7 +22,7 @@ TEXT = "It was the best of times, it was the worst of times. "
 # The smallest network with GPT-2's vocabulary, for one step.
 ONE_STEP = """--init-from scratch --model.n-layer 1 --model.n-head 1 --model.n-embd 8 --model.vocab-size 50304
 --max-steps 1 --total-batch-size 32 --micro-batch-size 1 --sequence-length 32 --val-tokens 32 --warmup-steps 0
---sample-every 0 --no-compile --dtype float32 --optimizer adamw""".split()
+--sample-every 1 --no-compile --dtype float32 --optimizer adamw""".split()
 
 
 def make_shards_of_text(monkeypatch, capsys, *args) -> list[str]:
@@ -65,6 +65,10 @@ def test_fineweb_suggests_finetune_and_quickstart_for_a_text_of_ones_own(tmp_pat
     train_tokens = sum(train_data.tokens)
     assert f": 2 epochs of {train_tokens:,} train tokens, {steps[0]:,} steps" in lines[-4]
     assert steps[0] >= 8
+
+    # A short fine-tuning run is evaluated often enough for a curve, and each evaluated step is saved.
+    assert 4 <= steps[0] // configs[0].val_every <= 10
+    assert configs[0].save_every == configs[0].val_every
     epochs = steps[1] * configs[1].total_batch_size / train_tokens
     assert f": {epochs:,.1f} epochs, {steps[1]} steps" in lines[-2]
 
@@ -81,7 +85,7 @@ def test_the_suggested_commands_train(tmp_path, monkeypatch, capsys):
         line = capsys.readouterr().out.splitlines()[-1]
         draw, sample = [shlex.split(command) for command in line.removeprefix("next: ").split("; ")]
         assert draw == ["python", "plots.py", str(cfg.run_dir)]
-        assert sample == ["python", "infer.py", str(cfg.run_dir / "model_00001.pt"), ""]
+        assert sample == ["python", "infer.py", str(cfg.run_dir / "model_00001.pt"), "It was the best of times, it"]
         assert Path(sample[2]).is_file()
 
 
@@ -147,6 +151,7 @@ def test_the_numbers_in_fineweb_are_those_of_the_presets():
     assert fineweb.FINETUNE_SEQUENCE_LENGTH == finetune.sequence_length
     assert fineweb.FINETUNE_BATCH_TOKENS == finetune.total_batch_size
     assert fineweb.FINETUNE_EPOCHS == finetune.epochs
+    assert fineweb.FINETUNE_VAL_EVERY == finetune.val_every == finetune.save_every
     assert fineweb.QUICKSTART_SEQUENCE_LENGTH == quickstart.sequence_length
     assert fineweb.QUICKSTART_BATCH_TOKENS == quickstart.total_batch_size
     assert fineweb.QUICKSTART_STEPS == quickstart.max_steps

@@ -52,6 +52,9 @@ class Evaluator:
         # Without rows, or with a model that cannot read them, HellaSwag is off, and the reason is printed.
         self.examples = hellaswag_eval.available_examples(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
 
+        # The first line of the words that --sample-prompt @val stands for, known after the first samples.
+        self.val_prompt = ""
+
         # Samples need GPT-2's vocabulary to be readable.
         self.sample_every = cfg.sample_every
         if cfg.sample_every and cfg.model.vocab_size < VOCAB_SIZE:
@@ -151,6 +154,7 @@ class Evaluator:
         # The prompt's last tokens, as many as the model reads; an empty prompt starts a document.
         if cfg.sample_prompt == "@val":
             prompt = self._first_words()
+            self.val_prompt = printable(encoding.decode(prompt).strip("\ufffd\n ").partition("\n")[0])
         else:
             prompt = encoding.encode_ordinary(cfg.sample_prompt)
         prompt = prompt[-cfg.model.block_size :] or [tokenizer.EOT]

@@ -27,7 +27,7 @@ from training import checkpoint, hellaswag_eval, schedule
 from training.config import MAY_DIFFER, TrainConfig, config_drift
 from training.metrics_file import read_metrics
 from training.open_model import open_model
-from training.presets import is_network_from_init
+from training.presets import PRESETS, is_network_from_init
 from training.run_state import RunState
 
 EVALUATION_KEYS = ("val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm")
@@ -105,8 +105,13 @@ def resolve_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[Tra
 
 
 def with_network(cfg: TrainConfig, network: GPTConfig) -> TrainConfig:
-    """The same settings with another network. Raises UserError if --sequence-length exceeds its context."""
+    """The same settings with another network. If its context is shorter than the preset's sequences, they are shortened
+    to it. Raises UserError if a --sequence-length of the user's own exceeds it."""
     T, limit = cfg.sequence_length, network.block_size
+    preset = PRESETS.get(cfg.preset)
+    if T > limit and preset and T == preset.sequence_length:
+        print0(f"sequences of {limit} tokens, not {T} as in {cfg.preset}: that is the context of {cfg.init_from}")
+        return replace(cfg, model=network, sequence_length=limit)
     require(T <= limit, f"--sequence-length {T} is too long for {cfg.init_from}; use --sequence-length {limit}")
     return replace(cfg, model=network)
 
