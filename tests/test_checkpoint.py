@@ -5,6 +5,7 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 
 import ast
 import dataclasses
+import json
 import re
 import zipfile
 from pathlib import Path
@@ -277,3 +278,21 @@ def test_training_may_change_what_is_being_written(tmp_path):
     writer.wait()
 
     assert torch.equal(open_model(tmp_path).lm_head.weight, before)
+
+
+def test_a_run_that_has_not_saved_yet_says_when_it_will(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(UserError, match=r"no complete checkpoint \(model_\*\.pt\); train one"):
+        checkpoint.newest_model(run)
+
+    # The run that is in the folder saves every 40 steps, or only at its end.
+    for save_every, first in ((40, 40), (0, 80), (500, 80)):
+        (run / "config.json").write_text(json.dumps({"resolved_max_steps": 80, "save_every": save_every}))
+        with pytest.raises(UserError, match=f"has not saved yet: it saves first at step {first} of 80"):
+            checkpoint.newest_model(run)
+
+    # The config.json of another program says nothing of a run.
+    (run / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match="train one"):
+        checkpoint.newest_model(run)

@@ -430,9 +430,12 @@ def test_open_model_opens_files_run_folders_and_hugging_face_folders(make_hf, tm
     assert open_model(make_hf()[1]).config == TINY
 
 
-def test_a_mistyped_path_is_answered_with_the_folders_beside_it(tmp_path):
-    """It is not taken for OWNER/NAME of the Hub."""
+def test_a_mistyped_path_is_answered_with_the_models_beside_it(tmp_path):
+    """It is not taken for OWNER/NAME of the Hub. A folder without weights, such as that of the failing run, is left
+    out."""
     (tmp_path / "mine" / "run").mkdir(parents=True)
+    (tmp_path / "mine" / "run" / "model_00001.pt").touch()
+    (tmp_path / "mine" / "new").mkdir()
 
     with pytest.raises(UserError, match=r"no model at .*mine/rum; .*mine has run\."):
         open_model(tmp_path / "mine" / "rum")

@@ -32,6 +32,7 @@ The optimizer comes first because a model file is what every reader looks for: w
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import threading
@@ -135,7 +136,21 @@ def newest_model(run_dir: Path) -> Path:
     # A frequent mistake is to name the folder above the runs: list the runs in it.
     runs = ", ".join(sorted({str(path.parent) for path in run_dir.glob("*/model_*.pt")}))
     fix = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
-    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {fix}")
+    unsaved = describe_unsaved_run(run_dir)
+    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {unsaved or fix}")
+
+
+def describe_unsaved_run(run_dir: Path) -> str:
+    """What a run that has begun but not saved yet tells those who ask for its checkpoint; empty if there is no run."""
+    # A run writes its config.json (training/plan.py) before its first step.
+    try:
+        config = json.loads((run_dir / "config.json").read_text())
+        last = config["resolved_max_steps"]
+        first_save = min(config["save_every"] or last, last)
+        return f"the run there has not saved yet: it saves first at step {first_save} of {last}, or when it is stopped"
+    # No run, or another program's config.json.
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 # ------------------------------------------------------------------------- reading
