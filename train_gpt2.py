@@ -128,7 +128,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             save()
             status, reason = "stopped", stop.reason()
             outcome = f"stopped by {stop.reason()} at step {run.step}; checkpoint saved"
-            message = f"{outcome}. To resume, run the same command with --resume auto"
+            message = f"{outcome}. To resume, {plan.how_to_resume(sys.argv, rt)}"
         # A loss or gradient was not finite. The weights are still good: save them, then report it as an error.
         except UpdateRefused as refused:
             outcome = save_before_error(save, writer, rt)

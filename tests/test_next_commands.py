@@ -125,6 +125,27 @@ def test_a_dry_run_ends_with_the_command_that_trains(tiny_args, monkeypatch, cap
     assert plan.next_command(["--dry-run"], two, 60) == "next: the same command on every machine, without --dry-run"
 
 
+def test_a_stopped_run_names_the_command_that_resumes_it(monkeypatch):
+    """As it was typed; under train.sh and on several machines, in words."""
+    monkeypatch.delenv("TRAIN_STATUS_FILE", raising=False)
+    words = "run the same command with --resume auto"
+    typed = ["quickstart", "--out-dir", "my run"]
+    full = f"{words}: python train_gpt2.py quickstart --out-dir 'my run' --resume auto"
+    assert plan.how_to_resume(["train_gpt2.py", *typed], CPU) == full
+    assert plan.how_to_resume(["a/train_gpt2.py", *typed, "--resume", "auto"], CPU) == full
+    assert plan.how_to_resume(["train_gpt2.py", "--resume", "log/a/model_00001.pt"], CPU) == words
+
+    # Two ranks, on one machine and on two.
+    two = replace(CPU, world_size=2)
+    assert plan.how_to_resume(["train_gpt2.py", *typed], two) == words
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    command = "torchrun --standalone --nproc_per_node=2 train_gpt2.py quickstart --resume auto"
+    assert plan.how_to_resume(["train_gpt2.py", "quickstart"], two) == f"{words}: {command}"
+
+    monkeypatch.setenv("TRAIN_STATUS_FILE", "status.json")
+    assert plan.how_to_resume(["train_gpt2.py", *typed], two) == words
+
+
 @pytest.mark.parametrize("card", [["--card", "8xH100"], ["--card=8xH100"]])
 def test_a_prediction_ends_with_the_command_that_trains(monkeypatch, capsys, card):
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "gpt2-124m", "--dry-run", *card, "--out-dir", "my run"])

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -197,16 +198,43 @@ def next_command(words: list[str], rt: Runtime, seconds: float) -> str:
     """The last line of --dry-run: the command that trains, where all steps take so many seconds. `words` are the
     arguments of the dry run."""
     # Several machines need a command on each.
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < rt.world_size:
+    if spans_machines(rt):
         return "next: the same command on every machine, without --dry-run"
 
     # A run of hours should survive the end of the session: train.sh runs it in the background, on every GPU.
     flags = without_dry_run(words)
     if seconds < BACKGROUND_FROM_S:
-        program = "python" if rt.world_size == 1 else f"torchrun --standalone --nproc_per_node={rt.world_size}"
-        return f"next: {program} train_gpt2.py {flags}".rstrip()
+        return f"next: {start_command(rt)} {flags}".rstrip()
     where = "in the background" if rt.device.type == "cuda" else "on a machine with GPUs"
     return f"next, {where}: ./train.sh {flags}".rstrip()
+
+
+def how_to_resume(argv: list[str], rt: Runtime) -> str:
+    """How to resume a run that was stopped. `argv` is sys.argv: for a run that a user started by hand, the command to
+    paste is added."""
+    text = "run the same command with --resume auto"
+    words = argv[1:]
+    is_by_hand = Path(argv[0]).name == "train_gpt2.py" and "TRAIN_STATUS_FILE" not in os.environ
+    if not is_by_hand or spans_machines(rt):
+        return text
+
+    # A command that resumes a path may name no preset, which --resume auto needs.
+    resumes_auto = "--resume=auto" in words or ("--resume", "auto") in pairwise(words)
+    if any(word.partition("=")[0] == "--resume" for word in words) and not resumes_auto:
+        return text
+    more = [] if resumes_auto else ["--resume", "auto"]
+    return f"{text}: {start_command(rt)} {shlex.join([*words, *more])}"
+
+
+def start_command(rt: Runtime) -> str:
+    """What starts the ranks of this run, if all are on this machine."""
+    program = "python" if rt.world_size == 1 else f"torchrun --standalone --nproc_per_node={rt.world_size}"
+    return f"{program} train_gpt2.py"
+
+
+def spans_machines(rt: Runtime) -> bool:
+    """Whether the run has ranks on other machines."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < rt.world_size
 
 
 def without_dry_run(words: list[str]) -> str:
