@@ -253,7 +253,7 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     assert list(load_curve(tmp_path / "short")) == [0, 1, 2]
 
     # Missing data are reported before any weights are opened, or downloaded.
-    with pytest.raises(UserError, match="data folder .*nosuch does not exist"):
+    with pytest.raises(UserError, match=r"data folder .*nosuch does not exist"):
         tune("finetune", "--data-dir", tmp_path / "nosuch", "--init-from", tmp_path / "nothing", run="new", batch=1024)
 
     with pytest.raises(UserError, match=r"sequence-length 128 is too long for .*use --sequence-length 32"):
