@@ -367,9 +367,11 @@ def failures_reported(rt: Runtime) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        # The store may be gone, with the rank that hosts it.
-        with suppress(RuntimeError):
-            report_failure(rt, e)
+        # Do not report a lost rank: the others notice it themselves, and if it hosts the store and hangs, every call of
+        # the store would hang as well. The store may also be gone with its host.
+        if not is_lost_rank_error(e):
+            with suppress(RuntimeError):
+                report_failure(rt, e)
         raise
 
 
