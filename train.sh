@@ -499,14 +499,19 @@ keep_machine() { # REASON
     fi
 }
 
-# Give this machine back, after a delay in which `kill` keeps it.
-remove_machine() {
-    log "$nothing_to_lose: this machine will be removed in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
+# Wait REMOVE_DELAY seconds. Fails if this script was asked to stop meanwhile, which keeps the machine.
+wait_for_objection() {
     run_child sleep "${REMOVE_DELAY:-60}" || true
     if ((stop_requested)); then
         keep_machine "asked to stop"
-        return
+        return 1
     fi
+}
+
+# Give this machine back, after a delay in which `kill` keeps it.
+remove_machine() {
+    log "$nothing_to_lose: this machine will be removed in ${REMOVE_DELAY:-60} seconds; to keep it: kill $$"
+    wait_for_objection || return 0
     log "running: $SHUTDOWN_CMD"
     bash -c "$SHUTDOWN_CMD" || report_running_machine $?
 }
@@ -522,11 +527,7 @@ report_running_machine() { # EXIT_CODE
 stop_machine() {
     log "this machine holds the only copy of the weights, on a disk that outlives a stop: it will be stopped in" \
         "${REMOVE_DELAY:-60} seconds; to keep it running: kill $$"
-    run_child sleep "${REMOVE_DELAY:-60}" || true
-    if ((stop_requested)); then
-        keep_machine "asked to stop"
-        return
-    fi
+    wait_for_objection || return 0
     log "start it again and push, then remove it; until then you pay for its disk. Running: $STOP_CMD"
     bash -c "$STOP_CMD" || report_running_machine $?
 }

@@ -70,6 +70,7 @@ def band_of(module: str) -> str:
 def find_imports(module: str, modules: dict[str, Path]) -> set[str]:
     """The modules of the project that a module imports at its top level. Imports inside of functions are left out, as
     they are not needed to import it."""
+    # Visit the statements of the module, and those inside of an `if`.
     found = set()
     statements = list(ast.parse(modules[module].read_text()).body)
     while statements:
@@ -80,17 +81,20 @@ def find_imports(module: str, modules: dict[str, Path]) -> set[str]:
             found |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
             found |= {f"{statement.module}.{alias.name}" for alias in statement.names} | {statement.module}
+    # `from a import b` may name a module b of package a, or a name b of module a: keep what is a module of the project.
     return found & modules.keys()
 
 
 def arrange_rows(names: list[str], imports: dict[str, set[str]]) -> list[list[str]]:
     """The modules of a band in rows, each module below all those that import it."""
+    # Push each module below those that import it, until nothing moves.
     level = dict.fromkeys(names, 0)
     for _ in names:  # the longest chain is no longer than this
         for name in names:
             for imported in imports[name] & level.keys():
                 level[imported] = max(level[imported], level[name] + 1)
 
+    # One row a level, and more where a level is too wide.
     rows = [[name for name in names if level[name] == i] for i in range(max(level.values()) + 1)]
     return [part for row in rows for part in break_row(row)]
 

@@ -193,5 +193,5 @@ def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
 
     samples_file = next((tmp_path / "out").rglob("samples_*.jsonl"))
     samples = sorted((json.loads(line) for line in samples_file.read_text().splitlines()), key=lambda s: s["doc_id"])
-    theirs = torch.tensor([[float(answer[0]) for answer in s["filtered_resps"]] for s in samples])  # (n, 4)
-    torch.testing.assert_close(theirs, -expected, atol=2e-3, rtol=1e-5)
+    of_harness = torch.tensor([[float(answer[0]) for answer in s["filtered_resps"]] for s in samples])  # (n, 4)
+    torch.testing.assert_close(of_harness, -expected, atol=2e-3, rtol=1e-5)

@@ -105,6 +105,7 @@ def flag_name(name: str, off: bool = False) -> str:
 @cache
 def switches() -> dict[str, tuple[str, str]]:
     """{flag: (the form that turns it on, the form that turns it off)} for both forms of every switch."""
+    # The switches are the fields of type bool, of the run and of the network.
     names = [name for name, hint in get_type_hints(TrainConfig).items() if hint is bool]
     names += [f"model.{name}" for name, hint in get_type_hints(GPTConfig).items() if hint is bool]
     forms = [(flag_name(name), flag_name(name, off=True)) for name in names]
@@ -113,6 +114,7 @@ def switches() -> dict[str, tuple[str, str]]:
 
 def field_help(config_class: type) -> dict[str, str]:
     """{field: its docstring, or else the comment on its line, or an empty text} of a dataclass."""
+    # Comments and docstrings of fields exist in the source alone, so parse that.
     source = inspect.getsource(config_class)
     source_lines = source.splitlines()
     (class_node,) = ast.parse(source).body
@@ -122,6 +124,7 @@ def field_help(config_class: type) -> dict[str, str]:
     for node, following in zip(class_node.body, [*class_node.body[1:], None], strict=True):
         if not (isinstance(node, ast.AnnAssign) and node.target.id in names):
             continue
+        # A string literal right after a field is its docstring.
         match following:
             case ast.Expr(value=ast.Constant(value=str(docstring))):
                 text = docstring

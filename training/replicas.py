@@ -37,6 +37,7 @@ def weight_sums(named: dict[str, nn.Parameter]) -> Tensor:
     Sums of integers are exact in any order, so equal weights have equal sums on any card."""
     sums = []
     for p in named.values():
+        # Any shape, float32 -> (numbers,) int32: the same bits, so that not even a change of the last one is lost.
         bits = p.detach().reshape(-1).view(torch.int32)
         sums.append(torch.stack([chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK_NUMEL)]).sum())
     return torch.stack(sums)
@@ -47,6 +48,7 @@ def find_difference(rt: Runtime, named: dict[str, nn.Parameter]) -> str:
     same. One collective transfers 8 bytes per parameter and rank. Every rank must call it; all get the same answer."""
     if rt.world_size == 1:
         return ""
+    # In a healthy run all ranks have the same sums, and nothing else is exchanged.
     sums_by_rank = torch.stack(rt.all_gather(weight_sums(named))).tolist()  # (ranks, parameters)
     copies = [tuple(sums) for sums in sums_by_rank]
     if len(set(copies)) == 1:
