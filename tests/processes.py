@@ -63,6 +63,8 @@ def run_in_child(
     # Streams 0, 1 and 2 are files: input is read, the outputs are appended to.
     for stream, path in enumerate(streams):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if stream else os.O_RDONLY), stream)
+    # multiprocessing has given sys.stdin another number, for an empty file.
+    sys.stdin = open(0, closefd=False)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)

@@ -61,14 +61,14 @@ def test_greedy_tokens_are_those_of_transformers(run_main, tmp_path):
     assert out["prompt"] == prompt
 
 
-def test_the_same_seed_gives_the_same_samples_wherever_the_prompt_comes_from(run_script, run_main, run_dir, tmp_path):
+def test_the_same_seed_gives_the_same_samples_wherever_the_prompt_comes_from(run_in_fork, run_main, run_dir, tmp_path):
     (tmp_path / "prompt.txt").write_text("Hello there")
     # More tokens than the context of 32. A precision of its own: `auto` times one, and a busy machine may time another.
     flags = ("--num-samples", 3, "--max-new-tokens", 40, "--json", "--dtype", "float32")
 
     from_argument = run_main(run_dir, "Hello there", *flags).out
     from_file = run_main(run_dir, "--file", tmp_path / "prompt.txt", *flags).out
-    from_stdin = run_script("infer.py", run_dir / "model_00007.pt", "-", *flags, input="Hello there\n").stdout
+    from_stdin = run_in_fork("infer.py", run_dir / "model_00007.pt", "-", *flags, input="Hello there\n").stdout
     another_seed = run_main(run_dir, "Hello there", *flags, "--seed", 43).out
 
     samples = [json.loads(line) for line in from_argument.splitlines()]
