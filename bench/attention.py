@@ -4,9 +4,9 @@
     python -m bench.attention --batch 64 --rounds 20
     python -m bench.attention --flash-3            # FlashAttention 3 in place of torch's flash kernel
 
-torch chooses by card and shape: usually flash, on Hopper and Blackwell cuDNN's from torch 2.11 on. The trainer leaves
-the choice to it; this table shows whether that is right. The error is the largest difference from the math kernel,
-which computes attention without any shortcut.
+torch chooses by card and shape: usually flash; from torch 2.11 on, cuDNN's on Hopper and Blackwell. The trainer leaves
+the choice to torch, and this table shows whether that is right. The error is the largest difference from the output of
+the math kernel, which computes attention as it is defined, with the whole (T, T) matrix of scores.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128)  # GPT-2's, and that of the presets of modded-nanogpt
 WARMUP_ROUNDS = 2
 
 
@@ -47,8 +47,8 @@ class Args:
 
 
 def make_attention(args: Args, hs: int, rt: distributed.Runtime) -> tuple[Callable[[], Tensor], Callable[[], None]]:
-    """Two functions for heads of size `hs`, on the same random input: one returns attention's output, the other runs
-    forward and backward args.repeats times."""
+    """Two functions for heads of size `hs`, on the same random input: one returns attention's output, (B, nh, T, hs);
+    the other runs forward and backward args.repeats times."""
     # Queries, keys and values are views into one tensor, as in model.py: (B, T, 3, nh, hs) -> three of (B, nh, T, hs)
     B, T, C = args.batch, args.sequence_length, args.width
     torch.manual_seed(0)
@@ -60,7 +60,9 @@ def make_attention(args: Args, hs: int, rt: distributed.Runtime) -> tuple[Callab
 
     def forward_and_backward() -> None:
         for _ in range(args.repeats):
-            y = forward()
+            y = forward()  # (B, nh, T, hs)
+            # Any gradient of that shape does: here the output itself. The graph is kept for unbind and transpose, which
+            # all calls share.
             torch.autograd.grad(y, qkv, y.detach(), retain_graph=True)
 
     return forward, forward_and_backward
@@ -70,16 +72,21 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.flash_3:
         torch.nn.attention.activate_flash_attention_impl("FA3")
+
+    # The rows of the table and the kernels that torch may use for each: first all of them, then each one alone.
     choices = {"torch's choice": list(KERNELS.values())}
     choices |= {name: [kernel] for name, kernel in KERNELS.items()}
     with distributed.session(args.device, args.dtype) as rt:
         print(f"{turns.describe_machine(rt)}, B={args.batch}, T={args.sequence_length}, {args.width} channels")
         print("| head size | kernel | forward and backward ms | largest error |\n|---|---|---|---|")
         for hs in HEAD_SIZES:
+            # The output that every kernel is compared with.
             forward, forward_and_backward = make_attention(args, hs, rt)
             with sdpa_kernel(SDPBackend.MATH):
                 exact = forward().detach()
+
             for name, allowed in choices.items():
+                # The kernel's largest error, and its time in each round.
                 try:
                     with sdpa_kernel(allowed):
                         error = (forward() - exact).abs().max().item()
@@ -89,6 +96,8 @@ def main() -> None:
                 except RuntimeError:  # torch has no such kernel for this device
                     print(f"| {hs} | {name} | unavailable | |")
                     continue
+
+                # The first rounds only warm up: kernels are chosen and compiled, and memory is allocated.
                 ms_per_call = median(times[WARMUP_ROUNDS:]) / args.repeats * 1e3
                 print(f"| {hs} | {name} | {ms_per_call:.2f} | {error:.4f} |", flush=True)
 

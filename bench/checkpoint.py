@@ -4,9 +4,16 @@
     python -m bench.checkpoint gpt2-124m --sequence-length 1024 --micro-batch-size 16      # on a GPU
     torchrun --standalone --nproc_per_node=2 -m bench.checkpoint llmc-124m                 # ZeRO-1: gathering its state
 
-Both ways of saving write the same content with fsync, into a folder under --dir. Training stalls until `save` returns,
-when the copy is in host memory; a thread then writes it while training continues. The output also says how much longer
-a step takes during the write: on a CPU, step and write share the cores. Medians over --rounds.
+A synchronous save writes both files of a checkpoint before training continues. CheckpointWriter.save copies their
+content to host memory and returns; a thread then writes it while training continues:
+
+    synchronous    step | write ............ | step
+    the writer     step | copy | step | step | step
+                               | write ............ |
+
+Training stalls during "write" in the first case and during "copy" in the second. Both write the same content with
+fsync, into a folder under --dir. The table also says how long a step takes during the write: on a CPU, step and write
+share the cores. Medians over --rounds.
 """
 
 import tempfile
@@ -36,42 +43,48 @@ class Args:
     micro_batch_size: int = 2
     rounds: int = 5
     dir: Path = Path(".")
+    """Where to write the checkpoints: its disk is what is measured."""
 
 
 def build_train_step(args: Args, rt: Runtime) -> TrainStep:
     """The preset's network and optimizers, uncompiled, with one micro-batch a step."""
+    # The preset, with steps as small as possible: one micro-batch for each rank.
     B, T = args.micro_batch_size, args.sequence_length
-    # One micro-batch per rank and step.
     batch_settings = {"sequence_length": T, "micro_batch_size": B, "total_batch_size": B * T * rt.world_size}
     cfg = replace(PRESETS[args.preset], compile=False, **batch_settings)
+
+    # The network as the preset trains it: recomputing activations changes how long a step takes.
     model = GPT(cfg.model)
-    # As the preset trains: recomputing changes how long a step takes.
     model.recompute = cfg.recompute
     return TrainStep(cfg, rt, model.to(rt.device).train())
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}  # seconds in each round, by the name of what was measured
 
     def measure(name: str, work: Callable[[], object]) -> None:
+        """Do `work` once, and note the seconds that it takes."""
         times.setdefault(name, []).append(turns.measure_seconds(work, rt))
 
     with distributed.session() as rt, tempfile.TemporaryDirectory(dir=args.dir) as out:
-        # The step, a batch of random tokens, and the folder's writer and path.
+        # What there is to save: a model and its optimizers, which train on one batch of random tokens.
         train_step = build_train_step(args, rt)
         cfg = train_step.cfg
         batch_shape = (1, args.micro_batch_size, args.sequence_length + 1)  # (micro_steps, B, T + 1)
         batch = torch.randint(cfg.model.vocab_size, batch_shape).to(torch.uint16)
+
+        # Where it is saved: the writer's files have the numbers of the rounds, those of the synchronous save have 0.
         writer = checkpoint.CheckpointWriter(out, keep=1)
         path = checkpoint.model_path(out, 0)
 
-        # What is measured.
+        # What is measured: a step, a synchronous save, and loading what that has saved.
         def run_step() -> None:
             train_step.compute_gradients(batch)
             train_step.update()
 
         def make_contents(step: int) -> tuple[dict, dict]:
+            """The contents of both files of a checkpoint, model_*.pt and optim_*.pt, as train_gpt2.py saves them."""
             run = RunState(step, data_id="", step=step)
             train_state = {**run.state_dict(), **train_step.state_dict(), "config": cfg.to_dict()}
             return checkpoint.model_file(train_step.model, step), {"format": checkpoint.FORMAT, **train_state}
@@ -85,17 +98,19 @@ def main() -> None:
             open_model(path).to(rt.device)
             train_step.load_state_dict(checkpoint.read_train_state(path))
 
-        # Warm up.
-        run_step()  # the first step is slower
+        # Warm up: the first step allocates memory and creates the state of the optimizers.
+        run_step()
 
-        # On several ranks: collecting the optimizer state of all of them, which they all wait for.
+        # On several ranks, measure one thing only: how long all of them wait while rank 0 collects the optimizer state
+        # that ZeRO-1 has spread over them.
         if rt.world_size > 1:
             for _ in range(args.rounds):
                 measure("gather", train_step.state_dict)
             rounds = " ".join(f"{t:.2f}" for t in times["gather"])
             return cli.print0(f"{args.preset} on {rt.world_size} ranks: gathering its state takes {rounds} s")
 
-        # On one: a synchronous save against one with the writer, and what a step takes with and without it.
+        # On one rank: a synchronous save, a save by the writer, and a step with and without a write in the background.
+        # (B023: the lambda below is called at once, before `step` changes.)
         for step in range(1, args.rounds + 1):
             measure("synchronous save", save_synchronously)
             measure("load and restore", load)
@@ -103,7 +118,8 @@ def main() -> None:
             measure("save, until it returns: the stall", lambda: writer.save(step, *make_contents(step)))  # noqa: B023
             measure("a step while it is written", run_step)
             measure("the rest of the writing", writer.wait)
-        # One checkpoint is left: the writer keeps the newest.
+
+        # The writer keeps only its newest checkpoint, so one is left in the folder.
         gb = sum(p.stat().st_size for p in Path(out).glob("*.pt")) / 1e9
 
     # A table of the medians.

@@ -58,6 +58,7 @@ def newcomer_environment(folder: Path) -> dict[str, str]:
 def run_make(target: str, variables: list[str], clone: Path, env: dict[str, str]) -> tuple[float, float | None]:
     """Run `make target`, with its output on stderr. Returns the seconds it took, and the seconds until the first line
     with a loss, if there was one. Exits if make fails."""
+    # Pass each line on as it comes, and note when the first loss is among them.
     start_time = time.monotonic()
     first_loss_s = None
     command = ["make", target, *variables]
@@ -66,6 +67,8 @@ def run_make(target: str, variables: list[str], clone: Path, env: dict[str, str]
             print(line, end="", file=sys.stderr, flush=True)
             if first_loss_s is None and LOSS_LINE.match(line):
                 first_loss_s = time.monotonic() - start_time
+
+    # Leaving the block above has waited for make to end.
     if process.returncode != 0:
         sys.exit(f"error: {' '.join(command)} exited with code {process.returncode}")
     return time.monotonic() - start_time, first_loss_s
@@ -105,8 +108,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, str]:
         subprocess.run(["git", "-C", clone, "checkout", "--quiet", args.commit], check=True)
     commit = subprocess.run(["git", "-C", clone, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
 
-    # Install, then train. Seconds count from the start of the install.
+    # Install the packages.
     install_s, _ = run_make("install", args.variables, clone, env)
+
+    # Train. A newcomer's seconds count from the start of the install.
     first_loss_s = end_s = val_loss = None
     if not args.install_only:
         quickstart_s, loss_line_s = run_make("quickstart", args.variables, clone, env)
@@ -114,6 +119,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, str]:
         if loss_line_s is not None:
             first_loss_s = install_s + loss_line_s
         val_loss = last_val_loss(clone)
+
     return {
         "commit": commit.strip(),
         "make's words": " ".join(args.variables),
@@ -126,6 +132,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
+    # argparse, as this runs before the project's packages are installed.
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "variables", nargs="*", metavar="NAME=VALUE", help="for make, such as TRAIN_ARGS='--dtype float32'"
@@ -145,6 +152,8 @@ def main() -> None:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+    # A table of one row, to be pasted below the rows of other machines.
     for cells in (row.keys(), ["---"] * len(row), row.values()):
         print("|", " | ".join(cells), "|")
 

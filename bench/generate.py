@@ -3,10 +3,14 @@
     python -m bench.generate                                   # GPT-2 124M, random weights, 4 samples of 128 tokens
     python -m bench.generate --samples 64 --device cuda --rounds 5 --only ours transformers "static cache"
 
-The ways take turns in separate processes; medians over the rounds. The loop runs under autocast, as in build-nanogpt;
-ours (as infer.py prepares it) and transformers store their weights in the dtype. "static cache" is transformers' own,
-compiled; on a CPU only by --only. "memory" reads what each step has to: every weight and, on average, half the cache.
-"first token" is the time from the command `python infer.py` to the end of one token: imports, a checkpoint of 124M.
+The ways take turns in separate processes; medians over the rounds:
+
+    ours              with a key-value cache, prepared as by infer.py: weights in the dtype
+    transformers      generate() of transformers, whose cache grows; weights in the dtype
+    static cache      the same with transformers' static cache, which it compiles; on a CPU only by --only
+    recompute loop    build-nanogpt's, under autocast: the whole context goes through the model for every token
+    memory            a lower bound: reads what each step must read, every weight and, on average, half of the cache
+    first token       seconds from the command `python infer.py` to one token: imports, a checkpoint of 124M parameters
 """
 
 import json
@@ -51,9 +55,11 @@ class Args:
 def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: distributed.Runtime) -> None:
     """Sample as build-nanogpt does: the whole context (B, T) goes through the model for each token, top-k 50."""
     for _ in range(new_tokens):
+        # All logits of the context, although only those at its end are used.
         with torch.no_grad():
             with rt.autocast():
                 logits, _ = model(idx)  # (B, T, V)
+            # Sample one of the 50 most likely tokens, and append it.
             probs = F.softmax(logits[:, -1, :], dim=-1)  # (B, V)
             top_probs, top_ids = torch.topk(probs, 50, dim=-1)  # (B, 50)
             place = torch.multinomial(top_probs, 1)  # (B, 1)
@@ -61,14 +67,17 @@ def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: distribut
 
 
 def make_memory_reader(model: GPT, args: Args, rt: distributed.Runtime) -> Callable[[int], object]:
-    """Return a function of n that reads, n times, as many bytes as a generated token has to: every weight but the
-    position embeddings and, on average, half of the keys and values of the new tokens."""
+    """Return a function of n that reads, n times, the bytes that one step of generation must read."""
+    # Every weight but the position embeddings, of which a step needs one row.
     config = model.config
     weights = model.num_params() - model.transformer.wpe.weight.numel()
+
+    # The keys and values of all samples at the average length: the prompt, and half of the new tokens.
     average_length = args.prompt_tokens + args.new_tokens // 2
     keys_and_values = 2 * config.n_layer * config.n_embd * args.samples * average_length
 
-    # As many bytes as these numbers have in rt.dtype, read as float32.
+    # Memory of the size that these numbers have in rt.dtype. It is summed as float32, which is quick in any dtype, so
+    # reading is all that takes time; .item() waits for the sum.
     count = weights + keys_and_values
     all_bytes = torch.ones(count, device=rt.device).view(torch.uint8)
     memory = all_bytes[: count * rt.dtype.itemsize].view(torch.float32)
@@ -76,7 +85,9 @@ def make_memory_reader(model: GPT, args: Args, rt: distributed.Runtime) -> Calla
 
 
 def make_generator(args: Args, rt: distributed.Runtime, folder: Path) -> Callable[[int], object]:
-    """Return the function that generates so many tokens in the way args.child."""
+    """Return a function of n that generates n tokens for each sample in the way args.child. `folder` is for the files
+    that it needs."""
+    # GPT-2 124M with random weights, and one random prompt for all samples.
     torch.manual_seed(0)
     model = GPT(GPTConfig()).to(rt.device)
     idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)  # (samples, T)
@@ -97,8 +108,11 @@ def make_generator(args: Args, rt: distributed.Runtime, folder: Path) -> Callabl
         case "transformers" | "static cache":
             import transformers
 
+            # The same weights, by way of an export.
             save_hf(model, folder / "hf")
             peer = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=rt.dtype).to(rt.device)
+
+            # Sample from the top 50, as the other ways do, and never stop early.
             options = {"do_sample": True, "top_k": 50, "eos_token_id": None, "pad_token_id": 0}
             options["attention_mask"] = torch.ones_like(idx)
             if args.child == "static cache":
@@ -114,8 +128,10 @@ def measure_one_way(args: Args) -> None:
         # `auto` is what infer.py would take for this many samples.
         if args.dtype == "auto":
             rt = replace(rt, dtype=fastest_dtype(rt.device, args.samples))
+
+        # Warm up. On a GPU with as many tokens as will be timed, so that the static cache is compiled for that length.
         generate = make_generator(args, rt, Path(folder))
-        generate(args.new_tokens if rt.device.type == "cuda" else 4)  # warms up; the static cache is compiled
+        generate(args.new_tokens if rt.device.type == "cuda" else 4)
         seconds = turns.measure_seconds(lambda: generate(args.new_tokens), rt)
         print(json.dumps({"ms": 1e3 * seconds, "where": turns.describe_machine(rt)}))
 
@@ -131,7 +147,7 @@ def main() -> None:
     ways = args.only or tuple(way for way in WAYS if way != "static cache" or torch.cuda.is_available())
     runs_by_way = turns.measure_in_turns("bench.generate", ways, args.rounds)
 
-    # The first way is the measure of the others.
+    # The table: one row a way. The times are compared with that of the first way.
     first_runs = next(iter(runs_by_way.values()))
     first_ms = median(run["ms"] for run in first_runs)
     print(

@@ -14,7 +14,7 @@ autocast. A row of the input is a position of a sequence, a column of the logits
     products alone     the three matrix products without the loss: a lower bound in this precision
 
 "compiled" ways go through torch.compile. The ways take turns in separate processes. The table has medians over all
-calls, the largest peak memory, and the loss and gradient norm, which must agree.
+calls, the largest peak memory, and the loss and gradient norm, which must be the same for all ways.
 """
 
 import json
@@ -66,26 +66,32 @@ class Args:
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """All logits at once: (rows, width) -> (rows, columns) -> scalar."""
     return F.cross_entropy(F.linear(x, weight).float(), targets)
 
 
 def ours(x: Tensor, weight: Tensor, targets: Tensor, chunk_loss: Callable = head.chunk_loss) -> Tensor:
+    """The trainer's head, without a bias or a softcap; see training/head.py."""
     backward = torch.is_grad_enabled()
     return head.ChunkedHeadLoss.apply(x, weight, None, targets, 0.0, backward, chunk_loss)
 
 
 def make_loss_function(way: str, args: Args, dtype: torch.dtype) -> LossFunction:
+    """The loss of one of WAYS. It may replace functions of training/head.py, as each way has a process of its own."""
+
+    # torch's loss and the bare products cast their inputs themselves, whatever autocast does with these operations.
     def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, options: object) -> Tensor:
         return F.linear_cross_entropy(x.to(dtype), weight.to(dtype), targets, options=options)
 
     def products(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         x, weight = x.to(dtype), weight.to(dtype)
         logits = x @ weight.T  # (rows, columns)
-        # The products of the backward pass, with the logits in place of their gradient.
+        # The two products of the backward pass, with the logits in place of their gradient, which has the same shape.
         d_x = logits @ weight  # (rows, width)
         d_weight = logits.T @ x  # (columns, width)
         return d_x.sum() + d_weight.sum()
 
+    # --chunk replaces the trainer's choice of how many rows a chunk has.
     if args.chunk:
         head.num_chunks = lambda rows, device_type: max(1, rows // args.chunk)
     match way:
@@ -95,7 +101,8 @@ def make_loss_function(way: str, args: Args, dtype: torch.dtype) -> LossFunction
             return torch.compile(plain)
         case "ours":
             return ours
-        case "ours compiled":  # as in the trainer: the loop over the chunks is not compiled
+        case "ours compiled":
+            # As in the trainer: the loss of a chunk is compiled, the loop over the chunks is not.
             return partial(ours, chunk_loss=torch.compile(head.chunk_loss, dynamic=False))
         case "ours padded compiled":
             head.padded_columns = lambda columns, device_type: math.ceil(columns / 64) * 64
@@ -120,9 +127,10 @@ def child(args: Args) -> None:
         targets = torch.randint(args.columns, (args.rows,), device=rt.device)
         loss_function = make_loss_function(args.child, args, rt.dtype)
         memory_before = machine.peak_memory(rt.device)
-        losses = []
+        losses = []  # of each call
 
         def forward_and_backward() -> None:
+            """One call: the loss and, unless the way has its products in the loss already, the gradients."""
             x.grad = weight.grad = None
             needs_gradients = args.child != "products alone"
             with rt.autocast(), torch.set_grad_enabled(needs_gradients):
@@ -149,6 +157,8 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return child(args)
+
+    # The ways to measure: all that this torch has, or those of --only, each once.
     has_linear_cross_entropy = hasattr(F, "linear_cross_entropy")
     known_ways = tuple(way for way in WAYS if has_linear_cross_entropy or not way.startswith("torch's"))
     ways = tuple(dict.fromkeys(args.only)) or known_ways
@@ -156,7 +166,7 @@ def main() -> None:
         cli.require(way in known_ways, f"--only {way!r} must be one of {', '.join(known_ways)}")
     results = turns.measure_in_turns("bench.head", ways, args.rounds)
 
-    # The table: one row a way.
+    # The table: one row a way, with the times of all its rounds.
     first_run = next(iter(results.values()))[0]
     print(f"{first_run['where']}, {args.rows} rows, {args.width} channels, {args.columns} columns")
     print("| way | ms | GB above its input | loss | gradient of x |\n|---|---|---|---|---|")

@@ -3,8 +3,9 @@
     python -m bench.hellaswag                               # GPT-2 124M, random weights (speed does not depend on them)
     python -m bench.hellaswag --model gpt2 --dtype float32 --limit 200 --device cuda
 
-The ways take turns in separate processes; medians over the rounds. The predictions (acc_norm) of each are compared with
-those of hellaswag.py in float32: the rate at which rounding changes an answer.
+Both ways and, for comparison, hellaswag.py in float32 take turns in separate processes; medians over the rounds. The
+table counts the examples for which a way predicts another ending (by acc_norm) than hellaswag.py in float32 does: that
+is how often rounding changes an answer.
 """
 
 import json
@@ -41,10 +42,18 @@ class Args:
 
 
 def score_one_at_a_time(model: GPT, examples: list[hellaswag_eval.Example], rt: distributed.Runtime) -> torch.Tensor:
-    """Losses (n, 4) as build-nanogpt finds them: one example's four rows, padded, with logits at every position."""
+    """Summed losses of the endings, (n, 4), as build-nanogpt computes them: the four rows of one example at a time,
+    padded to the same length T, with logits at every position.
+
+        tokens    context ............... ending 0 ...
+                  context ............... ending 1 .......
+                  context ............... ending 2 . 0 0 0
+                  context ............... ending 3 ... 0 0
+        mask      0 0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 0 0
+    """
     losses = []
     for example in examples:
-        # The four rows: context and ending. The mask is 1 on the endings.
+        # The rows (4, T) of context and ending, and the mask (4, T), which is 1 where a row has its ending.
         T = len(example.context) + max(len(ending) for ending in example.endings)
         tokens = torch.zeros(4, T, dtype=torch.long)
         mask = torch.zeros_like(tokens)
@@ -59,7 +68,8 @@ def score_one_at_a_time(model: GPT, examples: list[hellaswag_eval.Example], rt: 
         with torch.no_grad(), rt.autocast():
             logits, _ = model(tokens)  # (4, T, V)
 
-        # Position t predicts token t + 1. (4, T - 1, V) -> (4 * (T - 1), V) -> (4, T - 1)
+        # The loss of every token but the first, as position t predicts token t + 1: (4, T - 1, V) -> (4 * (T - 1), V)
+        # -> (4, T - 1). The sum over each ending is what the endings are compared by.
         flat_logits = logits[:, :-1].contiguous().view(-1, logits.size(-1))
         flat_targets = tokens[:, 1:].contiguous().view(-1)
         token_losses = F.cross_entropy(flat_logits, flat_targets, reduction="none").view(4, -1)
@@ -73,11 +83,13 @@ def measure_one_way(args: Args) -> None:
     examples = hellaswag_eval.load_examples(args.data, args.limit)
     dtype = "float32" if args.child == "hellaswag.py in float32" else args.dtype
     with distributed.session(args.device, dtype) as rt:
+        # The model: a given one, or GPT-2 124M with the same random weights in every process.
         torch.manual_seed(0)
         model = open_model(args.model) if args.model else GPT(GPTConfig(vocab_size=50304))
         model = model.to(rt.device)
 
         def score(some: list[hellaswag_eval.Example]) -> torch.Tensor:
+            """The summed losses (n, 4) of some examples, in the way args.child."""
             match args.child:
                 case "one at a time":
                     return score_one_at_a_time(model, some, rt)
@@ -86,9 +98,12 @@ def measure_one_way(args: Args) -> None:
                 case _:
                     raise ValueError(f"--child {args.child!r} must be one of {', '.join(WAYS)}")
 
-        score(examples[:4])  # warms up
+        # Warm up with a few examples, then time all of them.
+        score(examples[:4])
         results = []
         seconds = turns.measure_seconds(lambda: results.append(score(examples)), rt)
+
+        # The ending with the smallest loss per token, as for acc_norm: (n, 4) -> (n,)
         predictions = hellaswag_eval.normalize(results[0], examples).argmin(1)
         print(
             json.dumps({"ms": 1e3 * seconds, "predictions": predictions.tolist(), "where": turns.describe_machine(rt)})
@@ -106,6 +121,7 @@ def main() -> None:
     tokenizer.encoding()  # if it is missing, one error here instead of one from every process
     runs_by_way = turns.measure_in_turns("bench.hellaswag", WAYS, args.rounds)
 
+    # The table: one row a way, with the number of predictions that are not those of hellaswag.py in float32.
     first_run = next(iter(runs_by_way.values()))[0]
     exact = runs_by_way["hellaswag.py in float32"][0]["predictions"]
     print(f"{args.model or 'GPT-2 124M'} on {first_run['where']}, {len(exact)} examples")

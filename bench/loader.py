@@ -23,16 +23,18 @@ from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 
-SEQUENCES, B, T = 512, 64, 1024  # a step of 524,288 tokens, as gpt2-124m's
-FAR_STEP = 10**6 + 7
+SEQUENCES, B, T = 512, 64, 1024  # of a step, of a micro-batch; tokens of a sequence: as in gpt2-124m
+FAR_STEP = 10**6 + 7  # more than any run has: resuming there must cost no more than at step 0
 
 
 @dataclass(frozen=True)
 class Args:
     data_dir: Path | None = None
+    """A folder of shards; default: a temporary one with --shards shards of --shard-tokens random tokens each."""
     shards: int = 10
     shard_tokens: int = 100_000_000
     steps: int = 250
+    """Steps to time, one after the other; the slowest of them is the one that reads a new shard."""
     rounds: int = 1
     child: str = ""
     """Set for the process that measures one order."""
@@ -47,20 +49,22 @@ def measure(args: Args) -> None:
         return Loader(args.data_dir, "train", T=T, vocab_size=50257, seed=1, shuffle=shuffle)
 
     def read_step(data: Loader, step: int) -> None:
+        # (micro_steps, B, 2) pairs of (shard, sequence) -> (SEQUENCES, 2)
         data.read(data.step_sequences(step, SEQUENCES, B).reshape(-1, 2))
 
     # From nothing to the first batch: headers, a shard, the prefetch thread.
     first_seconds = turns.measure_seconds(lambda: next(open_loader().batches(0, SEQUENCES, B, rt)), rt)
 
-    # Step by step without prefetch: the slowest one reads a new shard.
+    # Step by step, without the prefetch thread, which would hide the time: the slowest step reads a new shard.
     data = open_loader()
     step_ms = []
     for step in range(args.steps):
         step_ms.append(1e3 * turns.measure_seconds(functools.partial(read_step, data, step), rt))
 
-    # What resuming costs.
+    # What resuming costs: the first batch of a step that is far from the start.
     seek_seconds = turns.measure_seconds(lambda: next(data.batches(FAR_STEP, SEQUENCES, B, rt)), rt)
 
+    # Times in ms, but "first" and "seek" in seconds.
     result = {"ms": median(step_ms), "worst": max(step_ms), "first": first_seconds, "seek": seek_seconds}
     print(json.dumps(result))
 
@@ -69,6 +73,8 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
         return measure(args)
+
+    # Measure both orders, on the folder of --data-dir or on one of random tokens: the same ones in every shard.
     with tempfile.TemporaryDirectory() as folder:
         if not args.data_dir:
             tokens = np.random.default_rng(0).integers(0, 50257, args.shard_tokens).astype(np.uint16)
@@ -77,6 +83,7 @@ def main() -> None:
         data_flag = ("--data-dir", str(args.data_dir or folder))
         results = turns.measure_in_turns("bench.loader", ("shuffled", "in order"), args.rounds, *data_flag)
 
+    # The table: medians over the rounds.
     print("| order | first batch s | step ms, median | worst (a new shard) | seek to step 1,000,007 s |")
     print("|---|---|---|---|---|")
     for order, runs in results.items():

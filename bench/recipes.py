@@ -6,8 +6,8 @@
 
 All recipes train at the same shape, on the same tokens in the same order, and are compared by validation loss. The
 first one, the baseline, runs --steps, the others --share of them, each with its own full schedule. The table has the
-final losses, and after which share of the baseline's tokens and seconds each recipe reaches the baseline's final loss
-(linear between evaluations).
+final losses, and after which share of the baseline's tokens and seconds each recipe reaches the baseline's final loss,
+where curves are taken to be linear between evaluations.
 
 Runs go through train_gpt2.py. Finished ones are kept in --out and not run again. The curves go to
 bench/recipes-SIZE.csv and .png, or to what --report names.
@@ -82,7 +82,9 @@ class Args:
     extra: tuple[str, ...] = ()
     """More recipes: "name=recipe --flag value ..."."""
     vocab: int = 8192
+    """How many tokens the vocabulary of the CPU size has."""
     out: Path = Path("log/recipes")
+    """Folder of the runs, where finished ones are found again."""
     report: str = ""
     """Name of the .csv and .png in bench/, or a path; default recipes-SIZE."""
 
@@ -93,18 +95,20 @@ class Args:
 def merge_rare_tokens(data_dir: Path, out: Path, vocab: int) -> Path:
     """Write shards like data_dir's in which its `vocab` - 1 most frequent tokens are numbered from 0 by their frequency
     and all others are the token `vocab` - 1. Returns their folder; what is there already is not written again."""
+    # One shard for each shard of data_dir, with its name.
     paths = [path for split in ("train", "val") for path in shards.find_shards(data_dir, split)]
     folder = out / f"{data_dir.name}-{vocab}"
     if all((folder / path.name).exists() for path in paths):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
 
-    # The old id -> new id table, (EOT + 1,).
+    # How often each token occurs, (EOT + 1,), and the table old id -> new id, (EOT + 1,).
     counts = sum(np.bincount(shards.read_shard(path), minlength=EOT + 1) for path in paths)
     frequent = np.argsort(-counts, kind="stable")[: vocab - 1]
     new_ids = np.full(EOT + 1, vocab - 1, np.uint16)
     new_ids[frequent] = np.arange(vocab - 1)
 
+    # Translate every shard.
     share = counts[frequent].sum() / counts.sum()
     print(f"{share:.1%} of the tokens are among the {vocab - 1} that are kept", file=sys.stderr)
     for path in paths:
@@ -117,6 +121,8 @@ def known_recipes(args: Args) -> dict[str, Recipe]:
     known = dict(RECIPES[args.size])
     preset, flags = known["speedrun"]
     known |= {name: (preset, f"{flags} {change}") for name, change in WITHOUT_INGREDIENT.items()}
+
+    # "name=recipe --flag value": a known recipe with more flags, of which the last one counts.
     for text in args.extra:
         name, _, definition = text.partition("=")
         base, _, more_flags = definition.partition(" ")
@@ -131,6 +137,8 @@ def known_recipes(args: Args) -> dict[str, Recipe]:
 
 def train(args: Args, shared_flags: str, name: str, recipe: Recipe, steps: int, seed: int) -> Curve:
     """Train one recipe with one seed, unless --out has that run. Raises UserError if the run fails."""
+    # The command: flags of the size, of all recipes, of this one, of this run; nothing runs beside training and
+    # validation. --resume auto continues an interrupted run and leaves a finished one alone.
     preset, flags = recipe
     out = args.out / f"{args.size}-{name}-{steps}-{seed}"
     val_every = max(1, args.steps // 20)
@@ -158,7 +166,8 @@ def train(args: Args, shared_flags: str, name: str, recipe: Recipe, steps: int, 
 
 
 def train_all(args: Args, names: list[str], known: dict[str, Recipe]) -> dict[str, list[Curve]]:
-    """{recipe: a curve per seed}."""
+    """Train every recipe with every seed. Returns {recipe: a curve per seed}; the first of `names` is the baseline."""
+    # Which tokens, and how many there are: see the end of the module's docstring.
     match args.size:
         case "cpu":
             data_dir = merge_rare_tokens(args.data_dir, args.out, args.vocab)
@@ -169,6 +178,7 @@ def train_all(args: Args, names: list[str], known: dict[str, Recipe]) -> dict[st
         case _:
             raise ValueError(f"no size {args.size!r}: add a case here")
     shared_flags = f"--data-dir {data_dir} --model.vocab-size {vocab_size}"
+
     curves: dict[str, list[Curve]] = {name: [] for name in names}
     # Recipe by recipe within each seed, so that a slow hour of the machine affects all of them.
     for seed in args.seeds:
@@ -194,21 +204,27 @@ def first_reaches(curve: Curve, target: float, axis: str) -> float:
 
 
 def mean_final_loss(curves_of_recipe: list[Curve]) -> float:
+    """The val loss at the end of a recipe's runs, averaged over its seeds."""
     return statistics.mean(curve[-1]["val_loss"] for curve in curves_of_recipe)
 
 
 def print_table(curves: dict[str, list[Curve]], baseline: str) -> None:
     """One row a recipe. Its shares of the baseline's tokens and seconds are means over the seeds."""
+    # The loss to reach, and what the baseline takes to get there.
     goal = mean_final_loss(curves[baseline])
     axes = ("tokens", "seconds")
     baseline_needs = {axis: statistics.mean(curve[-1][axis] for curve in curves[baseline]) for axis in axes}
     print(f"| recipe | val loss | spread | s | to {goal:.4f}: tokens | seconds |\n|---|---|---|---|---|---|")
+
     for name, runs in curves.items():
+        # What part of the baseline's tokens and seconds this recipe needs to reach that loss.
         shares = {}
         for axis in axes:
             needs = statistics.mean(first_reaches(curve, goal, axis) for curve in runs)
             # By definition the baseline needs all of its tokens, although some of its seeds end above the mean loss.
             shares[axis] = 1.0 if name == baseline else needs / baseline_needs[axis]
+
+        # The row: the final losses, and the seconds of a whole run.
         final = [curve[-1]["val_loss"] for curve in runs]
         spread = f"{min(final):.4f} to {max(final):.4f}"
         seconds = statistics.mean(curve[-1]["seconds"] for curve in runs)
@@ -217,6 +233,7 @@ def print_table(curves: dict[str, list[Curve]], baseline: str) -> None:
 
 
 def write_curves(path: Path, curves: dict[str, list[Curve]], seeds: tuple[int, ...]) -> None:
+    """All curves as a csv file, one line a validation."""
     with open(path, "w", newline="") as f:
         writer = csv.DictWriter(f, ["recipe", "seed", "step", "tokens", "seconds", "val_loss"])
         writer.writeheader()
@@ -237,14 +254,18 @@ def draw(curves: dict[str, list[Curve]], goal: float, path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     for axis, panel in zip(("tokens", "seconds"), panels, strict=True):
         for name, runs in curves.items():
-            # All seeds validate at the same steps: (seeds, points) -> (points, seeds)
+            # All seeds validate at the same steps, but not after the same seconds, so x is a mean as well:
+            # (seeds, points) -> (points, seeds)
             points = list(zip(*runs, strict=True))
             x = [statistics.mean(point[axis] for point in seeds) for seeds in points]
             losses = [[point["val_loss"] for point in seeds] for seeds in points]
+
+            # The mean as a line; a band from the lowest to the highest seed.
             (line,) = panel.plot(x, [statistics.mean(values) for values in losses], label=name)
             low = [min(values) for values in losses]
             high = [max(values) for values in losses]
             panel.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+        # The loss to reach. The steep beginning of the curves is cut off.
         panel.axhline(goal, color="gray", linewidth=0.8, linestyle="--")
         panel.set(xlabel=f"{axis} of training", ylim=(None, goal + 2), title=f"against {axis}")
     panels[0].set_ylabel("val loss (nats per token)")
@@ -261,6 +282,7 @@ def main() -> None:
     unknown = set(names) - set(known)
     require(not unknown, f"no recipe {', '.join(unknown)}; choose from {', '.join(known)}")
 
+    # Train them, compare them, and keep their curves.
     curves = train_all(args, names, known)
     print_table(curves, baseline=names[0])
     report = Path("bench") / (args.report or f"recipes-{args.size}")

@@ -48,6 +48,7 @@ def run(command: list[str], kill_at: Path | None = None) -> str:
     """Run a command to its end, or kill it with SIGKILL once the file `kill_at` exists. Returns what it printed. Raises
     UserError if it fails, or if it ends before it could be killed."""
     with tempfile.TemporaryFile("w+") as output:
+        # Poll until the command has ended, and kill it as soon as the file is there.
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             if kill_at and kill_at.exists():
@@ -55,6 +56,8 @@ def run(command: list[str], kill_at: Path | None = None) -> str:
             time.sleep(0.002)  # a tiny model's next checkpoint may be 30 ms away
         output.seek(0)
         text = output.read()
+
+    # A process that a signal ended has a negative exit code.
     was_killed = process.returncode < 0
     is_as_expected = was_killed if kill_at else process.returncode == 0
     cli.require(is_as_expected, f"{' '.join(command)} ended with exit code {process.returncode}: {text[-1500:]}")
@@ -63,8 +66,11 @@ def run(command: list[str], kill_at: Path | None = None) -> str:
 
 def describe_difference(a: Path, b: Path) -> str:
     """How the weights of two checkpoints differ: "same bits", or a share of the weights and the largest difference."""
+    # |p - q| for every weight of every parameter.
     pairs = zip(open_model(a).parameters(), open_model(b).parameters(), strict=True)
     differences = [(p - q).detach().abs() for p, q in pairs]
+
+    # How many weights differ, which part of all that is, and by how much at most.
     differing = sum(int((d != 0).sum()) for d in differences)
     if differing == 0:
         return "same bits"
@@ -75,6 +81,7 @@ def describe_difference(a: Path, b: Path) -> str:
 
 def measure_way(args: Args, way: str, folder: Path) -> str:
     """Make the three runs of one way in `folder`; returns its row of the table."""
+    # The checkpoint at which the third run is killed, and the folders of the three.
     half = args.steps // 2
     undisturbed, repeated, killed = (folder / name for name in ("undisturbed", "repeated", "killed"))
 
@@ -84,7 +91,7 @@ def measure_way(args: Args, way: str, folder: Path) -> str:
     command += ["--hellaswag-every", "0", *args.flags]
     command += [f"--{flag}" for flag in way.split() if flag != "default"]
 
-    # The runs.
+    # The runs. The killed one must say that it continues at the checkpoint, or it has proved nothing.
     run([*command, "--out-dir", str(undisturbed)])
     run([*command, "--out-dir", str(repeated)])
     run([*command, "--out-dir", str(killed)], kill_at=model_path(killed, half))
@@ -105,6 +112,8 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     device = machine.device_name(machine.choose_device())
     print(f"{args.preset} {' '.join(args.flags)}, {args.steps} steps, on {device}, torch {torch.__version__}")
+
+    # One row a way; the checkpoints of each are deleted before the next one starts.
     print("| way | done twice | killed and resumed | step ms | loss at the end |\n|---|---|---|---|---|")
     for way in args.ways:
         with tempfile.TemporaryDirectory() as folder:

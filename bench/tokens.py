@@ -4,11 +4,16 @@
     python -m bench.tokens 'books-*.parquet' --rounds 5 --enlarge 3
     python -m bench.tokens 'books-*.parquet' --only "row group" --gigabytes 4      # a large file of one row group
 
-Wall times in turns, medians; fineweb.py's are of the entire process. The loop is what build-nanogpt does: a pool of
-processes (here one per core), tiktoken on one document at a time, shards filled in the parent; but it reads texts with
-pyarrow, not with the `datasets` library. encode_files is gigatoken's, alone. The steady rate leaves out the start-up:
-the additional tokens of a source enlarged --enlarge times, divided by the additional time. The tokens of fineweb.py and
-of the loop must be equal.
+The methods take turns in separate processes; the table has medians of wall times:
+
+    fineweb.py      the command, from its start to its end
+    loop            what build-nanogpt does: a pool of processes (here one per core), tiktoken on one document at a
+                    time, shards filled in the parent; but pyarrow reads the texts, not the `datasets` library
+    encode_files    gigatoken's own function, which reads and tokenizes and writes nothing
+    row group       fineweb.py on one parquet file whose text is one large row group, for its memory
+
+"enlarged" is the same source --enlarge times over. From both sizes follows the steady rate, which leaves out the
+start-up: the additional tokens divided by the additional time. The tokens of fineweb.py and of the loop must be equal.
 """
 
 import glob
@@ -63,15 +68,17 @@ def run_loop(out: Path, shard_size: int, files: list[str]) -> None:
     """The loop to compare with: a pool, one document at a time, np.save."""
     from pyarrow import parquet
 
+    # The texts of all files, one by one.
     batches = (batch for file in files for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]))
     texts = (text for batch in batches for text in batch.column(0).to_pylist())
 
+    # One array is filled again and again: `filled` tokens of shard number `index`.
     shard = np.empty(shard_size, np.uint16)
     filled = 0
     index = 0
     with multiprocessing.Pool(os.cpu_count()) as pool:
         for tokens in pool.imap(tokenize, texts, chunksize=16):
-            # Write shards as long as this document fills them.
+            # As long as this document fills a shard: write it, and continue with the rest of the document.
             while filled + len(tokens) >= shard_size:
                 count = shard_size - filled
                 shard[filled:] = tokens[:count]
@@ -79,14 +86,19 @@ def run_loop(out: Path, shard_size: int, files: list[str]) -> None:
                 tokens = tokens[count:]
                 filled = 0
                 index += 1
+
+            # The rest of the document begins the next shard, or continues this one.
             shard[filled : filled + len(tokens)] = tokens
             filled += len(tokens)
+
+    # The last shard is shorter.
     if filled:
         np.save(out / f"loop_train_{index:06d}.npy", shard[:filled])
 
 
 def run_fineweb(*flags: str) -> int:
     """Run fineweb.py; returns its peak resident size in kB."""
+    # Its output goes to stderr, as this process prints its result on stdout. wait4 also returns what the process used.
     process = subprocess.Popen([sys.executable, "fineweb.py", *flags], stdout=sys.stderr)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -99,6 +111,7 @@ def write_one_row_group(files: list[str], gigabytes: float, out: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # large_string: the column of one row group may be longer than the 2 GB that 32-bit offsets reach.
     text = pa.concat_tables([pq.read_table(f, columns=["text"]) for f in files])
     text = pa.table({"text": text["text"].cast(pa.large_string())})
     repeats = max(1, round(gigabytes * 1e9 / text.nbytes))
@@ -117,20 +130,23 @@ def measure(args: Args) -> None:
     """Measure the method that args.child names, and print the result as JSON."""
     import gigatoken
 
+    # "loop" or "fineweb.py, enlarged"; the files that the patterns name.
     method, _, enlarged = args.child.partition(", ")
     files = [os.path.abspath(f) for pattern in args.files for f in sorted(glob.glob(pattern)) or [pattern]]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         out.mkdir()
 
-        # The source: the files, several times if it is to be larger, under names in order; or one large row group.
+        # The source: links to the files, named in order; for an enlarged source several to each file. Or one large row
+        # group.
         sources = []
         for i, file in enumerate(files * (args.enlarge if enlarged else 1)):
             sources.append(f"{folder}/{i:04d}.parquet")
             os.symlink(file, sources[-1])
         if method == "row group":
             sources = [f"{folder}/large.parquet"]
-            # In another process, as the memory of this one counts as that of what it starts.
+            # Write it in a process of its own: a process starts with the peak of the one that forks it, so the memory
+            # that is needed here would count as fineweb.py's.
             writer_args = (files, args.gigabytes, sources[0])
             writer = multiprocessing.get_context("spawn").Process(target=write_one_row_group, args=writer_args)
             writer.start()
@@ -152,7 +168,7 @@ def measure(args: Args) -> None:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)} or row group")
         seconds = time.perf_counter() - start
 
-        # What was made, to be compared between the methods.
+        # The tokens that were written, and their hash, by which the methods are compared.
         digest = hashlib.sha256()
         tokens = 0
         for path in shards.shard_files(out):
@@ -174,13 +190,14 @@ def main() -> None:
         hashes = {results[name][0]["sha256"] for name in ("loop", "fineweb.py")}
         cli.require(len(hashes) == 1, "fineweb.py and the loop produce different tokens")
 
-    # encode_files writes no shards: its tokens are those of fineweb.py.
+    # Medians of seconds, and how many tokens there were. encode_files writes none: it has the number of fineweb.py.
     seconds = {name: median(run["ms"] for run in runs) / 1e3 for name, runs in results.items()}
     tokens = {name: runs[0]["tokens"] for name, runs in results.items()}
     for name in tokens:
         if not tokens[name]:
             tokens[name] = tokens.get(name.replace("encode_files", "fineweb.py"), 0)
 
+    # The table: one row a method, and one row for each steady rate.
     print(f"{os.cpu_count()} cores\n| | tokens | seconds | M tokens/s | peak resident GB |\n|---|---|---|---|---|")
     for name, runs in results.items():
         rate = tokens[name] / seconds[name] / 1e6

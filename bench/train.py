@@ -6,9 +6,9 @@
     python -m bench.train gpt2-124m --data-dir data/fineweb-edu --only ours --profile          # where the time goes
 
 --peers names a folder with checkouts of build-nanogpt and nanoGPT. "ours" is this project's step, as train_gpt2.py
-makes it. All contenders train the same network on the same tokens: one rank, the preset's batch, AdamW, bfloat16
-autocast where the device has it. build-nanogpt runs without torch.compile, as it comes. They take turns in separate
-processes. The table's columns:
+makes it. All contenders train the same network on the same tokens: one rank, the preset's batch and dtype. Peers have
+AdamW; a preset with another optimizer needs -- --optimizer=adamw for a fair comparison. build-nanogpt runs without
+torch.compile, as it comes. The contenders take turns in separate processes. The table's columns:
 
     tokens/s, step ms            medians over all timed steps
     data, gradients, update      the parts of a step in ms; gradients are forward, backward and clipping
@@ -57,6 +57,7 @@ class Args:
     """More flags of train_gpt2.py, after --."""
     data_dir: str = "data/stdlib"
     peers: Path | None = None
+    """Folder with checkouts of build-nanogpt and nanoGPT; without it, only this project is measured."""
     steps: int = 6
     """Timed steps per round."""
     rounds: int = 2
@@ -76,6 +77,7 @@ def import_build_nanogpt(folder: Path) -> tuple[type, type]:
 
     Importing that file would start a training run, so only its imports and its classes are executed.
     """
+    # Its imports, without that of its own hellaswag.py, and its classes, without the loader, which opens shards.
     path = folder / "build-nanogpt" / "train_gpt2.py"
     nodes = []
     for node in ast.parse(path.read_text()).body:
@@ -83,7 +85,8 @@ def import_build_nanogpt(folder: Path) -> tuple[type, type]:
         is_class = isinstance(node, ast.ClassDef) and node.name != "DataLoaderLite"
         if is_import or is_class:
             nodes.append(node)
-    # @dataclass in that code looks up its module in sys.modules.
+
+    # Execute them as a module "peer". It must be in sys.modules, where @dataclass looks up the module of its class.
     scope = {"__name__": "peer", "master_process": False}
     sys.modules["peer"] = type(sys)("peer")
     exec(compile(ast.Module(nodes, []), str(path), "exec"), scope)
@@ -91,7 +94,8 @@ def import_build_nanogpt(folder: Path) -> tuple[type, type]:
 
 
 def import_nanogpt(folder: Path) -> tuple[type, type]:
-    """GPT and GPTConfig of nanoGPT's model.py, which has the name of this project's."""
+    """GPT and GPTConfig of nanoGPT's model.py."""
+    # Both projects have a module `model`: put this project's aside while nanoGPT's is imported.
     own_module = sys.modules.pop("model")
     sys.path.insert(0, str(folder / "nanoGPT"))
     import model as nanogpt_module
@@ -108,7 +112,8 @@ class PeerStep:
     def __init__(self, name: str, folder: Path, cfg: TrainConfig, rt: Runtime):
         self.rt = rt
 
-        # The model and the optimizer, each as the peer's own functions make them.
+        # The model and the optimizer, each as the peer's own functions make them, with the weight decay and the betas
+        # of both peers' training scripts.
         shape_fields = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
         shape = {field: getattr(cfg.model, field) for field in shape_fields}
         match name:
@@ -122,14 +127,16 @@ class PeerStep:
                 self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, (0.9, 0.95), rt.device.type)
             case _:
                 raise ValueError(f"no peer {name!r}: add a case here")
+
+        # How it runs: the compiled model or the model itself, in micro-batches as large as the command says or as fit.
         self.forward = torch.compile(self.model) if name.endswith("compiled") else self.model
         self.sequence_length = cfg.sequence_length
         self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.rehearse)
 
     def compute_gradients(self, batch: Tensor) -> SimpleNamespace:
-        """batch (micro_steps, B, T + 1) -> .loss, the mean over the step."""
+        """Forward, backward and clipping. batch (micro_steps, B, T + 1) uint16 -> .loss, the mean over the step."""
         loss_sum = torch.zeros((), device=self.rt.device)
-        for tokens in batch:
+        for tokens in batch:  # (B, T + 1)
             x, y = to_device(tokens, self.rt.device)  # (B, T) each
             with self.rt.autocast():
                 _, loss = self.forward(x, y)
@@ -146,6 +153,7 @@ class PeerStep:
             self.optimizer.zero_grad(set_to_none=True)
 
     def update(self) -> None:
+        """Step the optimizer with the gradients of compute_gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -154,6 +162,8 @@ class PeerStep:
 
 
 def make_contender(args: Args, cfg: TrainConfig, rt: Runtime, total_steps: int) -> TrainStep | PeerStep:
+    """The step of the contender args.child: a peer's, or this project's as train_gpt2.py builds it. Both have
+    compute_gradients(batch), update() and micro_batch_size."""
     if args.child not in OUR_FLAGS:
         return PeerStep(args.child, args.peers, cfg, rt)
     model = GPT(cfg.model)
@@ -165,8 +175,10 @@ def make_contender(args: Args, cfg: TrainConfig, rt: Runtime, total_steps: int) 
 
 def child(args: Args) -> None:
     """Run one contender for one round and print a JSON object."""
+    # The config of the preset, for all contenders.
     cfg = parse([args.preset, *args.flags, "--data-dir", args.data_dir, *OUR_FLAGS.get(args.child, [])], None)
     with distributed.session(cfg.device, cfg.dtype) as rt:
+        # The contender, and the batches that train_gpt2.py would train on.
         torch.manual_seed(0)
         data, _ = train_gpt2.open_data(cfg, rt)
         contender = make_contender(args, cfg, rt, cfg.total_steps(data.order.sequences_per_epoch))
@@ -178,6 +190,7 @@ def child(args: Args) -> None:
             parts: list[float] = []
 
             def timed(work: Callable[[], Any]) -> Any:
+                """Do one part of the step, and append the milliseconds until the device has finished it."""
                 start_time = time.perf_counter()
                 result = work()
                 rt.synchronize()
@@ -190,17 +203,19 @@ def child(args: Args) -> None:
             parts_ms.append(parts)
             return result.loss
 
-        # The first step compiles; two more warm up the caches; the others are timed.
+        # The first step compiles, a few more warm up the caches, and the others are timed.
         run_step()
         first_s = turns.seconds_since_command()
         for _ in range(WARMUP_STEPS + args.steps):
             loss = run_step()
         timed_parts = parts_ms[1 + WARMUP_STEPS :]
 
-        # Only this project's model counts its FLOPs.
+        # Only this project's model counts its FLOPs. The table uses the count for the peers, too: their network is the
+        # same.
         flops_per_token = 0
         if args.child in OUR_FLAGS:
             flops_per_token = contender.model.flops_per_token(cfg.sequence_length)
+
         result = {
             "times": timed_parts,
             "ms": statistics.median(map(sum, timed_parts)),
@@ -213,6 +228,8 @@ def child(args: Args) -> None:
             "peak_flops": cards.peak_flops(rt.device),
             "flops_per_token": flops_per_token,
         }
+
+        # With --profile, one more step, which is not among the timed ones: the profiler slows it down.
         if args.profile:
             with torch.profiler.profile() as profiler:
                 run_step()
@@ -222,6 +239,7 @@ def child(args: Args) -> None:
 
 def profile_table(profiler: torch.profiler.profile, step_ms: float, device_type: str) -> str:
     """The 20 kernels (on a CPU: operations) that take most device time in a step, as a table."""
+    # (milliseconds, calls, name) of every kernel, without what its callees took.
     rows = []
     for event in profiler.key_averages():
         if device_type == "cpu":
@@ -233,6 +251,8 @@ def profile_table(profiler: torch.profiler.profile, step_ms: float, device_type:
             is_kernel = str(event.device_type).endswith("CUDA") and not event.is_user_annotation
         if microseconds and is_kernel:
             rows.append((microseconds / 1e3, event.count, event.key))
+
+    # The kernels that take most time come first. The device is idle in what is left of the step.
     rows.sort(reverse=True)
     busy_ms = sum(ms for ms, _, _ in rows)
     lines = [
@@ -258,20 +278,24 @@ def main() -> None:
         for name, runs in results.items():
             print(f"{name}, {runs[0]['profile']}\n")
 
-    # The table: one row a contender. Speeds are compared with the first one's.
+    # The table: one row a contender. Speeds are compared with that of the first one.
     first = next(iter(results.values()))[0]
     print(f"{args.preset} {' '.join(args.flags)} on {first['where']}, {first['tokens']:,} tokens per step")
     columns = "contender | tokens/s | ours is | step ms | data | gradients | update | MFU | peak GB | B"
     print(f"| {columns} | first step s, cache empty | full | loss |\n{'|---' * 13}|")
     first_rate = None
     for name, runs in results.items():
-        steps = [parts for run in runs for parts in run["times"]]  # (steps, 3)
+        # The timed steps of all rounds, (steps, 3): the milliseconds of data, gradients and update.
+        steps = [parts for run in runs for parts in run["times"]]
         step_ms = statistics.median(map(sum, steps))
         data_ms, gradients_ms, update_ms = (statistics.median(parts) for parts in zip(*steps, strict=True))
+
+        # Tokens per second, in all and as a part of what the device could compute.
         rate = first["tokens"] / step_ms * 1e3
         if first_rate is None:
             first_rate = rate
         mfu = f"{rate * first['flops_per_token'] / first['peak_flops']:.1%}" if first["peak_flops"] else "unknown"
+
         peak_gb = max(run["peak_gb"] for run in runs)
         first_s_full_cache = f"{runs[-1]['first_s']:.1f}" if len(runs) > 1 else ""
         cells = [

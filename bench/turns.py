@@ -4,8 +4,15 @@ affects all of them.
     runs = turns.measure_in_turns("bench.head", ("plain", "ours"), rounds=2)
     # {"plain": [{"ms": 12.3, ...}, {...}], "ours": [{...}, {...}]}
 
-A benchmark calls `measure_in_turns` with its own module name. The module is started again with --child NAME, measures
-that one contender and prints a JSON object as its last line. The other functions are for the child.
+The modules of bench/ call this. Each calls `measure_in_turns` with its own module name; the module is then started
+again with --child NAME, once for each contender and round, and prints a JSON object as its last line:
+
+    python -m bench.head ----> python -m bench.head --child plain    {"ms": 12.3, ...}    round 1
+                         ----> python -m bench.head --child ours     {"ms": 10.1, ...}
+                         ----> python -m bench.head --child plain    {"ms": 12.2, ...}    round 2
+                         ----> ...
+
+The other functions are for the child.
 """
 
 import json
@@ -32,11 +39,12 @@ def measure_in_turns(module: str, names: tuple[str, ...], rounds: int, *more: st
     progress. Each contender has its own compile cache, which is empty in the first round. One that fails is reported,
     and the others are measured. Raises UserError if none succeeds.
     """
+    # Round by round, every contender in turn. The folder has a compile cache for each of them.
     results: dict[str, list[dict]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
         for round_number in range(1, rounds + 1):
             for i, name in enumerate(names):
-                # Run the child, which learns when it was started: imports are part of its first step's time.
+                # Run the child. BENCH_BEGAN tells it when it was started: imports are part of its first step's time.
                 command = [sys.executable, "-m", module, "--child", name, *sys.argv[1:], *more]
                 variables = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/{i}", "BENCH_BEGAN": str(time.time())}
                 child = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
@@ -48,7 +56,11 @@ def measure_in_turns(module: str, names: tuple[str, ...], rounds: int, *more: st
                     outcome = f"{result['ms']:,.1f} ms"
                 else:
                     outcome = f"failed: {child.stderr[-1500:]}"
+
+                # Progress goes to stderr: stdout is for the table.
                 print(f"round {round_number}, {name}: {outcome}", file=sys.stderr, flush=True)
+
+    # The contenders that were measured at least once.
     results = {name: runs for name, runs in results.items() if runs}
     require(results, "nothing was measured: every contender failed, for the reasons printed above")
     return results
@@ -61,6 +73,7 @@ def seconds_since_command() -> float:
 
 def measure_seconds(work: Callable[[], object], rt: Runtime) -> float:
     """Seconds that `work` takes until the device has finished it."""
+    # The device must be idle at both readings of the clock: CUDA calls return before their work is done.
     rt.synchronize()
     start_time = time.perf_counter()
     work()
