@@ -60,6 +60,12 @@ TURING = ("T4", "RTX 2060", "RTX 2070", "RTX 2070 SUPER", "RTX 2080", "RTX 2080 
 BEFORE_AMPERE = ("V100", "V100-PCIE", *TURING)
 
 
+def other_forms(name: str) -> list[str]:
+    """The cards that are sold under the same name as an SXM module, with less power: "H100 PCIe" and "H100 NVL" of
+    H100."""
+    return [other for other in CARDS if re.fullmatch(rf"{re.escape(name)}[ -](PCIe|NVL)", other, re.IGNORECASE)]
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense FLOP/s of the card at training precision, or None if it is not in CARDS: MFU is then "unknown".
 

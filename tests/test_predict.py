@@ -398,11 +398,42 @@ def test_the_micro_batch_is_a_divisor_that_fits():
 
 @pytest.mark.parametrize("text, count, name", [
     ("8xH100", 8, "H100"), ("A100-40GB", 1, "A100-40GB"), ("2xA100-80GB", 2, "A100-80GB"), ("4090", 1, "RTX 4090"),
-    ("a100", 1, "A100-40GB"), ("2 x NVIDIA H100 80GB SXM", 2, "H100"), ("RTX A6000", 1, "A6000"),
+    ("a100 80gb", 1, "A100-80GB"), ("2 x NVIDIA H100 80GB SXM", 2, "H100"), ("RTX A6000", 1, "A6000"),
     ("h100-pcie", 1, "H100 PCIe"), ("2080 Ti", 1, "RTX 2080 Ti"),
 ])  # fmt: skip
 def test_cards_are_found_as_people_write_them(text, count, name):
     assert predict.find_card(text) == (count, name, CARDS[name])
+
+
+@pytest.mark.parametrize("text, suggestion", [
+    ("8xH10O", "did you mean 8xH100 "), ("3090 Ti", "RTX-3090"), ("A100-20GB", "did you mean A100-80GB or A100-40GB"),
+])  # fmt: skip
+def test_a_card_that_is_not_known_names_the_nearest_first_and_the_others_by_architecture(text, suggestion):
+    with pytest.raises(UserError) as error:
+        predict.find_card(text)
+    first, _, *groups = str(error.value).splitlines()
+    assert suggestion in first and len(first) < 120
+    assert len(groups) == len(predict.ARCHITECTURES) and "  Volta: V100, V100-PCIE" in groups
+
+    # What is suggested can be pasted.
+    for word in first.partition("did you mean ")[2].removesuffix("?").split(" or "):
+        assert predict.find_card(word)[0] == (8 if text.startswith("8x") else 1)
+
+
+def test_a_name_without_the_size_of_its_memory_is_refused():
+    """The prediction for the smaller card would say that a run does not fit in a larger one that was meant."""
+    with pytest.raises(UserError, match=r"'8xA100' has several sizes of memory; use 8xA100-40GB or 8xA100-80GB"):
+        predict.find_card("8xA100")
+
+
+def test_a_name_that_slower_cards_share_is_reported():
+    cfg = PRESETS["gpt2-124m"]
+    for cards, note in {
+        "8xH100": "H100 is taken as the SXM card; another form is slower: --card 8xH100-PCIe or 8xH100-NVL",
+        "H200": "H200 is taken as the SXM card; another form is slower: --card H200-NVL",
+    }.items():
+        assert note in predict.report(cfg, predict.predict(cfg, cards), 1000)
+    assert "SXM" not in predict.report(cfg, predict.predict(cfg, "H100-PCIe+A100-80GB"), 1000)
 
 
 def test_the_rates_of_geforce_cards_are_those_of_the_sources_that_were_read():
@@ -468,7 +499,7 @@ def test_auto_leaves_room_for_the_context_and_the_ballast():
 
 def test_what_cannot_be_predicted_is_refused():
     for text in ("MI300X", "0xH100", "8x", "3090 Ti", "A100-20GB", "3090+", "3090+MI300X"):
-        with pytest.raises(UserError, match="RTX 4090"):
+        with pytest.raises(UserError, match="is not known"):
             predict.find_cards(text)
     for text in ("3090@", "3090@free", "2080Ti@-1+3090"):
         with pytest.raises(UserError, match=r"is not a price in dollars; write it as in 3090@0\.22"):

@@ -15,6 +15,7 @@ Memory: the bytes of the weights, the gradients, the optimizer state, and the ac
 docs/costs.md compares the predictions with published runs.
 """
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from typing import NamedTuple
 import torch
 
 from model import GPT, GPTConfig, SkipInit
-from system.cards import BEFORE_AMPERE, CARDS, TURING, Card
-from system.cli import require
+from system.cards import BEFORE_AMPERE, CARDS, TURING, Card, other_forms
+from system.cli import UserError, require
 from system.units import format_cost, format_duration
 from training import microbatch, optim
 from training.config import TrainConfig
@@ -107,6 +108,10 @@ BFLOAT16 = 2  # or float16, on GPUs before Ampere
 # ------------------------------------------------------------------------- the prediction
 
 
+class DoesNotFit(UserError):
+    """Not even the smallest micro-batch fits in the memory of the cards."""
+
+
 class CardGroup(NamedTuple):
     """GPUs of one kind, among those that a prediction is for."""
 
@@ -138,7 +143,7 @@ class Prediction:
 def predict(cfg: TrainConfig, cards: str) -> Prediction:
     """Time and memory of one step on `cards`, such as "8xH100" or "2080Ti+3090".
 
-    Raises UserError for cards that are not known, for float32, and if not even one sequence fits.
+    Raises UserError for cards that are not known and for float32, and DoesNotFit if not even one sequence fits.
     """
     groups = find_cards(cards)
     ranks = sum(group.count for group in groups)
@@ -156,9 +161,10 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
 
     memory_gb = min(group.card.gb for group in groups)
     B = choose_micro_batch_size(cfg, ranks, memory_of, int(REPORTED_MEMORY * memory_gb * 2**30))
-    asked = "one sequence" if cfg.micro_batch_size == "auto" else f"--micro-batch-size {cfg.micro_batch_size}"
-    reason = f"{cards}: {asked} of {cfg.sequence_length} tokens would not fit in {memory_gb} GB"
-    require(B, f"{reason}; use a smaller one, --recompute or a larger card")
+    if not B:
+        asked = "one sequence" if cfg.micro_batch_size == "auto" else f"--micro-batch-size {cfg.micro_batch_size}"
+        problem = f"{cards}: {asked} of {cfg.sequence_length} tokens would not fit in {memory_gb} GB"
+        raise DoesNotFit(f"{problem}; use a smaller one, --recompute or a larger card")
     micro_steps = cfg.sequences_per_step // ranks // B
 
     # Compute: the GPUs share the step's tokens evenly, and all wait for the slowest one.
@@ -218,26 +224,62 @@ def find_cards(text: str) -> tuple[CardGroup, ...]:
 
 
 def find_card(text: str) -> tuple[int, str, Card]:
-    """(count, name, card) of "8xH100", "2x A100-80GB" or "4090". Raises UserError with the known cards."""
-
-    # Vendors, product lines and punctuation do not distinguish cards: "NVIDIA H100 80GB SXM" becomes "h10080gb".
-    def normalize(name: str) -> str:
-        return re.sub(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[\s_-]", "", name.lower())
-
+    """(count, name, card) of "8xH100", "2x A100-80GB" or "4090". Raises UserError for a name that is not known, with
+    the nearest names first, and for one that two cards share."""
     # Each card is known by its name, and by its name followed by its memory.
-    with_data_sheet = [name for name, card in CARDS.items() if card.gb]
     known = {}
-    for name in with_data_sheet:
-        known[normalize(name)] = name
-        known[normalize(name) + f"{CARDS[name].gb}gb"] = name
-    known["a100"] = "A100-40GB"  # the smaller of its two sizes
+    for name, card in CARDS.items():
+        if card.gb:
+            known[normalize_name(name)] = name
+            known[normalize_name(name) + f"{card.gb}gb"] = name
 
     # An optional count, then the name.
-    count, name = re.fullmatch(r"(?:([1-9][0-9]{0,3})\s*x\s*)?(.*)", " ".join(text.split())).groups()
-    found = known.get(normalize(name))
-    names = ", ".join(with_data_sheet)
-    require(found, f"--card {text!r} is not known; use one of {names}, 8xH100 for eight, or 2080Ti+3090 for two kinds")
-    return int(count or 1), found, CARDS[found]
+    count, asked = re.fullmatch(r"(?:([1-9][0-9]{0,3})\s*x\s*)?(.*)", " ".join(text.split())).groups()
+    found = known.get(normalize_name(asked))
+    if found:
+        return int(count or 1), found, CARDS[found]
+
+    # Some cards are sold with two sizes of memory, and which one it is decides what fits.
+    for name, card in CARDS.items():
+        if not card.gb and normalize_name(name) == normalize_name(asked):
+            sizes = [other for other in CARDS if other.startswith(f"{name}-")]
+            raise UserError(f"--card {text!r} has several sizes of memory; use {_as_typed(count, sizes)}")
+
+    raise UserError(describe_unknown_card(text, count, asked))
+
+
+def describe_unknown_card(text: str, count: str | None, asked: str) -> str:
+    """The message about a card that is not in CARDS: the names nearest to `asked`, then all names by architecture."""
+    # Names that begin like the unknown one come first: for a 3090 Ti the 3090, then the 3080 Ti.
+    names = {normalize_name(name): name for name, card in CARDS.items() if card.gb}
+    key = normalize_name(asked)
+    similar = difflib.get_close_matches(key, names, n=10, cutoff=0.5)
+    similar.sort(key=lambda other: shared_beginning(other, key), reverse=True)
+    nearest = [names[other] for other in similar[:3]]
+    guess = f"; did you mean {_as_typed(count, nearest)}?" if nearest else ""
+
+    # The list is shorter without "RTX", which --card does not need.
+    lines = [f"--card {text!r} is not known{guess}", "Write one of these names, as in 4090, 8xH100 or 2080Ti+3090:"]
+    for name, architecture in reversed(ARCHITECTURES.items()):
+        lines.append(f"  {name}: {', '.join(card.removeprefix('RTX ') for card in architecture.cards)}")
+    return "\n".join(lines)
+
+
+def normalize_name(name: str) -> str:
+    """A card's name without what does not distinguish cards (vendors, product lines, punctuation): "NVIDIA H100 80GB
+    SXM" becomes "h10080gb"."""
+    return re.sub(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[\s_-]", "", name.lower())
+
+
+def shared_beginning(a: str, b: str) -> int:
+    """With how many equal characters two texts begin."""
+    return sum(a.startswith(b[:length]) for length in range(1, len(b) + 1))
+
+
+def _as_typed(count: str | None, names: list[str]) -> str:
+    """The names as --card takes them, without spaces that a shell would split at: "8xH100-PCIe or 8xH100-NVL"."""
+    prefix = f"{count}x" if count else ""
+    return " or ".join(f"{prefix}{name.replace(' ', '-')}" for name in names)
 
 
 # ------------------------------------------------------------------------- time
@@ -423,6 +465,13 @@ def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
         f"of the published runs, half are within {USUAL_ERROR:.0%} of their prediction, all within {WORST_ERROR:.0%} "
         "(docs/costs.md); to measure, use --dry-run on the card itself",
     ]
+
+    # A plain name may be meant for a slower card: say which one was taken.
+    for group in p.groups:
+        forms = other_forms(group.name)
+        if forms:
+            others = _as_typed(str(group.count) if group.count > 1 else None, forms)
+            lines.append(f"{group.name} is taken as the SXM card; another form is slower: --card {others}")
 
     # Say what makes this prediction less certain than those of the published runs.
     for group in p.groups:
