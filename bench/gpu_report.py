@@ -273,16 +273,18 @@ def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
     problems = []
     measured_any = False
     for row in rows:
-        # An unknown card is measured without a prediction. A preset that is predicted not to fit is skipped.
+        # A preset that is predicted not to fit is skipped. An unknown card is measured without a prediction.
         predicted = None
         try:
             predicted = predict_step(report, row)
+        except predict.DoesNotFit as e:
+            lines.append(f"| `{row}` | {e} |")
+            measured_any = True
+            continue
         except UserError as e:
-            if "fit" in str(e):
-                lines.append(f"| `{row}` | {e} |")
-                measured_any = True
-                continue
             problems.append(str(e))
+
+        # Measure it, with or without a prediction.
         try:
             lines.append(step_row(row, predicted, measure_step(report, row, limit)))
             measured_any = True

@@ -10,6 +10,7 @@ from helpers import make_documents, make_hellaswag_rows, make_shards, write_json
 
 from bench import generate, gpu_report
 from system.cli import UserError
+from training import predict
 
 # A network and a step that take a fraction of a second.
 SMALL = (
@@ -94,6 +95,24 @@ def test_a_machine_without_a_gpu_is_told_how_to_try_the_report(tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"no GPU here; .* --toy"):
         gpu_report.main()
+
+
+@pytest.mark.parametrize("error, is_measured", [
+    (predict.DoesNotFit("one sequence is too large"), False), (UserError("no data sheet fits this card"), True),
+])  # fmt: skip
+def test_only_a_preset_that_is_predicted_not_to_fit_is_skipped(tmp_path, monkeypatch, error, is_measured):
+    def predict_step(report, row):
+        raise error
+
+    measured = {"tokens": 1, "ms": 1, "flops_per_token": 1, "peak_flops": 0, "B": 1, "peak_gb": 1, "times": [[1]]}
+    monkeypatch.setattr(gpu_report, "predict_step", predict_step)
+    monkeypatch.setattr(gpu_report, "measure_step", lambda *_: measured | {"first_s": 1, "loss": 1.0})
+    report = gpu_report.Report(gpu_report.Args(out_dir=tmp_path), gpu_report.ON_A_CPU, 0.0)
+
+    table = gpu_report.steps_table(report, ("gpt2-124m",), limit=1)
+
+    assert ("? → 1" in table) == is_measured
+    assert str(error) in table
 
 
 @pytest.mark.slow
