@@ -7,6 +7,16 @@
 
 Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * hs), V vocabulary.
 
+    idx (B, T)            token ids
+      |  wte + wpe        the embeddings of the token and of its position (with RoPE, the attention rotates instead)
+    x (B, T, C)           the residual stream
+      |  n_layer blocks   x = x + attn(ln_1(x)): each position reads from itself and the earlier ones
+      |                   x = x + mlp(ln_2(x)): each position by itself
+    x (B, T, C)           what `hidden` returns
+      |  ln_f, lm_head    the final norm, and one score for each token of the vocabulary
+    logits (B, T, V)      at each position, for the token after it
+
+Every script uses this network: train_gpt2.py trains it, infer.py and hellaswag.py run it, hub.py converts it.
 Importing this module imports no other module of the project; `generate` imports training/sampling.py when it is called.
 Training compiles the blocks and replaces the head with one that never holds all the logits (training/step.py,
 training/head.py).
@@ -35,7 +45,10 @@ ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
+    """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes.
+
+    The comment beside a field is its help text (python train_gpt2.py --help).
+    """
 
     block_size: int = 1024  # longest sequence
     vocab_size: int = VOCAB_SIZE
@@ -77,13 +90,14 @@ class GPTConfig:
             if not 1 <= getattr(self, name) <= 2**20:
                 raise ValueError(f"{name} {getattr(self, name)} must lie between 1 and {2**20}")
 
-        # The heads share the channels evenly, and RoPE needs pairs of channels.
+        # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.positions != "learned" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
 
-        # This comparison also refuses NaN. math.isfinite would raise OverflowError for a huge integer.
+        # The two real numbers. This comparison also refuses NaN; math.isfinite would raise OverflowError for a huge
+        # integer.
         for name in ("attention_scale", "softcap"):
             if not 0 <= getattr(self, name) <= 2**20:
                 raise ValueError(f"{name} {getattr(self, name)!s:.99} must lie between 0 and {2**20}")
@@ -105,12 +119,14 @@ def has_rope(config: GPTConfig) -> bool:
 
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
+    # The frequency of each channel pair, in radians per position: (hs / 2,).
     hs = config.head_size
     match config.positions:
         # Wavelengths from 2 pi to 10,000 * 2 pi positions (Su et al. 2021).
         case "rope":
             frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
-        # modded-nanogpt's since 2025: only half of the channel pairs rotate, the others have frequency 0.
+        # modded-nanogpt's since 2025: only half of the channel pairs rotate, at up to 1 radian per position; the others
+        # have frequency 0.
         case "half_rope":
             frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
             frequencies = F.pad(frequencies, (0, hs // 2 - hs // 4))
@@ -126,8 +142,12 @@ def rope_table(config: GPTConfig) -> Tensor:
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021): rotate the channel pairs of x (B, T, nh, hs) by the angles whose
-    cosine and sine are in cos_sin (2, ..., T, 1, hs / 2). Channel i is paired with channel i + hs / 2."""
-    cos, sin = cos_sin.to(x.dtype)
+    cosine and sine are in cos_sin (2, ..., T, 1, hs / 2). Channel i is paired with channel i + hs / 2.
+
+    Queries and keys turn with their positions, so the score of a query and a key depends on the distance between them.
+    """
+    # Each pair (a, b) is a vector in the plane: turn it clockwise.
+    cos, sin = cos_sin.to(x.dtype)  # each (..., T, 1, hs / 2), the same for all heads
     a, b = x.chunk(2, dim=-1)  # (B, T, nh, hs) -> two of (B, T, nh, hs / 2)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -146,12 +166,15 @@ def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
+    """`rms_norm` as a module, with a gain if elementwise_affine is set."""
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)"""
         return rms_norm(x, self.weight)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
+    """A new norm over the channels, of the kind that the config names."""
     match config.norm:
         case "layernorm":
             return nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -175,6 +198,7 @@ def normalizes_embedding(config: GPTConfig) -> bool:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU (Hendrycks and Gimpel 2016) by its tanh approximation, which OpenAI's GPT-2 was trained with."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -186,6 +210,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def choose_activation(config: GPTConfig) -> Callable[[Tensor], Tensor]:
+    """The function between the two layers of the MLP."""
     match config.activation:
         case "gelu":
             return gelu_tanh
@@ -202,6 +227,7 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
     cap of 0 unchanged."""
     if not cap:
         return logits
+    # The formula multiplied by cap / cap, in float32.
     z = logits.float()
     return cap * z * (z.square() + cap**2).rsqrt()
 
@@ -210,7 +236,11 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the positions already seen, for up to `max_len` positions of `batch` sequences."""
+    """Keys and values of the positions already seen, for up to `max_len` positions of `batch` sequences.
+
+    With it, generating a token computes one position instead of the whole text: the earlier ones cannot change, because
+    no position attends to a later one.
+    """
 
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
@@ -219,7 +249,8 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
-        # The length is the same for all layers until the last one has appended.
+        # Write them after those that are there, and return views of all. The length is the same for all layers until
+        # the last one has appended.
         start, end = self.length, self.length + k.size(2)
         self.k[layer, :, :, start:end] = k
         self.v[layer, :, :, start:end] = v
@@ -227,7 +258,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with all heads in one matrix product."""
+    """Causal self-attention (Vaswani et al. 2017). One matrix product gives queries, keys and values of all heads."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -243,27 +274,33 @@ class Attention(nn.Module):
         B, T, C = x.shape
         nh, hs = self.config.n_head, self.config.head_size
 
+        # The query, key and value of each head at each position.
         # (B, T, C) -> (B, T, 3C) -> (B, T, 3, nh, hs) -> three of (B, T, nh, hs)
         q, k, v = self.c_attn(x).view(B, T, 3, nh, hs).unbind(2)
 
         # Normalized queries and keys keep the attention scores in bounds (QK-norm, Henry et al. 2020).
         if self.config.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
+
+        # RoPE. Without it, the positions are in x already.
         if cos_sin is not None:
             q, k = rotate(q, cos_sin), rotate(k, cos_sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, T, nh, hs) -> (B, nh, T, hs)
+
+        # Each head is computed alone, like another sequence of the batch: (B, T, nh, hs) -> (B, nh, T, hs)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
         # With a cache, the new positions attend to the S = length + T seen so far. Its precision may differ.
         if cache is not None:
             k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))  # (B, nh, S, hs)
             q = q.to(k.dtype)
 
+        # softmax(q @ k^T * scale) @ v. A fused kernel (FlashAttention, Dao et al. 2022) never holds all (T, S) scores.
         # A single new position attends to everything. Several use the given mask or, without one, the causal mask.
         is_causal = T > 1 and mask is None
-        scale = self.config.attention_scale or None
+        scale = self.config.attention_scale or None  # None: one over the square root of the head size
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
 
-        # (B, nh, T, hs) -> (B, T, nh, hs) -> (B, T, C)
+        # Put the outputs of the heads side by side: (B, nh, T, hs) -> (B, T, nh, hs) -> (B, T, C)
         y = y.transpose(1, 2).reshape(B, T, C)
         if cache is not None:
             y = y.to(x.dtype)
@@ -271,7 +308,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with the activation function between them."""
+    """Two linear layers with the activation function between them, applied to each position alone."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -320,7 +357,7 @@ class GPT(nn.Module):
         self.config = config
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
 
-        # Embeddings, blocks, final norm, under the names of the public checkpoints.
+        # Embeddings, blocks, final norm, under the names of the public checkpoints. ln_0 is modded-nanogpt's.
         layers: dict[str, nn.Module] = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
         if not has_rope(config):
             layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -329,10 +366,12 @@ class GPT(nn.Module):
         layers["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(layers)
 
-        # The head, which GPT-2 ties to the token embedding.
+        # The head, which GPT-2 ties to the token embedding (Press and Wolf 2017): both map between tokens and channels.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
+
+        # RoPE's angles follow from the config, so checkpoints do not store them.
         if has_rope(config):
             self.register_buffer("cos_sin", rope_table(config), persistent=False)  # (2, block_size, hs / 2)
         self._init_weights()
@@ -342,7 +381,8 @@ class GPT(nn.Module):
         only as long as the order of the random draws stays the same."""
         config = self.config
 
-        # All matrices and embeddings, then zero biases.
+        # All matrices and embeddings, then zero biases. modded-nanogpt's standard deviation is that of torch's default
+        # for a linear layer of this width.
         std = (3 * config.n_embd) ** -0.5 if config.zero_init_projections else 0.02
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -351,7 +391,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
         # Each layer adds the outputs of two projections to the residual stream. Smaller weights in deeper networks keep
-        # the variance of the stream independent of the depth.
+        # the variance of the stream independent of the depth. modded-nanogpt starts them, and the head, at zero.
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -406,17 +446,25 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`.
 
-        cache: idx continues the text that the cache holds. positions (B, T) and mask (B, 1, T, S), where S is T plus
-        the cache's length, are given together: for rows that hold several texts with a common prefix (HellaSwag's
-        endings after their context), or for padded rows. The mask is true where query i attends to key j. blocks: the
-        compiled versions of the model's blocks.
+        Training passes idx alone; then the positions are 0 .. T - 1 and the mask is causal. cache: idx continues the
+        text that the cache holds. positions (B, T) and mask (B, 1, T, S), where S is T plus the cache's length, are
+        given together: for rows that hold several texts with a common prefix (HellaSwag's endings after their context),
+        or for padded rows. The mask is true where query i attends to key j. blocks: the compiled versions of the
+        model's blocks.
         """
+        # The T new positions come after the `start` cached ones.
         T = idx.size(1)
         start = cache.length if cache is not None else 0
 
-        # With a cache, new position i attends to all earlier ones and to the new ones up to i: (T, start + T).
+        # Attention itself knows the causal mask (T, T), and that one new position attends to everything. Several new
+        # positions after cached ones need a mask (T, start + T): new position i attends to all cached ones, and to the
+        # new ones up to i. For start = 3 and T = 2:
+        #     1 1 1 1 0
+        #     1 1 1 1 1
         if mask is None and start > 0 and T > 1:
             mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
+
+        # Where the new positions are in the text.
         if positions is None:
             assert start + T <= self.config.block_size, f"{start + T} positions, block_size {self.config.block_size}"
             positions = slice(start, start + T)
@@ -429,15 +477,18 @@ class GPT(nn.Module):
         else:
             x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
 
-        # The blocks. With a cache or a mask, lengths vary from call to call.
-        with sdpa_kernel(ANY_LENGTH_KERNELS) if cache is not None or mask is not None else nullcontext():
+        # The blocks. With a cache or a mask, lengths vary from call to call, so leave out a kernel that plans each.
+        lengths_vary = cache is not None or mask is not None
+        with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
             for block in blocks or self.transformer.h:
+                # To recompute, keep only the block's input. Running a block twice would append to a cache twice, but
+                # training has no cache.
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos_sin, cache, mask)
 
-        # All layers have appended their keys and values.
+        # All layers have appended their keys and values, so the new positions are now cached ones.
         if cache is not None:
             cache.length += T
         return x
@@ -447,7 +498,11 @@ class GPT(nn.Module):
         return softcap(self.lm_head(self.transformer.ln_f(x)), self.config.softcap)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets."""
+        """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets.
+
+        The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
+        about ln(V). Targets of -100 are left out.
+        """
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

@@ -3,6 +3,15 @@
 python train_gpt2.py quickstart                                            # minutes on a laptop
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
 python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
+
+Begin with `train`: it is the whole run, and the functions below it are its parts. `main`, at the end, chooses between
+training and the modes that do not train. Under torchrun, every rank (process) executes this file, on its own share of
+each batch. Four objects are passed around:
+
+cfg         every setting: the preset, changed by the flags (training/config.py)
+rt          this rank: its number, device and precision, and the collectives (system/distributed.py)
+run         the progress: the step, what was measured there, the best step so far (training/run_state.py)
+train_step  the model and everything that updates it (training/step.py)
 """
 
 import shlex
@@ -41,14 +50,20 @@ from training.stop import Stopped, StopRequest
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
-    """One run, from its first or resumed step to its last, or until `stop` is requested."""
-    # Decide where the run starts. Each of these lines may raise UserError: a run is never overwritten, nor resumed with
-    # other settings or data.
+    """One run, from its first or resumed step to its last, or until `stop` is requested. Raises UserError if the run
+    cannot start or resume as asked, if a loss is not finite, or if the last checkpoint cannot be written. Every rank
+    must call it."""
+    # The checkpoint to resume from, or None. A run that exists is never overwritten.
     saved = resume.find_checkpoint(cfg)
+
+    # The network, which --init-from may determine, and the data. Missing data are reported before any weights are
+    # downloaded.
     if not cfg.data_dir.startswith("hf://"):
-        find_shards(cfg.data_dir, "train")  # missing data are reported before weights are downloaded
+        find_shards(cfg.data_dir, "train")
     cfg, initial_model = resume.resolve_network(cfg, saved)
     data, val_data = open_data(cfg, rt)
+
+    # Where the run starts: at step 0, or at the checkpoint's step. A run is never resumed with other settings or data.
     run = resume.start_or_resume(cfg, rt, data, saved)
 
     # The same command starts and resumes a run, so the run may already be complete.
@@ -57,17 +72,21 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
         print0(f"{cfg.run_dir} is complete at step {run.step}; {fix}")
         return finish("finished", rt)
 
-    # Build the model, its optimizers and the compiled forward pass. Then print what the run will do, before anybody
-    # pays for hours of training.
+    # Build the model, its optimizers and the compiled forward pass.
     train_step = build_train_step(cfg, rt, saved, initial_model)
+
+    # Print what the run will do, and refuse it if its checkpoints do not fit on the disk, before anybody pays for hours
+    # of training.
     plan.print_plan(train_step, data, run)
     if rt.is_main:
         plan.check_disk(train_step, run)
     plan.write_config(train_step, run)
 
-    # Set up the evaluations, the log, and the batches, which a background thread prefetches.
+    # Set up the evaluations and the log.
     evaluator = Evaluator(train_step, data, val_data)
     metrics = MetricsLogger(train_step, run)
+
+    # This rank's batch for each step from here on, (micro_steps, B, T + 1) tokens. A background thread prefetches them.
     batches = data.batches(
         run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
     )
@@ -77,22 +96,28 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
     rt.barrier(hours=1)
 
     # A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for it.
+    # check_save_time warns if torchrun would not wait for a save that takes so long.
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, stop.check_save_time) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         try:
+            # A signal may have come during start-up, and to one rank alone.
             stop_requested = rt.any_rank(stop.signal)
+
+            # Each iteration saves and evaluates if that is due at run.step, then trains one step. So step 0 evaluates
+            # the untrained network, and the last iteration ends before it trains.
             while True:
                 # All ranks leave at the same step: they learned of the request in the last step's collective.
                 if stop_requested:
                     raise Stopped
 
-                # Save. This comes before the evaluations, because they take long.
+                # Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
                 if run.is_save_due(cfg.save_every):
                     save()
 
                 # Evaluate and sample, unless this step was evaluated before the run was interrupted.
                 if not run.evaluated:
-                    # The first evaluation ignores the time limit, so that every start does at least one step.
+                    # Check for a stop between batches. The first evaluation ignores the time limit, so that every start
+                    # does at least one step.
                     check_stop = partial(stop.check, rt, timed=run.step > run.start_step)
                     run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
@@ -104,7 +129,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
                 if run.is_at_end:
                     break
 
-                # One optimizer step: accumulate and clip the gradients, set the learning rates, update.
+                # One optimizer step: accumulate and clip the gradients, set the learning rates, update. Gradients that
+                # are not finite are dropped instead. Only this is timed, without the wait for the batch.
                 batch = next(batches)
                 start_time = time.perf_counter()
                 result = train_step.compute_gradients(batch, stop.is_requested())
@@ -119,7 +145,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
                 stop_requested = result.stop_requested
                 run.advance()
 
-            # No training step follows the last evaluations, so their results get a line of their own.
+            # No training step follows the last evaluations, so their results get a line of their own in metrics.jsonl.
             metrics.write(run.measured)
             status, reason = "finished", ""
             message = describe_result(cfg, run, stop, evaluator.val_prompt)
@@ -137,7 +163,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
         metrics.close()
 
-        # Wait until the last checkpoint is on disk. All ranks do: torchrun ends every rank when one exits early.
+        # Finished or stopped: wait until the last checkpoint is on disk. All ranks do, because torchrun ends every rank
+        # when one exits early.
         writer.wait(run.best_step)
         rt.barrier(hours=2)
     print0(message)
@@ -145,7 +172,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
 
 
 def finish(status: str, rt: Runtime, reason: str = "") -> None:
-    """Tell the program that started this run how it ended (system/cli.py)."""
+    """Tell the program that started this run, such as train.sh, how it ended. status: finished or stopped."""
     if rt.is_main:
         cli.write_status(status, reason)
 
@@ -153,8 +180,10 @@ def finish(status: str, rt: Runtime, reason: str = "") -> None:
 def build_train_step(
     cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None = None, initial_model: GPT | None = None
 ) -> TrainStep:
-    """Build the model, its optimizers and its forward pass. The weights are those of `saved`, or of `initial_model`,
-    or random ones from the seed."""
+    """Build the model, its optimizers and its forward pass. The weights are those of `saved` (a train state, as
+    resume.find_checkpoint returns it), or of `initial_model`, or random ones from the seed. Raises UserError if the
+    ranks cannot train together. Every rank must call it."""
+    # Refuse cards that would round the updates differently, and choose a precision that all ranks have.
     replicas.check_cards(cfg, rt)
     rt = precision.agree_on_dtype(cfg, rt, saved)
 
@@ -165,6 +194,8 @@ def build_train_step(
         print0(f"resumed from {saved['model_file']}")
     else:
         model = initial_model or GPT(cfg.model)
+
+    # To the device, in training mode.
     model.recompute = cfg.recompute
     model = model.to(rt.device).train()
 
@@ -187,7 +218,8 @@ def build_train_step(
 def save_checkpoint(
     train_step: TrainStep, run: RunState, metrics: MetricsLogger, writer: checkpoint.CheckpointWriter
 ) -> None:
-    """Save the current step, unless that has been done. Every rank must call it: parts of the state are gathered."""
+    """Save the current step, unless that has been done. Raises an error, after saving elsewhere, if the ranks' weights
+    differ. Every rank must call it: parts of the state are gathered."""
     # The loop may have saved this step before a stop or an error asks for it again.
     if run.last_saved_step == run.step:
         return
@@ -200,18 +232,28 @@ def save_checkpoint(
         writer = checkpoint.CheckpointWriter(cfg.run_dir / replicas.FOLDER, keep=1)
         writer.run_dir.mkdir(exist_ok=True)
 
-    # Collect everything that resuming needs: progress, optimizer state (from all ranks), config and versions.
+    # Gather the optimizer state, of which each rank may have a part.
     train_step_state = train_step.state_dict()
 
-    # Rank 0 writes, metrics.jsonl first: a resumed run needs every line before the checkpoint's step.
+    # Rank 0 writes.
     if rt.is_main:
+        # If the previous save has failed, its step cannot be the best one.
         run.forget_failed_save(writer.failed_step())
-        versions = {"config": cfg.to_dict(), "versions": machine.versions()}
+
+        # model_*.pt: the weights in float32, even if the model's own are bfloat16, and a few facts about them.
         facts = {"val_loss": run.measured.get("val_loss"), "preset": cfg.preset}
         model_content = checkpoint.model_file(train_step.model, run.step, **facts)
-        model_content["model"] = train_step.weights.state_dict()  # float32, even if the model's weights are bfloat16
+        model_content["model"] = train_step.weights.state_dict()
+
+        # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
+        versions = {"config": cfg.to_dict(), "versions": machine.versions()}
+        train_content = run.state_dict() | train_step_state | versions
+
+        # metrics.jsonl goes to the disk first: a resumed run needs every line before the checkpoint's step.
         metrics.flush()
-        writer.save(run.step, model_content, run.state_dict() | train_step_state | versions, run.best_step)
+        writer.save(run.step, model_content, train_content, run.best_step)
+
+    # Different weights end the run here, after the save in their own folder.
     if difference:
         raise replicas.error_after_saving(cfg, rt, run.step, difference, writer)
 
@@ -223,6 +265,7 @@ def save_checkpoint(
 def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWriter, rt: Runtime) -> str:
     """Save the current step and wait for the write on every rank, because torchrun ends all ranks when one exits with
     an error. Returns a text that says whether it was saved. Every rank must call it."""
+    # If the write fails, the text says so: the error to raise is the one that ended the run.
     save()
     try:
         writer.wait()
@@ -236,6 +279,7 @@ def save_before_error(save: Callable[[], None], writer: checkpoint.CheckpointWri
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest, val_prompt: str = "") -> str:
     """What a finished run prints: the path of the last weights, the path of the best ones if an earlier step was
     better, and the commands to use them. `val_prompt`: the words that --sample-prompt @val stood for."""
+    # The last weights and, if an earlier step had a lower val loss, the best ones.
     path = checkpoint.model_path(cfg.run_dir, run.step)
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
     if run.best and run.best_step < run.step:
@@ -257,10 +301,13 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest, val_prom
 def dry_run(cfg: TrainConfig, rt: Runtime) -> float:
     """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
     preset fixes the number of steps. Returns the seconds that all steps take."""
+    # The network, and the data if they are here or if the number of steps depends on them.
     cfg, initial_model = resume.resolve_network(cfg, saved=None)
     data = None
     if Path(cfg.data_dir).is_dir() or not has_fixed_steps(cfg):
         data = train_loader(cfg, cfg.data_dir)
+
+    # A run of the same length from its first step, and everything that training needs. Nothing is saved.
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
     train_step = build_train_step(cfg, rt, initial_model=initial_model)
     plan.print_plan(train_step, data, run)
@@ -280,18 +327,25 @@ def has_fixed_steps(cfg: TrainConfig) -> bool:
 
 
 def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
-    """--eval-only: print val loss and HellaSwag of the weights named by --init-from, as a run reports them."""
+    """--eval-only: print val loss and HellaSwag of the weights named by --init-from, as a run reports them. Every rank
+    must call it.
+
+    For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
+    (acc_norm). Raises UserError without weights or data."""
+    # The weights, in float32, whatever precision the preset trains them in.
     fix = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
     rt = precision.agree_on_dtype(replace(cfg, weights="float32"), rt, network=model.config)
 
-    # Validation loss. Not compiled: compiling would take longer than it saves.
+    # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(local_data(cfg, rt), "val", T, model.config.vocab_size)
-    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     files = resume.describe_files(cfg, val_data, val_data.fingerprint())
     rt.check_equal("the comparison of data", files, {"": "give every machine the same files"})
+
+    # Validation loss. Not compiled: compiling would take longer than it saves.
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     result = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | {result.summary_line()}")
@@ -307,7 +361,8 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
 
 
 def open_data(cfg: TrainConfig, rt: Runtime) -> tuple[Loader, Loader | None]:
-    """The training data and, if the run validates, the validation data."""
+    """The training data and, if the run validates, the validation data. Raises UserError if they are missing or
+    damaged. Every rank must call it."""
     folder = local_data(cfg, rt)
     val_data = Loader(folder, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
     return train_loader(cfg, folder), val_data
@@ -319,7 +374,8 @@ def train_loader(cfg: TrainConfig, folder: str | Path) -> Loader:
 
 
 def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
-    """The folder of token shards. If it is hf://OWNER/NAME, one rank per machine pulls and verifies it first."""
+    """The folder of token shards. If it is hf://OWNER/NAME, one rank per machine pulls and verifies it first. Every
+    rank must call it."""
     if not cfg.data_dir.startswith("hf://"):
         return Path(cfg.data_dir)
 
@@ -333,6 +389,7 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
 
 
 def main() -> None:
+    """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
     try:
         cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
@@ -340,16 +397,17 @@ def main() -> None:
         distributed.report_early_failure(e)
         raise
 
-    # A prediction needs no device.
+    # --dry-run --card: a prediction needs no device.
     if cfg.card:
         print_prediction(cfg)
         return print0(f"next, on that machine: ./train.sh {plan.without_dry_run(sys.argv[1:])}".rstrip())
 
-    # The precision is chosen after the ranks have joined (training/precision.py); until then float32 is a placeholder.
+    # Entering the session joins the other ranks, if there are any, and refuses different settings. The precision is
+    # chosen after that (training/precision.py); until then float32 is a placeholder.
     settings = resume.settings_by_flag(cfg)
     session = distributed.session(cfg.device, "float32", cfg.deterministic, settings=settings)
 
-    # These modes save nothing, so Ctrl-C may end them at once.
+    # --eval-only and --dry-run save nothing, so Ctrl-C may end them at once.
     if cfg.dry_run or cfg.eval_only:
         with session as rt:
             if cfg.eval_only:
