@@ -117,8 +117,8 @@ def make_loss_function(way: str, args: Args, dtype: torch.dtype) -> LossFunction
             raise ValueError(f"no way {way!r}: add a case here")
 
 
-def child(args: Args) -> None:
-    """Measure one way and print a JSON object."""
+def measure_one_way(args: Args) -> None:
+    """In a process of its own: measure the way args.child, and print the result as JSON."""
     with distributed.session(dtype=args.dtype) as rt:
         # The input, and a weight of GPT-2's initial scale.
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ def child(args: Args) -> None:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return child(args)
+        return measure_one_way(args)
 
     # The ways to measure: all that this torch has, or those of --only, each once.
     has_linear_cross_entropy = hasattr(F, "linear_cross_entropy")

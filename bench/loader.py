@@ -40,8 +40,8 @@ class Args:
     """Set for the process that measures one order."""
 
 
-def measure(args: Args) -> None:
-    """Measure the order that args.child names, and print the result as JSON."""
+def measure_order(args: Args) -> None:
+    """In a process of its own: measure the order args.child, and print the result as JSON."""
     rt = Runtime(torch.device("cpu"), torch.float32)
     shuffle = args.child == "shuffled"
 
@@ -72,7 +72,7 @@ def measure(args: Args) -> None:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return measure(args)
+        return measure_order(args)
 
     # Measure both orders, on the folder of --data-dir or on one of random tokens: the same ones in every shard.
     with tempfile.TemporaryDirectory() as folder:

@@ -126,8 +126,8 @@ def peak_rss_kb() -> int:
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def measure(args: Args) -> None:
-    """Measure the method that args.child names, and print the result as JSON."""
+def measure_method(args: Args) -> None:
+    """In a process of its own: measure the method args.child, and print the result as JSON."""
     import gigatoken
 
     # "loop" or "fineweb.py, enlarged"; the files that the patterns name.
@@ -182,7 +182,7 @@ def measure(args: Args) -> None:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return measure(args)
+        return measure_method(args)
     results = turns.measure_in_turns("bench.tokens", args.only, args.rounds)
 
     # Speed counts only if the tokens are the same.

@@ -173,8 +173,8 @@ def make_contender(args: Args, cfg: TrainConfig, rt: Runtime, total_steps: int) 
     return train_step
 
 
-def child(args: Args) -> None:
-    """Run one contender for one round and print a JSON object."""
+def measure_contender(args: Args) -> None:
+    """In a process of its own: run the contender args.child for one round, and print the result as JSON."""
     # The config of the preset, for all contenders.
     cfg = parse([args.preset, *args.flags, "--data-dir", args.data_dir, *OUR_FLAGS.get(args.child, [])], None)
     with distributed.session(cfg.device, cfg.dtype) as rt:
@@ -270,7 +270,7 @@ def profile_table(profiler: torch.profiler.profile, step_ms: float, device_type:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.child:
-        return child(args)
+        return measure_contender(args)
     contenders = args.only or ("ours", "ours-eager", *(PEERS if args.peers else ()))
     results = turns.measure_in_turns("bench.train", contenders, args.rounds)
 
