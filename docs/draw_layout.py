@@ -225,8 +225,7 @@ def draw_between(imports: dict[str, set[str]], middles: dict[str, float]) -> lis
     drawn = []
     edge = MARGIN + WIDTH - GUTTER
     for i, (start, end) in enumerate(sorted(counts, key=lambda pair: [bands.index(band) for band in pair])):
-        # Each arrow has a height of its own at both ends and a vertical line of its own in the gutter, so that no two
-        # lie on each other.
+        # Each arrow has a height of its own at both ends, and a vertical line beside that of the arrow before it.
         y1 = round(middles[start] + 6 * bands.index(end) - 8, 1)
         y2 = round(middles[end] + 6 * bands.index(start) - 12, 1)
         x = edge + 10 + ARROW_STEP * (i % 7)

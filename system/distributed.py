@@ -3,11 +3,13 @@
     with distributed.session("auto") as rt:     # under torchrun: joins the process group, and leaves it on every exit
         total = rt.all_reduce(torch.ones(1, device=rt.device))
 
-World size 1 takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a
-docstring says that every rank must call something, a rank that did not would leave the others waiting.
+Every script that computes opens a session, and passes `rt` to whatever needs the device or the ranks. World size 1
+takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a docstring says
+that every rank must call something, a rank that did not would leave the others waiting.
 
 Tensors travel by NCCL or gloo. What the ranks must know before and after training (who is here, with which settings and
-data, who has failed) travels through torchrun's key-value store, which needs nothing but the address that they met at:
+data, who has failed) travels through torchrun's key-value store, which needs nothing but the address that they met at.
+In the order of a run:
 
     roll call      every rank is here                                   a missing rank is named after a minute
     check_equal    settings, versions; then step, data, HellaSwag rows  differences are named, and every rank refuses
@@ -53,6 +55,7 @@ class Runtime:
 
     @property
     def uses_gloo(self) -> bool:
+        """Whether collectives go through gloo, as on a CPU; on CUDA they go through NCCL."""
         return self.device.type != "cuda"
 
     def autocast(self):
@@ -133,6 +136,7 @@ def session(
     """Yield this process's Runtime. Under torchrun join the process group (NCCL on CUDA, gloo elsewhere) and leave it
     on every exit.
 
+    device: auto, cpu, mps, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
     dtype: `auto` takes the one that scores fastest on this device; a training run makes its own choice later.
     deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
@@ -146,9 +150,11 @@ def session(
 
     machine.use_expandable_segments()  # also before CUDA starts
 
-    # Which process this is, on which device, in which precision.
+    # Which process this is: torchrun sets these variables.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+
+    # Its device, of which every rank of a machine needs its own, and its precision.
     if ":" in device and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         name = device.partition(":")[0]
         problem = f"--device {device} is one device, which ranks cannot share"
@@ -160,17 +166,19 @@ def session(
         torch_dtype = getattr(torch, dtype)
     rt = Runtime(dev, torch_dtype, env_rank(), local_rank, world_size)
 
-    # torch's global switches.
+    # torch's global switches: deterministic kernels, and the precision of float32 products on a GPU.
     if deterministic or dev.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes new tensors twice
     if dev.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+
+    # A single process has no group to join; the Runtime's collectives return at once.
     if world_size == 1:
         yield rt
         return
 
-    # Ranks on a CPU share the cores; without this each would use all of them.
+    # Ranks on a CPU share its cores; without this each would use all of them.
     if dev.type == "cpu":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
@@ -184,7 +192,8 @@ def session(
     except RuntimeError as e:
         if not is_lost_rank_error(e):
             raise
-        # Let the rank at fault report first: torchrun ends all ranks as soon as one exits.
+        # Let the rank at fault report first, which may take it FAILURE_GRACE_S: torchrun ends all ranks as soon as one
+        # exits.
         time.sleep(6)
         problem = f"rank {rt.rank} lost another rank (see its message) or waited {timeout_minutes:g} minutes for one"
         fail(f"{problem}; resume from the newest checkpoint with --resume auto ({str(e).strip()[:200]})")
@@ -193,7 +202,8 @@ def session(
 
 
 def is_lost_rank_error(error: Exception) -> bool:
-    """Whether an error only says that another rank is gone. gloo raises plain RuntimeErrors that name it."""
+    """Whether an error only says that another rank is gone. gloo's errors are RuntimeErrors whose message has its
+    name."""
     return isinstance(error, LostRank | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -203,6 +213,7 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
 
     `timeout`: how long the group's collectives wait for a rank. Raises UserError, or SystemExit for what a restart by
     torchrun may fix."""
+    # What torchrun sets, and a user who starts ranks by hand may forget.
     missing = [v for v in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
     require(not missing, f"WORLD_SIZE={rt.world_size} but {', '.join(missing)} not set; start with torchrun")
 
@@ -215,12 +226,13 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
             "to start again, first run on every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
 
-    # gloo ranks meet in seconds or never; NCCL on many machines may need longer.
+    # How long to wait for each other here: gloo ranks meet in seconds or never; NCCL on many machines may need longer.
     join_timeout = timedelta(seconds=60) if rt.uses_gloo else timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     problem = f"rank {rt.rank} could not join the {rt.world_size} ranks at {address}"
     hint = ""
     try:
+        # Meet in the store: are all ranks here, and were they started alike?
         rt = replace(rt, store=open_store(rt, join_timeout))
         roll_call(rt, join_timeout)
         check_start(rt, settings)
@@ -231,6 +243,8 @@ def join_group(rt: Runtime, timeout: timedelta, settings: dict[str, str]) -> Run
         dist.init_process_group(timeout=join_timeout, world_size=rt.world_size, rank=rt.rank, store=rt.store, **backend)
     except RuntimeError as e:  # a torchrun restart may fix it, so this is not a UserError
         raise SystemExit(f"{problem}: {e}{hint}") from None
+
+    # From here on gloo waits for a rank as long as was asked for.
     if rt.uses_gloo:
         dist.distributed_c10d._set_pg_timeout(timeout)
     return rt
@@ -299,7 +313,7 @@ def report_early_failure(error: Exception) -> None:
 
 
 def open_store(rt: Runtime, timeout: timedelta) -> dist.Store:
-    """torchrun's key-value store, for this start alone."""
+    """torchrun's key-value store, for this start alone: keys get a prefix where restarts share the store."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if is_on_one_machine(rt):
         return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -307,6 +321,7 @@ def open_store(rt: Runtime, timeout: timedelta) -> dist.Store:
 
 
 def is_on_one_machine(rt: Runtime) -> bool:
+    """Whether all ranks of the run are on this machine, by torchrun's count."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == rt.world_size
 
 
@@ -317,6 +332,7 @@ def is_on_one_machine(rt: Runtime) -> bool:
 EXCHANGE_TIMEOUT_S = 1800
 # How long a failing rank that may host the store stays, so that the other ranks can read the reason.
 FAILURE_GRACE_S = 5
+# The key of the message that the first failing rank leaves.
 FAILURE = "failure"
 
 
@@ -326,12 +342,16 @@ class LostRank(RuntimeError):
 
 def exchange(rt: Runtime, topic: str, text: str, timeout_s: float) -> list[str]:
     """Every rank's `text`, in rank order, through the store. Raises UserError if another rank has failed with one, and
-    LostRank if another rank has failed otherwise or has not arrived in time. Every rank must call it."""
+    LostRank if another rank has failed otherwise or has not arrived in time. Every rank must call it.
+
+        rank 0    set its text | wait for all texts | read | wait until all have read |
+        rank 1    set its text | wait for all texts | read |
+    """
     if rt.world_size == 1:
         return [text]
     store = rt.store
 
-    # Each rank numbers its exchanges, so that no key is used twice.
+    # Set this rank's text, and wait for those of all. Each rank numbers its exchanges, so that no key is used twice.
     number = store.add(f"exchanges of rank {rt.rank}", 1)
     keys = [f"exchange {number}: {topic}: rank {r}" for r in range(rt.world_size)]
     store.set(keys[rt.rank], text)
@@ -378,12 +398,14 @@ def failures_reported(rt: Runtime) -> Iterator[None]:
 def report_failure(rt: Runtime, error: Exception) -> None:
     """Leave this rank's error in the store, unless another rank has left one. Rank 0, which may host the store, stays
     for up to FAILURE_GRACE_S, until every rank knows of the failure."""
+    # The message, and a note that this rank does not need to be told.
     if not rt.store.check([FAILURE]):
         failure = {"rank": rt.rank, "host": socket.gethostname(), "message": str(error)}
         rt.store.set(FAILURE, json.dumps(failure | {"is_user_error": isinstance(error, UserError)}))
     rt.store.set(knows_key(rt.rank), "")
 
-    # The wait has a limit, because in training the other ranks are in a collective and do not look into the store.
+    # Rank 0 waits until the others have read it. In training they are in a collective and do not look into the store,
+    # so the wait has a limit.
     if rt.rank == 0:
         keys = [knows_key(rank) for rank in range(rt.world_size)]
         end = time.monotonic() + FAILURE_GRACE_S
@@ -398,6 +420,7 @@ def knows_key(rank: int) -> str:
 
 def raise_failure(rt: Runtime) -> NoReturn:
     """Raise the error that another rank has left in the store."""
+    # What the user can fix stays a UserError; anything else is the loss of a rank.
     failure = json.loads(rt.store.get(FAILURE))
     rt.store.set(knows_key(rt.rank), "")
     message = f"rank {failure['rank']} on {failure['host']}: {failure['message']}"
@@ -418,6 +441,8 @@ def describe_differences(every_fact: list[dict[str, str]], hosts: list[str], fix
             ranks_by_value.setdefault(facts.get(name, "none"), []).append(rank)
         if len(ranks_by_value) == 1:
             continue
+
+        # One sentence for this name, and its fix.
         values = [f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in ranks_by_value.items()]
         differences.append(f"{name} is {', but '.join(values)}")
         needed_fixes.append(fixes.get(name, fixes[""]))
@@ -435,7 +460,7 @@ def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
     return f"rank{plural_ranks} {numbers} (host{plural_hosts} {', '.join(machines):.200})"
 
 
-# ------------------------------------------------------------------------- the end
+# ------------------------------------------------------------------------- leaving the group
 
 
 def leave_group(error: BaseException | None, rt: Runtime) -> None:
@@ -449,6 +474,8 @@ def leave_group(error: BaseException | None, rt: Runtime) -> None:
     watchdog = threading.Timer(60, give_up)
     watchdog.daemon = True
     watchdog.start()
+
+    # Leave, and cancel the thread.
     if error and not rt.uses_gloo:
         # After an error, destroying an NCCL group would wait for ranks that may never arrive.
         dist.distributed_c10d._abort_process_group()

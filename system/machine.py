@@ -1,5 +1,10 @@
 """The machine a script runs on: its device, its compiler, its memory, the versions of its software.
 
+    device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
+    print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
+    lacking = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
+
+Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
 Importing this imports torch, so cli.set_omp_wait_policy must have run before.
 """
 
@@ -30,7 +35,6 @@ CUDA_TORCH_COMMAND = "make clean install TORCH_CPU_INDEX="
 
 # ------------------------------------------------------------------------- device
 
-
 # Files that this machine has if it has an NVIDIA GPU. The second is the driver's under the Windows Subsystem for Linux.
 # The Makefile looks for the same files to choose between torch with CUDA and torch for CPUs.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
@@ -39,15 +43,16 @@ GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
 def refuse_unusable_gpu(name: str) -> None:
     """Raise UserError if torch cannot use this machine's NVIDIA GPU, unless the device `name` is another one, such as
     cpu. Without this error, the run would take days on the CPU while the GPU is billed. Called by train.sh, too."""
-    # Nothing is wrong where there is no GPU, where the GPUs are hidden on purpose, or where they work.
+    # Nothing is wrong if another device is asked for, if the GPUs are hidden on purpose, if they work, or if there is
+    # none.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if name.partition(":")[0] not in ("auto", "cuda") or is_hidden or torch.cuda.is_available():
         return
     if not any(glob(pattern) for pattern in GPU_FILES):
         return
 
-    # A torch for CPUs, which `make install` chooses on a machine without a GPU. Only a new .venv replaces it: its
-    # version satisfies the pinned one.
+    # torch was built for CPUs. `make install` chooses this build on a machine without a GPU, such as one on which a
+    # network volume is prepared. Only a new .venv replaces it, because its version satisfies the pinned one.
     use_the_cpu = "To use the CPU: --device cpu, or export CUDA_VISIBLE_DEVICES="
     if torch.version.cuda is None:
         raise UserError(
@@ -55,7 +60,8 @@ def refuse_unusable_gpu(name: str) -> None:
             f"with CUDA: {CUDA_TORCH_COMMAND}. {use_the_cpu}"
         )
 
-    # torch says why: the driver is too old, or belongs to another CUDA. A "found version 12040" in it is CUDA 12.4.
+    # torch was built with CUDA and cannot start it: its error has the reason, such as a driver that is too old ("found
+    # version 12040" is CUDA 12.4).
     try:
         torch.cuda.init()
         reason = "it finds none"
@@ -69,8 +75,9 @@ def refuse_unusable_gpu(name: str) -> None:
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device of that name; `auto` tries cuda, then mps, then cpu. Raises UserError if the device is not available,
-    or if a GPU is present but unusable.
+    """The device of that name, which may have a number, as in cuda:1. `auto` tries cuda, then mps, then cpu. Without a
+    number, a rank gets the GPU of its `local_rank`. Raises UserError if the device is not available, or if a GPU is
+    present but unusable.
 
     mps is used from torch 2.14 on. Before that, M1 and M2 compute wrong gradients where these sum over more than 32,768
     tokens or vocabulary entries, as that of GPT-2's head does (pytorch#177116).
@@ -84,10 +91,12 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 
     refuse_unusable_gpu(name)
 
-    # "cuda:1" names a GPU by number; otherwise each rank takes the GPU of its own local rank.
+    # What was asked for: "cuda:1" is the kind cuda and the number 1.
     kind, _, number = (usable[0] if name == "auto" else name).partition(":")
     available = ", ".join(usable)
     require(kind in usable, f"device {name!r} is not available here (available: {available}); use --device auto")
+
+    # One GPU of several, or the only device of its kind.
     if kind == "cuda":
         return choose_gpu(int(number or local_rank))
     silence_missing_cuda()
@@ -120,6 +129,8 @@ def hardware_name(device: torch.device) -> str:
     """The name of the GPU or, for a CPU, that of its model: equal where the same kernels give the same bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+
+    # A line of /proc/cpuinfo reads "model name : AMD EPYC 9654 96-Core Processor". Other systems have no such file.
     with suppress(OSError), open("/proc/cpuinfo") as f:
         for line in f:
             if line.startswith("model name"):
@@ -131,8 +142,10 @@ def hardware_name(device: torch.device) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep large blocks between steps instead of mapping fresh pages: a quickstart step is about a
-    fifth shorter, for a sixth to a half more memory."""
+    """Let glibc's malloc keep large blocks between steps instead of mapping fresh pages: a quickstart step on a CPU is
+    about a fifth shorter, for a sixth to a half more memory. See mallopt(3)."""
+    # By default, malloc maps a large block on its own and returns it to the system when it is freed; each fresh page
+    # then costs a page fault and is filled with zeros. Map no block on its own, and return no freed memory.
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -166,7 +179,7 @@ def peak_memory(device: torch.device) -> int:
 def missing_compiler(device: torch.device) -> str:
     """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++, for a GPU Triton's
     launchers are C; both include Python's headers."""
-    # Which compiler: an environment variable may name it, as in CXX=clang++.
+    # Which compiler is needed, and whether one is on PATH. An environment variable may name it, as in CXX=clang++.
     if device.type == "cpu":
         names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"
     else:
@@ -174,7 +187,7 @@ def missing_compiler(device: torch.device) -> str:
     if not any(shutil.which(os.environ.get(name, name)) for name in names):
         return compiler
 
-    # The headers come with the interpreter, or in a package of their own.
+    # The headers come with the interpreter or, on Debian, in a package of their own.
     has_headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
     return "" if has_headers else "Python.h (python3-dev)"
 
@@ -192,9 +205,11 @@ def git(*args: str) -> str:
 def code_version() -> str:
     """A short hash of the project's Python files: equal on two machines that run the same code, whether it is a clone,
     a copy without git, or has uncommitted changes."""
-    # What a run imports: the scripts and the packages, by their paths inside the project.
+    # What a run imports: the scripts and the packages.
     root = Path(__file__).parent.parent
     sources = [path for folder in (".", "system", "tokens", "training") for path in (root / folder).glob("*.py")]
+
+    # Hash each file with its path inside the project and its size, so that no two sets of files have the same bytes.
     content = hashlib.sha256()
     for path in sorted(sources):
         content.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())

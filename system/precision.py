@@ -5,6 +5,11 @@
 Training asks with its own shapes and lets the ranks agree (training/precision.py); scoring and generation ask for one
 device. On a GPU the answer follows from the hardware. A CPU is measured, because its flags do not tell: a Xeon with
 AVX512-BF16 but without AMX multiplies bfloat16 more slowly than float32, a Zen 5 four times as fast.
+
+    GPU, Ampere and later           bfloat16
+    GPU before Ampere               float16
+    CPU with bfloat16 in hardware   bfloat16 if it multiplies enough faster than float32, which is measured
+    any other CPU, Apple's GPUs     float32
 """
 
 import functools
@@ -68,17 +73,20 @@ def supported_dtypes(device: torch.device) -> list[torch.dtype]:
 def bfloat16_speedup(rows: int, width: int, columns: int, make_multiply: Callable = linear_with) -> float:
     """How many times as fast this CPU multiplies (rows, width) by (width, columns) in bfloat16 as in float32. Measured
     in some tens of milliseconds."""
-    # The same product in both precisions.
+    # The same product in both precisions: (rows, width) @ (width, columns).
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(rows, width, dtype=dtype)
         multiply = make_multiply(torch.ones(columns, width, dtype=dtype))
+
         # Up to four tries, the first of which warms up; a slow CPU gets fewer.
         times = []
         while len(times) < 4 and sum(times) < 0.1:
             start = time.perf_counter()
             multiply(x)
             times.append(time.perf_counter() - start)
+
+        # The fastest try: whatever else the machine does can only make a try slower.
         seconds[dtype] = min(times)
     return seconds[torch.float32] / seconds[torch.bfloat16]
 
@@ -91,8 +99,9 @@ def choose_dtype(
 ) -> tuple[torch.dtype, str]:
     """The fastest precision for `workload` on `device`, and the reason.
 
-    available: what may be chosen, the preferred first; default: what the device supports. agree: turns a measured
-    speedup into the one to go by, such as the smallest of all ranks.
+    available: what may be chosen, the preferred first; default: what the device supports. A run on unlike GPUs gives
+    what all of them support.
+    agree: turns the speedup that was measured here into the one that decides, such as the smallest of all ranks.
     """
     # A GPU multiplies fastest in the first precision that it supports.
     own = supported_dtypes(device)

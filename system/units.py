@@ -1,4 +1,12 @@
-"""Durations, prices and precisions, read and written the same way everywhere. Nothing here needs torch."""
+"""Durations, prices and precisions, read and written the same way everywhere. Nothing here needs torch.
+
+    format_duration(3720)               # "1h02m"
+    parse_duration("3h50m")             # 13800.0
+    format_cost(3600, 8, 2.5)           # "$20.00": an hour of 8 GPUs at 2.50 dollars each
+    dtype_name(torch.bfloat16)          # "bfloat16"
+
+Called by training, for its console line, its plan and --time-limit, and by the benchmarks.
+"""
 
 import math
 import re
@@ -21,12 +29,15 @@ def format_duration(seconds: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
+    # No limit.
     if not text:
         return math.inf
+
     # A plain number.
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
         return float(text)
-    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds.
+
+    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds. A group is None for a missing unit.
     match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
     if not match:
         raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
@@ -35,12 +46,12 @@ def parse_duration(text: str) -> float:
 
 
 def cost_usd(seconds: float, gpus: int, gpu_hour_usd: float) -> float:
-    """Dollars for so many GPUs during so many seconds, at a price for one GPU and one hour."""
+    """Dollars for `gpus` GPUs during `seconds`, at a price of `gpu_hour_usd` for one GPU and one hour."""
     return seconds / 3600 * gpus * gpu_hour_usd
 
 
 def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:
-    """$12.34, or how to get a price if none was given."""
+    """$12.34, or the flag that sets the price if `gpu_hour_usd` is 0. Arguments as for cost_usd."""
     if not gpu_hour_usd:
         return "price: --gpu-hour-usd"
     return f"${cost_usd(seconds, gpus, gpu_hour_usd):.2f}"
