@@ -1,4 +1,4 @@
-"""Reading what a run has written: metrics.jsonl and config.json of its folder. Nothing here needs torch.
+"""Read what a run has written: metrics.jsonl and config.json of its folder. Nothing here needs torch.
 
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, {"step": 1, ...}, ...]
 
@@ -16,9 +16,12 @@ from system.files import retry_io
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics.jsonl, each a dict with at least `step`. Lines that a kill has cut off, and other
-    lines that are not rows of metrics, are skipped. Empty if there is no file."""
+    lines that are not rows of metrics, are skipped. Empty if there is no file. Raises OSError if it cannot be read."""
+    # A run that has not logged yet has no file.
     if not path.exists():
         return []
+
+    # One row per line.
     rows = []
     for line in retry_io(lambda: path.read_text(errors="replace"), path).splitlines():
         # A run may be writing the last line right now, or have been killed while it did.
@@ -49,5 +52,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def tokens_per_step(run_dir: Path) -> int | None:
     """Tokens per step of a run, from its config.json; None if it is not recorded there."""
+    # The file may have been edited; type() and not isinstance(): True is an int.
     tokens = read_config(run_dir).get("total_batch_size")
     return tokens if type(tokens) is int else None

@@ -4,7 +4,15 @@
     optimizer = Muon([{"params": [weight]}], lr=0.02, momentum=0.95)
 
 Called by training/optim.py for the matrices of the blocks. As in modded-nanogpt, with Nesterov momentum and a rate that
-grows with sqrt(max(1, rows / columns)).
+grows with sqrt(max(1, rows / columns)). The update of a matrix W with gradient G:
+
+    M = momentum * M + (1 - momentum) * G           the average of the gradients, which is the only state
+    N = momentum * M + (1 - momentum) * G           Nesterov: as if the next gradient were G again
+    W = (1 - lr * weight_decay) * W
+    W = W - lr * sqrt(max(1, rows / columns)) * orthogonalize(N)
+
+If N = U S V^T is the singular value decomposition, orthogonalize(N) is about U V^T: every direction of the gradient
+changes the weights by the same amount.
 """
 
 import torch
@@ -23,8 +31,9 @@ NEWTON_SCHULZ_ITERATIONS = {
 
 
 def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Tensor:
-    """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations."""
-    # Work on wide matrices, where X X^T is the smaller product.
+    """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations, one
+    for each (a, b, c) of `iterations`. The result has the dtype NEWTON_SCHULZ_DTYPE."""
+    # Work on wide matrices, where X X^T is the smaller product. Below, m <= k: (n, rows, columns) -> (n, m, k)
     is_tall = X.size(-2) > X.size(-1)
     if is_tall:
         X = X.mT
@@ -32,10 +41,15 @@ def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Te
 
     # The iterations need singular values of at most about 1: divide by the Frobenius norm, which bounds them.
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-10)
+
+    # Each iteration applies the polynomial to the singular values: s becomes a s + b s^3 + c s^5. The singular vectors
+    # stay the same.
     for a, b, c in iterations:
-        A = X @ X.mT  # (n, rows, rows)
+        A = X @ X.mT  # (n, m, m)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+
+    # (n, m, k) -> (n, rows, columns)
     return X.mT if is_tall else X
 
 
@@ -46,6 +60,7 @@ def mark_matrices(name: str, p: Tensor) -> None:
     They are recognized by name, not by shape: some MLP weights are also three times as tall as wide.
     Raises ValueError for a name that is not known here, and for queries, keys and values that are not three squares.
     """
+    # The last three parts of a name such as "transformer.h.3.attn.c_attn.weight" say which weight of a block it is.
     rows, columns = p.shape
     match name.split(".")[-3:]:
         case ["attn", "c_attn", "weight"]:
@@ -63,8 +78,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters (rows, columns) that `mark_matrices` has marked.
 
     Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. The state has
-    the layout of torch.optim.Muon's and can be loaded from it. `step` overwrites the gradients with the
-    updates.
+    the layout of torch.optim.Muon's and can be loaded from it.
     """
 
     def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
@@ -76,7 +90,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update the weights by the formulas above. Overwrites the gradients."""
         for group in self.param_groups:
+            # Parameters without a gradient are left alone. With ZeRO-1, a rank may have no parameter of this group.
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
@@ -93,6 +109,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
 
             # Group all matrices by shape, with queries, keys and values apart: {(rows, columns): (weights, updates)}.
+            # Those of c_attn are views: (3C, C) -> three of (C, C)
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
             for p, update in zip(params, updates, strict=True):
                 for weight, matrix in zip(p.split(p.matrix_rows), update.split(p.matrix_rows), strict=True):
@@ -100,7 +117,7 @@ class Muon(torch.optim.Optimizer):
                     weights.append(weight)
                     matrices.append(matrix)
 
-            # Orthogonalize all of a shape at once, and apply. Tall matrices get a higher rate.
+            # Orthogonalize all of a shape at once, and update the weights. Tall matrices get a higher rate.
             iterations = NEWTON_SCHULZ_ITERATIONS[group["newton_schulz"]]
             for (rows, columns), (weights, matrices) in by_shape.items():
                 change = orthogonalize(torch.stack(matrices), iterations)  # (n, rows, columns)

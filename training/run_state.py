@@ -3,7 +3,13 @@
     run = RunState(max_steps=19_073, data_id=data.fingerprint())
     run.advance()
 
-Created by training/resume.py; the training loop in train_gpt2.py moves it from step to step.
+Created by training/resume.py; the training loop in train_gpt2.py moves it from step to step:
+
+    step = 500      the weights have had 500 updates
+    save            last_saved_step = 500
+    evaluate        measured = {"step": 500, "val_loss": 3.9}, evaluated = True; it may be the best step so far
+    train           measured gets train_loss, lr, ... of the next update, and becomes a line of metrics.jsonl
+    advance()       step = 501, measured = {"step": 501}, evaluated = False
 """
 
 from __future__ import annotations
@@ -16,22 +22,23 @@ from typing import Any
 class RunState:
     """The progress of a run. `step` counts the optimizer steps done; training/resume.py restores it."""
 
-    # What the run is: its length, and the data it must find again (Loader.fingerprint).
+    # The length of the run, and the data that it must find again when it is resumed (Loader.fingerprint).
     max_steps: int
     data_id: str
 
-    # Where it is. `measured` is the line of metrics.jsonl for this step, as far as it is known.
+    # Where the run is. `measured` is the line of metrics.jsonl for this step, as far as it is known; `evaluated` says
+    # whether the evaluations of this step are done, so that a resumed run does not repeat them.
     step: int = 0
     measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})
     evaluated: bool = False
 
-    # The step and val_loss of the best step that has a checkpoint, and the newest step saved in this run's folder.
+    # The best step that has a checkpoint, as {"step": 500, "val_loss": 3.9}, and the newest step saved in this run's
+    # folder. A thread writes the checkpoints: `previous_best` is what `best` was, in case the write fails.
     best: dict[str, Any] | None = None
     last_saved_step: int | None = None
-    # What `best` was before, until the checkpoint of `best` is known to be on the disk.
     previous_best: dict[str, Any] | None = None
 
-    # Where this process began.
+    # The step at which this process started or resumed the run.
     start_step: int = field(init=False)
 
     def __post_init__(self):
@@ -39,14 +46,18 @@ class RunState:
 
     @property
     def is_at_end(self) -> bool:
+        """Whether all steps are done. The last one may still have to be saved and evaluated."""
         return self.step == self.max_steps
 
     @property
     def is_complete(self) -> bool:
+        """Whether nothing is left to do, as when the command of a finished run is repeated. A run resumed with fewer
+        steps than it has done is complete, too."""
         return self.step > self.max_steps or (self.is_at_end and self.evaluated)
 
     @property
     def best_step(self) -> int | None:
+        """The step with the lowest val loss among those with a checkpoint; None before there is one."""
         return self.best["step"] if self.best else None
 
     def is_due(self, period: int) -> bool:
@@ -82,7 +93,7 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of a checkpoint's train state that describe the run's progress."""
-        # These names are part of the checkpoint format.
+        # These names are part of the checkpoint format, `record` and `data` included.
         return {
             "step": self.step,
             "record": self.measured,

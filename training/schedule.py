@@ -2,9 +2,18 @@
 
     lr = set_learning_rates(optimizers, step, total_steps, cfg)     # before each update; returns the rate to log
 
-The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and total_steps, and
-training/resume.py prints by how much it jumps. To add a schedule, add its name to TrainConfig.schedule, a function such
-as cosine_decay, and a case to choose_decay.
+              cosine                                      trapezoid
+    max_lr         .--.                                          .------------.
+                 .'    '-.                                     .'              '.
+               .'         '-.                                .'                  '.
+    min_lr   .'              '----.                        .'                      '.
+    0       '                     |                       '                          |
+            |------|              |                       |------|             |-----|
+          warmup_steps       total_steps                warmup_steps     cooldown * total_steps
+
+Called by training/step.py. The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and
+total_steps, and training/resume.py prints by how much it jumps. To add a schedule, add its name to
+TrainConfig.schedule, a function such as cosine_decay, and a case to choose_decay.
 """
 
 import math
@@ -20,6 +29,8 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
     min_lr / max_lr at total_steps."""
     # Choose the function before the warm-up, so that a schedule without one raises in the first step.
     decay = choose_decay(cfg)
+
+    # The fraction at which the decay ends.
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
 
     # Warm-up. The first step already learns, as in build-nanogpt.
@@ -29,6 +40,8 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
     # Past the end, as after a resume with fewer steps, the rate stays at its floor.
     if step >= total_steps:
         return floor
+
+    # In between, what is left of the decay is the distance from the floor.
     return floor + (1 - floor) * decay(step, total_steps, cfg)
 
 
@@ -46,13 +59,14 @@ def choose_decay(cfg: TrainConfig) -> Callable[[int, int, TrainConfig], float]:
 
 
 def cosine_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
-    """Half a cosine from the end of the warm-up to the last step."""
+    """Half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2016, without restarts)."""
     progress = (step - cfg.warmup_steps) / (total_steps - cfg.warmup_steps)
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def trapezoid_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Constant, then linear over the last `cooldown` part of the steps (Hägele et al. 2024)."""
+    # Before the cooldown the quotient is above 1. A cooldown of less than a step counts as one.
     steps_left = total_steps - step
     return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
 
@@ -62,7 +76,7 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total
     the rate for a peak of max_lr, which is the one that is logged."""
     factor = lr_factor(step, total_steps, cfg)
 
-    # Embeddings, matrices and vectors may have peaks of their own (training/optim.py); the shape of the curve is one.
+    # Embeddings, matrices and vectors may have peaks of their own (training/optim.py); their curves have one shape.
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
