@@ -3,7 +3,13 @@
     master_weights = MasterWeights(model, keep_float32_copy=True)
     ... backward ...; master_weights.take_gradients(); optimizer.step(); master_weights.copy_to_model()
 
-Called by training/step.py.
+Called by training/step.py. With --weights bfloat16, a step goes around:
+
+    model, bfloat16 weights  --- backward --->        bfloat16 gradients
+              ^                                               |
+        copy_to_model                                  take_gradients
+              |                                               v
+    master weights, float32  <--- optimizer.step ---  float32 gradients
 """
 
 import torch
@@ -33,7 +39,7 @@ class MasterWeights:
 
     def take_gradients(self, keep: bool = False) -> list[nn.Parameter]:
         """Move the gradients from the model to the float32 weights, or copy them with `keep`, and return these
-        weights."""
+        weights. Without a float32 copy the gradients are there already."""
         for p, master in self.pairs:
             # A parameter that the forward pass skips has no gradient.
             master.grad = None if p.grad is None else p.grad.float()

@@ -27,6 +27,7 @@ class GPTHubConfig(PreTrainedConfig):
         self.network = network or {field.name: field.default for field in fields(GPTConfig)}
         super().__init__(**kwargs)
 
+    # transformers' names of the sizes.
     vocab_size = property(lambda self: self.network["vocab_size"])
     hidden_size = property(lambda self: self.network["n_embd"])
     num_hidden_layers = property(lambda self: self.network["n_layer"])
@@ -35,12 +36,14 @@ class GPTHubConfig(PreTrainedConfig):
 
 
 class CacheAdapter:
-    """A cache of transformers behind the interface of KVCache (model.py)."""
+    """A cache of transformers behind the interface of KVCache (model.py). `weight`: any weight of the model."""
 
     def __init__(self, cache, weight: torch.Tensor):
         self.cache = cache
-        self.length = cache.get_seq_length()  # positions of the earlier calls
-        self.k = self.v = weight  # only for its precision, to which Attention converts keys and values
+        # Positions of the earlier calls. The cache counts them itself; GPT.hidden also adds to this number, at the end.
+        self.length = cache.get_seq_length()
+        # Only for their precision, to which Attention converts keys and values.
+        self.k = self.v = weight
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
@@ -71,9 +74,11 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         """Does nothing: GPT initializes its own weights."""
 
     def get_input_embeddings(self) -> torch.nn.Module:
+        """Where transformers finds the token embedding, to tie or to resize it."""
         return self.network.transformer.wte
 
     def get_output_embeddings(self) -> torch.nn.Module:
+        """Where transformers finds the head."""
         return self.network.lm_head
 
     def forward(
@@ -93,6 +98,8 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         from the ids before it.
         """
         T = input_ids.shape[1]
+
+        # The keys and values of earlier calls. Generation passes the cache that the call before has returned.
         if use_cache is None:
             use_cache = not self.training
         if use_cache and past_key_values is None:
@@ -101,19 +108,28 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None:
             cache = CacheAdapter(past_key_values, self.network.transformer.wte.weight)
 
-        # A padded batch: each row counts its positions from its first token, and attends to no padding.
+        # A padded batch: each row counts its positions from its first token, and attends to no padding. For a row with
+        # attention_mask 0 0 1 1 1 and no cache:
+        #     positions   0 0 0 1 2
+        #     mask        1 0 0 0 0
+        #                 0 1 0 0 0
+        #                 0 0 1 0 0
+        #                 0 0 1 1 0
+        #                 0 0 1 1 1
         positions = mask = None
         if attention_mask is not None and not attention_mask.all():
             start = cache.length if cache else 0
             S = start + T
             is_text = attention_mask[:, :S].bool()  # (B, S)
             positions = (is_text.cumsum(-1) - 1).clamp(min=0)[:, start:]  # (B, S) -> (B, T)
+
             # Query i, at position start + i, attends to the text up to itself. Padding attends to itself, so that every
             # query has a key.
             causal = torch.ones(T, S, dtype=torch.bool, device=input_ids.device).tril(start)  # (T, S)
             itself = torch.eye(S, dtype=torch.bool, device=input_ids.device)[start:]  # (T, S)
             mask = (causal & is_text[:, None, :] | itself)[:, None]  # (B, 1, T, S)
 
+        # RoPE's table is no buffer here (see __init__), so it does not move with the model.
         if has_rope(self.network.config):
             self.network.cos_sin = self.network.cos_sin.to(input_ids.device)
 
@@ -121,8 +137,8 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self.network.hidden(input_ids, cache, positions, mask)
         logits = self.network.logits(hidden[:, -logits_to_keep:])
 
+        # Position t predicts the label at t + 1: (B, T - 1, V) -> (B * (T - 1), V), (B, T - 1) -> (B * (T - 1),)
         loss = None
         if labels is not None:
-            # Position t predicts the label at t + 1.
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

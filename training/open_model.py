@@ -16,7 +16,7 @@ from model import GPT
 from system.cli import UserError
 from training import checkpoint, convert
 
-MAX_FOLDERS_LISTED = 20
+MAX_FOLDERS_LISTED = 20  # in the error for a path that does not exist
 
 
 def open_model(name: str | Path) -> GPT:
