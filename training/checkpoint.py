@@ -52,6 +52,7 @@ from system.files import explain_write_error, may_pass, retry_io, write_file
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
+
 # Stored in every file. Files of another layout would have another number, and are refused.
 FORMAT = 1
 
@@ -162,9 +163,11 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     Returns the GPT (float32, on the CPU, in eval mode) and the other entries of the file: config, step, val_loss,
     preset. Raises UserError if there is no such file, or if it does not hold a model that this version can build.
     """
+    # A run folder stands for its newest complete step.
     path = Path(path)
     if path.is_dir():
         path = newest_model(path)
+
     # Read the file and check it for damage. An optim_*.pt is a checkpoint file, too, but has no weights.
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
@@ -297,6 +300,7 @@ def copy_to_host(tree: Any, copies: dict) -> Any:
         if key not in copies:
             copies[key] = tree.detach().to("cpu", copy=True)
         return copies[key]
+
     # Containers are copied as they are, because training continues to change the originals.
     if isinstance(tree, dict):
         return {key: copy_to_host(value, copies) for key, value in tree.items()}
@@ -361,16 +365,18 @@ class CheckpointWriter:
         """
         self._join()
 
+        # Report the last write if it failed. A temporary error is raised as it is: a restart may succeed.
         if self.error is not None:
             if may_pass(self.error):
                 raise self.error
+
             # Say how to fix a disk. Any other error, such as weights that are not finite, names its own fix.
             fix = "; free space or choose another --out-dir" if isinstance(self.error, OSError) else ""
             newest = f"Newest complete step there: {latest_step(self.run_dir)}"
             problem = f"could not write the checkpoint in {self.run_dir}: {self._describe_error()}"
             raise UserError(f"{problem}{fix}. {newest}")
 
-        # The best step may have changed since the last save.
+        # The best step may have changed since the last save, so the one before may be too old to be kept.
         if self.newest_save is not None and best_step is not None:
             self._delete_old(self.newest_save, best_step)
 
@@ -421,9 +427,11 @@ class CheckpointWriter:
         """
         if not self.keep:
             return
+
         # The complete steps of this run, in ascending order, without its newest `keep`.
         steps = [s for s in complete_steps(self.run_dir) if s <= step]
         too_old = set(steps[: -self.keep])
+
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
         for old_step in too_old - {best_step}:
             model_path(self.run_dir, old_step).unlink()

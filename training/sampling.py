@@ -70,7 +70,8 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
     B, T = idx.shape
     block_size = model.config.block_size
 
-    # The length of the cache is a multiple of 16: otherwise an attention kernel pads the mask again in every layer.
+    # A cache for the whole text, or for as much of it as the model reads at once. Its length is a multiple of 16:
+    # otherwise an attention kernel pads the mask again in every layer.
     max_len = math.ceil((T + max_new_tokens) / 16) * 16
     cache = model.new_cache(B, min(max_len, block_size))
 
@@ -87,7 +88,8 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
         last_hidden = model.hidden(unread, cache)[:, -1]
         logits = model.logits(last_hidden)
 
-        # The prompt has been read; from here on each sample has a row of its own. B -> B * num_samples
+        # The prompt has been read; from here on each sample has a row of its own, and a copy of the prompt's keys and
+        # values. B -> B * num_samples
         if step == 0 and num_samples > 1:
             logits = logits.repeat_interleave(num_samples, dim=0)
             idx = idx.repeat_interleave(num_samples, dim=0)

@@ -8,7 +8,13 @@
     else:
         train_step.refuse_update(step, result, data)
 
-Called by train_gpt2.py for training, by training/plan.py to measure a step, and by the benches.
+Called by train_gpt2.py for training, by training/plan.py to measure a step, and by the benches. The order of a step:
+
+    for each micro-batch (B, T + 1)     forward with autocast; loss / micro_steps; backward adds to the gradients
+    the last backward                   DDP averages the gradients over the ranks
+    once, on the sums                   undo the loss scale (float16), copy to the master weights (bfloat16), clip
+    one all_reduce                      the mean loss, whether a rank was asked to stop, whether a norm is not finite
+    update                              AdamW and Muon; copy the master weights to the model (bfloat16)
 """
 
 from __future__ import annotations
@@ -51,6 +57,8 @@ class TrainStep:
     """The model with everything that trains it: compiled forward pass, DDP, master weights, optimizers, loss scale."""
 
     def __init__(self, cfg: TrainConfig, rt: Runtime, model: GPT):
+        """`model` is on the device, in training mode. Every rank must make one. Raises UserError if not even one
+        sequence fits in memory, or if the batch does not divide evenly over the ranks."""
         self.cfg, self.rt, self.model = cfg, rt, model
 
         # Precision. A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
@@ -71,6 +79,8 @@ class TrainStep:
         # Validation calls `forward`; training calls it through DDP.
         self.forward = make_forward(model, cfg, rt)
         self.ddp_forward = wrap_in_ddp(self.forward, rt)
+
+        # The number of sequences in a forward pass, which `auto` finds by trying whole steps.
         self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.rehearse)
         self.refused_steps = 0
 
@@ -80,12 +90,13 @@ class TrainStep:
         batch: (micro_steps, B, T + 1) uint16, this rank's tokens. stop_requested: whether this rank was asked to stop.
         The gradients are those of the mean loss over all ranks. Every rank must call it.
         """
+        # The work of this rank; in the last backward pass the ranks average their gradients.
         with explain_out_of_memory(self.cfg, self.rt, len(batch[0])):
             local_loss = self._accumulate_gradients(batch, reduce=True)
             norm = self._clip_gradients()
 
-        # One collective, and one wait for the device, gives three numbers: the mean loss over all ranks, how many ranks
-        # were asked to stop, and how many have a norm that is not finite.
+        # One collective, and one wait for the device, sums three numbers over the ranks: their shares of the mean loss,
+        # how many were asked to stop, and how many have a norm that is not finite.
         mean_share = local_loss / self.rt.world_size
         stop_flag = norm.new_full((), float(stop_requested))
         bad_norm_flag = (~norm.isfinite()).float()
@@ -103,11 +114,14 @@ class TrainStep:
         the gradients over the ranks, once, in the last backward pass; otherwise no collective is called."""
         local_loss = torch.zeros((), device=self.rt.device)
         for i, tokens in enumerate(batch):
-            x, y = to_device(tokens, self.rt.device)  # (B, T) each
+            # Inputs and targets: (B, T + 1) -> 2 x (B, T)
+            x, y = to_device(tokens, self.rt.device)
+
             # DDP reads this attribute; without DDP it has no effect.
             self.ddp_forward.require_backward_grad_sync = reduce and i == len(batch) - 1
             with self.rt.autocast():
                 _, loss = self.ddp_forward(x, y)
+
             # The micro-batches are of equal size, so the mean of their means is the mean over the step.
             self.scaler.scale(loss / len(batch)).backward()
             local_loss += loss.detach() / len(batch)
@@ -116,10 +130,14 @@ class TrainStep:
     def _clip_gradients(self) -> Tensor:
         """Undo the loss scale of float16, move the gradients to the master weights, clip. Returns the norm before
         clipping. Without --grad-clip the norm is only measured."""
+        # Without float16 the scaler does nothing.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
+
         # Gradients in DDP's buckets stay there.
         weights = self.weights.take_gradients(keep=self.rt.world_size > 1)
+
+        # One norm over all parameters together. An infinite limit scales nothing.
         return nn.utils.clip_grad_norm_(weights, self.cfg.grad_clip or math.inf)
 
     def set_learning_rates(self, step: int, max_steps: int) -> float:
@@ -152,11 +170,13 @@ class TrainStep:
         self._finish_step()
 
     def _finish_step(self) -> None:
+        """What follows every step, updated or refused."""
         # After an overflow GradScaler.update halves the loss scale; otherwise it doubles the scale now and then.
         self.scaler.update()
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
+        """Clear the gradients, so that the next step begins its sums at zero."""
         # With several ranks the gradients live in DDP's buckets and are set to zero there (see wrap_in_ddp). One rank
         # frees their memory.
         if self.rt.world_size > 1:
@@ -175,6 +195,8 @@ class TrainStep:
         # Two micro-steps, if the run has more than one: the second runs while the gradients of the first are in memory.
         micro_steps = min(2, sequences_per_rank(self.cfg, self.rt.world_size) // B)
         batch = torch.zeros(micro_steps, B, self.cfg.sequence_length + 1, dtype=torch.uint16)
+
+        # The learning rates, to put back at the end.
         rates = [(group, group["lr"]) for o in self.optimizers for group in optim.all_groups(o)]
         try:
             if with_other_ranks:
@@ -194,6 +216,8 @@ class TrainStep:
                     self.scaler.step(optimizer)
                 else:
                     optim.unwrap(optimizer).step()  # with ZeRO-1, the update of this rank's share alone
+
+        # Undo everything that the step has changed, also if it ran out of memory.
         finally:
             for group, rate in rates:
                 group["lr"] = rate
@@ -203,6 +227,7 @@ class TrainStep:
 
     def _describe_bad_step(self, step: int, result: StepResult, data: Loader) -> str:
         """Name the rank, shard and sequence of a loss or gradient that is not finite. Every rank must call it."""
+        # Every rank's loss and norm.
         rt = self.rt
         local = torch.tensor([result.local_loss, result.norm], device=rt.device)
         per_rank = torch.stack(rt.all_gather(local)).tolist()  # (ranks, 2)
@@ -274,11 +299,13 @@ class Forward(nn.Module):
         x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
         loss = head.mean_loss(self.model, x, targets, self.chunk_loss)
 
-        # The chosen targets are few. Their number differs from batch to batch, so this is not compiled.
+        # The chosen targets are few. Their number differs from batch to batch, so this is not compiled. Take a limited
+        # number n at a time, because their logits (n, V) are large.
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         chosen_loss = torch.zeros_like(loss)
         for start in range(0, len(chosen), 512):
             rows = chosen[start : start + 512]
+            # mean_loss takes a batch: (n, C) -> (1, n, C), (n,) -> (1, n)
             chosen_loss += head.mean_loss(self.model, x[None, rows], targets[None, rows]) * len(rows)
         return loss, chosen_loss
 
@@ -291,6 +318,7 @@ def make_scaler(rt: Runtime) -> torch.amp.GradScaler:
 def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     """The forward pass of training and validation, compiled where that is possible. HellaSwag, sampling and checkpoints
     use the model itself."""
+    # Each step allocates the same large tensors again, which on a CPU costs time.
     if rt.device.type == "cpu":
         machine.keep_freed_memory()
 
