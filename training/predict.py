@@ -12,6 +12,9 @@ appendix B). The fraction depends mostly on the GPU's architecture and on whethe
 
 Memory: the bytes of the weights, the gradients, the optimizer state, and the activations kept for the backward pass.
 
+A model that counted the FLOPs and bytes of every kind of kernel predicted the published runs better (half within 10%,
+all within 30%). It was given up because its counts were hard to read and to check.
+
 docs/costs.md compares the predictions with published runs.
 """
 
@@ -50,7 +53,7 @@ class Architecture:
     cards: tuple[str, ...]  # keys of system.cards.CARDS
 
 
-# Each fraction that is not assumed comes from one published run, in the first three rows of the table in docs/costs.md.
+# Each fraction that is not assumed comes from one published run, in the table of docs/costs.md that names them.
 HOPPER_MFU = AchievedMFU(
     compiled=0.42,  # modded-nanogpt, track 3, 20260517_ortho, on one H200
     eager=0.29,  # build-nanogpt on one H100
