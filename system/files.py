@@ -6,6 +6,8 @@ complete or absent, and a locked folder is written to by one process at a time.
     log = AppendFile(path); log.append(b"a line\\n"); log.sync()
     with lock_folder(out): ...
 
+Called wherever the project reads or writes a file that must not be lost: checkpoints, shards, manifests, metrics.
+
 A network volume may answer EIO, ESTALE or ETIMEDOUT for some seconds. Such an error is retried here; if it lasts, it
 stays an OSError, which system/cli.py reports as a system error, and train.sh restarts the run. What only the user can
 change (a full disk, a missing permission) is not retried.
@@ -55,8 +57,9 @@ def may_pass(error: BaseException) -> bool:
 
 def retry_io(action: Callable[[], T], path: str | Path) -> T:
     """The result of `action`, which reads or writes `path` from the beginning each time it is called. It is called
-    again, with growing pauses, after an error that may pass. An error that lasts for a minute is raised as OSError with
-    the path; any other error is raised at once."""
+    again, with growing pauses, after an error that may pass. An error that lasts through all pauses is raised as
+    OSError with the path; any other error is raised at once."""
+    # One try before each pause, and a last one, after which there is none.
     start_time = time.monotonic()
     for pause in (*RETRY_PAUSES, None):
         try:
@@ -64,24 +67,28 @@ def retry_io(action: Callable[[], T], path: str | Path) -> T:
         except OSError as e:
             if not may_pass(e):
                 raise
+
+            # The last try has failed, too.
             reason = e.strerror or str(e)
             waited = time.monotonic() - start_time
             if pause is None:
                 message = f"{reason}, in {len(RETRY_PAUSES) + 1} tries over {waited:.0f} seconds"
                 raise OSError(e.errno, message, str(path)) from None
 
-            # Warn once. If stderr is on the same volume, `tell` drops the warning.
+            # Warn at the first error only. If stderr is on the same volume, the warning is dropped.
             if pause == RETRY_PAUSES[0]:
-                tell(f"warning: {path}: {reason}; trying again for {sum(RETRY_PAUSES)} seconds")
+                print_to_stderr(f"warning: {path}: {reason}; trying again for {sum(RETRY_PAUSES)} seconds")
             time.sleep(pause)
             continue
+
+        # It has worked. After a warning, say so.
         if pause != RETRY_PAUSES[0]:
-            tell(f"{path}: accessible again after {time.monotonic() - start_time:.0f} seconds")
+            print_to_stderr(f"{path}: accessible again after {time.monotonic() - start_time:.0f} seconds")
         return result
     raise AssertionError("the last try returns or raises")
 
 
-def tell(message: str) -> None:
+def print_to_stderr(message: str) -> None:
     """Print a message to stderr, if that is possible: a failure to print must not end the run."""
     with suppress(OSError):
         print(printable(message), file=sys.stderr, flush=True)
@@ -94,8 +101,8 @@ def explain_write_error(error: OSError, path: str | Path, needed: int | None = N
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
 
-    # The free space of the nearest folder that exists.
-    room = "" if needed is None else f"{format_bytes(needed)} needed"
+    # How much is needed, and how much is free in the nearest folder that exists.
+    sizes = [] if needed is None else [f"{format_bytes(needed)} needed"]
     folder = Path(path)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -103,8 +110,8 @@ def explain_write_error(error: OSError, path: str | Path, needed: int | None = N
         free = format_bytes(shutil.disk_usage(folder).free)
         # A quota is not part of what the file system reports.
         quota = " on the file system, not counting the quota" if error.errno == errno.EDQUOT else ""
-        room = ", ".join(filter(None, [room, f"{free} free{quota}"]))
-    return f"{reason} ({room})" if room else reason
+        sizes.append(f"{free} free{quota}")
+    return f"{reason} ({', '.join(sizes)})" if sizes else reason
 
 
 def format_bytes(count: float) -> str:
@@ -121,8 +128,11 @@ def format_bytes(count: float) -> str:
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file that becomes `path` once all of it is on disk. An error leaves nothing behind.
 
-    The order is the protocol: write to a temporary name, sync the content, rename, sync the folder. A kill or a power
-    cut at any moment leaves either the old file, or none, or the complete new one.
+    The order is the protocol. A kill or a power cut at any moment leaves either the old file, or none, or the complete
+    new one:
+
+                 write .path.part | sync its content | rename to path | sync the folder
+        path     the old file, or none ..............| the new file ...................
     """
     # A hidden name in the same folder: renaming across file systems would not be atomic.
     part = path.with_name(f".{path.name}.part")
@@ -169,7 +179,10 @@ class AppendFile:
     """An append-only file that has every byte exactly once, even if its volume fails for a moment.
 
     Each append is one unbuffered write. After a transient error, the file is reopened and truncated to its length at
-    the last sync, and everything that was appended since then is written again.
+    the last sync, and everything that was appended since then is written again:
+
+        file    |------- synced_bytes -------|-- since_sync --|
+                 known to be on the disk      kept in memory until the next sync
     """
 
     def __init__(self, path: Path):
@@ -179,7 +192,7 @@ class AppendFile:
         self.since_sync: list[bytes] = []
 
     def append(self, data: bytes) -> None:
-        """Write `data` at the end. Raises OSError if it cannot be written, in part or as a whole."""
+        """Write `data` at the end. Raises OSError unless all of it can be written."""
         self.since_sync.append(data)
         self._retry(lambda: self._write(data))
 
@@ -193,6 +206,8 @@ class AppendFile:
             self.file = open(self.path, "ab", buffering=0)
 
         self._retry(sync_once)
+
+        # What was appended is on the disk: it need not be kept for another try.
         self.synced_bytes += sum(map(len, self.since_sync))
         self.since_sync.clear()
 
@@ -213,11 +228,15 @@ class AppendFile:
             if is_first_try:
                 is_first_try = False
                 return action()
+
+            # Reopen the file, and cut off what is after the last sync: it may be there, in part or not at all.
             with suppress(OSError):  # close may report the error of an earlier write once more
                 self.file.close()
             self.file = open(self.path, "ab", buffering=0)
             if os.fstat(self.file.fileno()).st_size > self.synced_bytes:
                 os.ftruncate(self.file.fileno(), self.synced_bytes)
+
+            # Write it again, from memory.
             for data in self.since_sync:
                 self._write(data)
             os.fsync(self.file.fileno())
@@ -230,7 +249,7 @@ class AppendFile:
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that holds a lock, as it is written into the lock file for others to read."""
+    """The process that holds a lock, as it is written into the lock file for others to read, as JSON."""
 
     host: str
     boot: str  # boot_id(): which boot of the host and which container, in both of which a pid means one process
@@ -242,6 +261,7 @@ class LockHolder:
 
     @classmethod
     def of_this_process(cls) -> "LockHolder":
+        """What this process writes into the lock files that it holds."""
         return cls(
             host=socket.gethostname(),
             boot=boot_id(),
@@ -260,7 +280,8 @@ class LockHolder:
         """Whether the process still runs; None if that cannot be found out from here."""
         me = self.of_this_process()
 
-        # The same host and boot: look at the process itself. The same host after a reboot: it is gone.
+        # The same host and boot: look at the process itself. The same host after a reboot: it is gone. (The first word
+        # of `boot` is the boot, the second the container; the processes of another container cannot be seen.)
         if self.host == me.host and self.boot and me.boot:
             if self.boot == me.boot:
                 return bool(self.started) and process_start(self.pid) == self.started
@@ -288,7 +309,8 @@ def boot_id() -> str:
 def process_start(pid: int) -> str:
     """When a process started, in ticks since the boot; "" if it does not run, or on a machine without /proc."""
     with suppress(OSError, IndexError):
-        # The second field is the program's name in parentheses, which may hold spaces: count from its end.
+        # proc(5): "PID (NAME) STATE ...". The name may have spaces and parentheses, so count the fields after its end:
+        # the first is the state, Z for a process that has ended and was not waited for; the 20th is the start.
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         fields = stat.rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
@@ -297,16 +319,19 @@ def process_start(pid: int) -> str:
 
 def is_slurm_job_running(job: str) -> bool | None:
     """Whether a Slurm job has processes, as squeue says; None if squeue is not here or does not know."""
+    # Its state in one word, as RUNNING.
     try:
         command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
+
     # squeue forgets a job some minutes after its end.
     if "Invalid job id" in done.stderr:
         return False
     if done.returncode != 0:
         return None
+
     # squeue lists jobs that are waiting, running or ending. A waiting job, such as a requeued one, has no processes.
     return done.stdout.strip() not in ("", "PENDING")
 
@@ -328,8 +353,13 @@ def write_holder(descriptor: int) -> None:
 
 class FolderLock:
     """A lock on a folder, taken with flock on the file `.lock` in it. Where the file system has no flock, the lock is
-    the existence of a second file, `.lock.held`. A killed process leaves this file behind; the next process takes it
-    over once the process that the file names is known to have ended."""
+    the existence of a second file, the marker `.lock.held`. A killed process leaves its marker behind; the next process
+    removes it once the process that it names is known to have ended.
+
+                    the lock is              it ends with            it names its holder in
+        flock       a lock on .lock          the process             .lock
+        no flock    .lock.held exists        release(), or removal   .lock.held
+    """
 
     def __init__(self, folder: Path):
         self.path = folder / ".lock"
@@ -338,27 +368,30 @@ class FolderLock:
         self.has_marker = False  # whether this process holds the lock with its marker
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free. Raises OSError if the folder cannot be written to."""
+        """Acquire the lock if it is free; returns whether this process holds it now. Raises OSError if the folder
+        cannot be written to."""
+        # With flock or, where the file system has none, with the marker.
         file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
             is_locked = self._lock_file(file)
         except OSError as e:
             file.close()
             if e.errno in NO_FLOCK_ERRNOS:
-                return self._take_marker()
+                return self._create_marker()
             raise
         if not is_locked:
             file.close()
             return False
 
-        # On a full disk the holder cannot be recorded, but the lock holds all the same.
+        # Keep the file open: closing it would give up the lock. Name this process in it; on a full disk that fails, but
+        # the lock holds all the same.
         self.file = file
         with suppress(OSError):
             write_holder(file.fileno())
         return True
 
     def _lock_file(self, file: BinaryIO) -> bool:
-        """Take the lock with flock if it is free."""
+        """Lock the open file with flock; returns whether that was possible, and keeps all others out."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -369,6 +402,7 @@ class FolderLock:
         # If the folder was removed meanwhile, the open file has no name any more, and its lock keeps nobody out.
         if os.fstat(file.fileno()).st_nlink == 0:
             return False
+
         # Where flock is local to each node (Lustre with -o localflock), two nodes can get it. Then ask Slurm whether
         # the holder that the file names still runs.
         holder = read_holder(self.path)
@@ -397,8 +431,10 @@ class FolderLock:
         self.file = None
         self.has_marker = False
 
-    def _take_marker(self) -> bool:
-        """Create the marker file if there is none, or only that of a process that has ended."""
+    def _create_marker(self) -> bool:
+        """Create the marker if there is none, or only that of a process that has ended; returns whether this process
+        has created it."""
+        # Is there one, and has the process that it names ended?
         content = None
         with suppress(FileNotFoundError):
             content = self.marker.read_bytes()
@@ -406,8 +442,9 @@ class FolderLock:
             holder = read_holder(self.marker)
             if holder is None or holder.is_alive() is not False:
                 return False
-            # If another process has replaced the marker since it was read, the renamed file belongs to that process:
-            # give it its name back.
+
+            # Put it aside under a name of this process's own. If another process has replaced the marker since it was
+            # read here, the renamed file belongs to that process: give it its name back.
             aside = self.marker.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
             try:
                 os.rename(self.marker, aside)
@@ -416,10 +453,12 @@ class FolderLock:
             if aside.read_bytes() != content:
                 os.rename(aside, self.marker)
                 return False
-            aside.unlink()
-            tell(f"{self.path.parent} was locked by {holder}, which no longer runs: taking over its lock")
 
-        # One process can create a file with O_EXCL, on NFS and Lustre as well.
+            # It is the old one.
+            aside.unlink()
+            print_to_stderr(f"{self.path.parent} was locked by {holder}, which no longer runs: taking over its lock")
+
+        # Only one process can create a file with O_EXCL, on NFS and Lustre as well.
         try:
             descriptor = os.open(self.marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -449,7 +488,7 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         return lock.try_acquire()
 
-    # Take the lock at once if it is free.
+    # Acquire the lock at once if it is free.
     try:
         is_locked = retry_io(try_acquire, folder)
         if not is_locked:
@@ -458,12 +497,14 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
             require(wait, f"{in_use}; wait for it or choose another folder")
             print(f"{in_use}: waiting for it, at most {LOCK_WAIT_HOURS} hours", flush=True)
             wait_for_lock(try_acquire, folder, lock)
+    # A folder that cannot be written to is for the user to fix; a volume that keeps failing is not.
     except OSError as e:
         if may_pass(e):
             raise
         reason = explain_write_error(e, folder)
         raise UserError(f"cannot write to {folder}: {reason}; fix that, or choose another folder") from None
 
+    # The work for which the folder is locked.
     try:
         yield
     except BaseException:
@@ -482,6 +523,7 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
 
 def wait_for_lock(try_acquire: Callable[[], bool], folder: Path, lock: FolderLock) -> None:
     """Wait until try_acquire() succeeds. Raises UserError after LOCK_WAIT_HOURS."""
+    # Try again and again, less and less often.
     end_time = time.monotonic() + LOCK_WAIT_HOURS * 3600
     pause = 0.1
     while not retry_io(try_acquire, folder):
