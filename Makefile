@@ -1,9 +1,11 @@
 # make quickstart: train a small GPT on this machine, with or without a GPU.  make test: the test suite.
-# make help: all targets.
+# make help: all targets. Everything is installed into .venv, where the targets run.
 
 # Settings that may be given on the command line, as in: make install PYTHON=python3.12
 PYTHON ?= $(eval PYTHON := $(FIND_PYTHON))$(PYTHON)
+# Three tests at a time; a worker that has none left takes some from another.
 PYTEST_ARGS ?= -n 3 --dist worksteal
+# More flags of train_gpt2.py, for make quickstart.
 TRAIN_ARGS ?=
 PY := .venv/bin/python
 # PyTorch's own index has a part for each of its builds: cpu, cu126 (CUDA 12.6), ...
@@ -41,11 +43,13 @@ help: ## print this list
 
 install: .venv/.installed ## create .venv with the pinned packages (SYSTEM_TORCH=1: use the torch that this machine has)
 
-# Install again if TORCH_BUILD names another build of torch than the one in .venv.
+# Install again if TORCH_BUILD names another build of torch than the one in .venv: a phony target, which is never up to
+# date, then stands before .venv/.installed.
 ANOTHER_BUILD = $(if $(filter-out $(shell cat .venv/.torch-build 2>/dev/null),$(TORCH_BUILD)),another-build)
 .PHONY: another-build
 
-# The file .venv/.installed is written last, so that an interrupted install starts again.
+# The steps: is this Python new enough; make .venv; torch in the build that this machine needs; all other packages. The
+# file .venv/.installed is written last, so that an interrupted install starts again.
 #
 # SYSTEM_TORCH=1 is for a machine whose image brings a torch built for its driver. The .venv then sees the system's
 # packages, and torch is left out of what is installed. The .venv gets a torchrun of its own: the system's torchrun
@@ -83,7 +87,8 @@ endef
 # Install the CPU build of torch. PyPI's torch for Linux brings CUDA, which is gigabytes; the CPU build is a tenth of
 # that. First look whether PyTorch's own index answers soon and has this version; if not, use the usual index. PyTorch's
 # index is added to the user's: it has a version with "+cpu" at its end, which satisfies the pin and which installers
-# prefer. Only torch is installed here (--no-deps), because that index has old versions of other packages, too.
+# prefer. Only torch is installed here (--no-deps), because that index has old versions of other packages, too. `page`
+# is a line of Python that prints the index's list of torch wheels.
 define CPU_TORCH
 @torch=$$(sed -n 's/; sys_platform != .*//p' requirements.txt); \
 page="import urllib.request as web; print(web.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5).read())"; \
@@ -94,7 +99,7 @@ timeout 10 $(PY) -c "$$page" 2>/dev/null | grep -q "torch-$${torch#torch==}[^0-9
   echo "no $$torch from $(TORCH_CPU_INDEX): using the usual index, where torch may bring 5 GB of CUDA"
 endef
 
-# What the tests need in addition to the project's requirements.
+# What the tests need in addition to the requirements above, whose line (-r) is left out.
 .venv/.installed-dev: .venv/.installed tests/requirements.txt
 	grep -v '^-r' tests/requirements.txt > .venv/requirements-dev.txt
 	$(INSTALL) -r .venv/requirements-dev.txt -c constraints.txt
