@@ -54,8 +54,13 @@ JSON_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?|[][{}]', re.DOTALL)
 
 
 class Chunk(NamedTuple):
-    """Texts to tokenize together: texts[:documents] each start a document; all later texts continue the last one begun,
-    in this chunk or before."""
+    """Texts to tokenize together: texts[:documents] each start a document; all later texts continue the last one that
+    was begun, in this chunk or before:
+
+        Chunk(["a", "b", "c"], documents=3)      three documents
+        Chunk(["A lo", "ng t"], documents=1)     the first two pieces of a document
+        Chunk(["ext."], documents=0)             its last piece
+    """
 
     texts: list[str]
     documents: int
@@ -73,7 +78,7 @@ Reader = Callable[[BinaryIO, str], Iterator[Chunk]]
 
 
 def read_text(file: BinaryIO, _column: str = "") -> Iterator[Chunk]:
-    """A file of UTF-8 text is one document, in pieces that no token crosses."""
+    """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")  # newline="": line ends stay as they are
     documents = 1  # the first chunk starts the document, the others continue it
     pending = ""  # text after the last cut
@@ -82,11 +87,14 @@ def read_text(file: BinaryIO, _column: str = "") -> Iterator[Chunk]:
         block = text.read(CHUNK_BYTES)
         at_end = not block
 
-        # Long text without spaces has no cut yet; searching it again with every block would take quadratic time.
+        # Cut what was read into pieces; the rest waits for more text. A long text without spaces has no cut yet:
+        # searching all of it again with every block would take quadratic time.
         searched = max(0, len(pending) - 1)
         pieces, pending = _cut_pieces(pending + block, searched)
         if at_end:
             pieces.append(pending)
+
+        # Only the first chunk starts the document.
         if pieces:
             yield Chunk(pieces, documents)
             documents = 0
@@ -102,6 +110,8 @@ def read_separated_text(separator: str, file: BinaryIO, _column: str = "") -> It
     while not at_end:
         block = text.read(CHUNK_BYTES)
         at_end = not block
+
+        # What a separator follows has ended, as has everything at the end of the file.
         *ended, pending = (pending + block).split(separator)
         if at_end:
             ended.append(pending)
@@ -132,11 +142,12 @@ def read_separated_text(separator: str, file: BinaryIO, _column: str = "") -> It
 
 
 def _cut_pieces(text: str, searched: int) -> tuple[list[str], str]:
-    """Pieces of at least PIECE_CHARACTERS, and the rest of the text. The first `searched` characters were searched
-    before, without a usable cut."""
+    """Pieces of at least PIECE_CHARACTERS, each up to a SAFE_CUT, and the rest of the text. The first `searched`
+    characters were searched before, without a usable cut."""
     pieces = []
     start = 0
     while True:
+        # The first cut after enough characters.
         cut = SAFE_CUT.search(text, max(start + PIECE_CHARACTERS, searched))
         if cut is None:
             return pieces, text[start:]
@@ -151,7 +162,7 @@ def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
         yield from _read_json_array(file, field)
         return
 
-    # Lines are read a chunk at a time, so a file of any size needs little memory.
+    # Otherwise parse line by line. Lines are read a chunk at a time, so a file of any size needs little memory.
     line_number = 0
     lines = file.readlines(CHUNK_BYTES)
     while lines:
@@ -165,7 +176,8 @@ def read_json(file: BinaryIO, field: str) -> Iterator[Chunk]:
 
 
 def _parse_object(source: bytes, field: str, place: str) -> str:
-    """The text in `field` of a JSON object. An error names the place."""
+    """The text in `field` of a JSON object. Raises ValueError, or UserError if another field can be chosen; both errors
+    name the place."""
     row = None
     try:
         row = json.loads(source)
@@ -173,6 +185,7 @@ def _parse_object(source: bytes, field: str, place: str) -> str:
         # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        # If this is an object with other fields, --text-column may choose one of them.
         problem = f"{place} is not an object with text in {field!r}"
         if not isinstance(row, dict) or not row:
             raise ValueError(problem) from None
@@ -181,8 +194,14 @@ def _parse_object(source: bytes, field: str, place: str) -> str:
 
 
 def _read_json_array(file: BinaryIO, field: str) -> Iterator[Chunk]:
-    """The documents of a file that is one array of objects: [{...}, {...}]. Only a chunk of it is in memory."""
-    number = 0
+    """The documents of a file that is one array of objects. Only a chunk of it is in memory; here it ends within the
+    third object:
+
+        [ {"text": "a"} , {"text": "b"} , {"te
+        |----------- parsed ----------||-----|
+                                       pending: parsed with the next block
+    """
+    number = 0  # of the objects parsed so far
     expected = b"["  # what stands before the next object
     pending = b""  # read, and not yet parsed
     at_end = False
@@ -192,25 +211,33 @@ def _read_json_array(file: BinaryIO, field: str) -> Iterator[Chunk]:
         at_end = not block
         pending += block
 
-        # The objects that end in what has been read.
+        # Parse the objects that end in what has been read, one after the other.
         texts = []
         position = 0
         while True:
+            # Stop at the bracket that closes the array, or if nothing is left.
             start = _skip_space(pending, position)
             is_closed = number > 0 and pending[start : start + 1] == b"]"
             if is_closed or start == len(pending):
                 break
+
+            # The bracket that opens the array, or the comma between two objects.
             if pending[start : start + 1] != expected:
                 raise ValueError(f"in its array, {expected.decode()!r} is missing before object {number + 1}")
             start = _skip_space(pending, start + 1)
+
+            # Where the object ends. Stop if it does not end here, or if the array is empty.
             is_empty = number == 0 and pending[start : start + 1] == b"]"
             end = None if is_empty else _find_object_end(pending, start)
             if end is None:
                 break
+
+            # Parse the object. `position` moves only now: a comma whose object is cut off is read again with it.
             number += 1
             texts.append(_parse_object(pending[start:end], field, f"object {number}"))
             expected = b","
             position = end
+
         if texts:
             yield Chunk(texts, len(texts))
         pending = pending[position:]
@@ -233,6 +260,7 @@ def _find_object_end(source: bytes, start: int) -> int | None:
     Raises ValueError if no bracket is there."""
     if start < len(source) and source[start : start + 1] not in (b"{", b"["):
         raise ValueError(f"{source[start : start + 20]!r} in its array is not an object")
+    # Count the open brackets, without those inside of strings.
     depth = 0
     for match in JSON_STRUCTURE.finditer(source, start):
         match match[0][:1]:
@@ -242,24 +270,24 @@ def _find_object_end(source: bytes, start: int) -> int | None:
                 depth -= 1
                 if depth == 0:
                     return match.end()
-            case _:  # a string, which may contain brackets
+            case _:  # a string: group 1 is its closing quote
                 if match[1] is None:
                     return None
     return None
 
 
 def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
-    """One document per row after the first, which names the columns."""
+    """One document per row after the first, which names the columns. Raises ValueError for a row of another length."""
     csv.field_size_limit(sys.maxsize)  # Python's own limit of 128 kB is shorter than a book
     rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
 
-    # The header tells where the text is.
+    # The header tells in which column the text is.
     names = next(rows, [])
     fix = f"choose one with --text-column: {format_names(names)}"
     require(column in names, f"its column {column!r} is missing; {fix}")
     column_index = names.index(column)
 
-    # Rows are collected until they make a chunk.
+    # Collect rows until they make a chunk.
     texts = []
     characters = 0
     for row in rows:
@@ -268,6 +296,7 @@ def read_csv(file: BinaryIO, column: str) -> Iterator[Chunk]:
         # A quote that is never closed, or a comma too many, would shift the columns.
         if len(row) != len(names):
             raise ValueError(f"line {rows.line_num} has {len(row)} fields, but the first line has {len(names)}")
+
         texts.append(row[column_index])
         characters += len(row[column_index])
         if characters > CHUNK_BYTES:
@@ -286,7 +315,7 @@ def read_parquet(file: BinaryIO, column: str) -> Iterator[Chunk]:
     table = pq.ParquetFile(file.name, buffer_size=1 << 20, pre_buffer=False)
     _check_column(column, table.schema_arrow)
 
-    # Rows per batch: as many as make a chunk, if all were as long as those of the row group with the longest rows.
+    # Rows per batch: as many as would make a chunk if all rows were as long as in the row group with the longest ones.
     groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
     longest_row_bytes = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1)
     chunk_rows = int(CHUNK_BYTES / max(1, longest_row_bytes))
@@ -311,7 +340,8 @@ def _check_column(name: str, schema) -> None:
 def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str) -> Iterator[Chunk]:
     """One document per row of a file that only `datasets` reads; null is an empty document.
 
-    builder: one of DATASETS_BUILDERS. settings: those of its configuration that the dataset's card sets.
+    builder: one of DATASETS_BUILDERS, by which `datasets` names its readers.
+    settings: those of its configuration that the dataset's card sets, such as {"sep": "\\t"}.
     """
     # Both may come from a manifest that anyone has written, and a builder such as pandas would unpickle the file.
     require(builder in DATASETS_BUILDERS, f"its reader {builder!r} is not one of {', '.join(DATASETS_BUILDERS)}")
@@ -331,16 +361,20 @@ def read_with_datasets(builder: str, settings: dict, file: BinaryIO, column: str
         loaded = datasets.load_dataset_builder(builder, data_files={"train": path}, cache_dir=cache, **settings)
         rows = loaded.as_streaming_dataset("train")
 
-        # How many bytes of the file a text takes up is not known: count one per character.
+        # How many bytes of the file a text takes up is not known: count one per character, but in all no more than the
+        # file has. The last chunk gets what is left.
         unread_bytes = os.fstat(file.fileno()).st_size
         texts = []
         characters = 0
         for row in rows:
+            # The text of this row, which must be text.
             names = format_names(row)
             require(column in row, f"its column {column!r} is missing; choose one with --text-column: {names}")
             text = "" if row[column] is None else row[column]
             fix = f"choose one with --text-column: {names}"
             require(isinstance(text, str), f"its column {column!r} is {type(text).__name__}, not text; {fix}")
+
+            # Collect texts until they make a chunk.
             texts.append(text)
             characters += len(text)
             if characters > CHUNK_BYTES:
@@ -405,7 +439,7 @@ def split_suffixes(name: str) -> tuple[str, str]:
 
 def choose_reader(path: Path) -> Reader:
     """The reader for a file, judging by its name alone. Raises UserError for a suffix that no reader takes."""
-    # Known data formats, then plain text.
+    # Data formats are parsed; files of text, and those without a suffix, are read as they are.
     suffix = split_suffixes(path.name)[0].lower()
     if suffix in READERS:
         return READERS[suffix]
@@ -423,7 +457,8 @@ def choose_reader(path: Path) -> Reader:
 
 
 def open_compressed(path: Path, compression: str) -> tuple[BinaryIO, BinaryIO]:
-    """Two views of a file: as it is on disk, whose position tells how much has been read, and decompressed."""
+    """Two views of a file: as it is on disk, whose position tells how much has been read, and decompressed. The caller
+    closes the first. `compression`: one of COMPRESSIONS, or "" for none."""
     # Python's standard library has no zstd before 3.14; pyarrow, which reads parquet, has it.
     if compression == ".zst":
         import pyarrow
@@ -470,9 +505,13 @@ def read_files(
         else:
             reader = choose_reader(path)
             compression = split_suffixes(path.name)[1].lower()
+
+        # With --split-on a plain text file has many documents; without it, look for separators, to warn of them.
         check_separator = reader is read_text and not split_on
         if reader is read_text and split_on:
             reader = partial(read_separated_text, split_on)
+
+        # Read the file, a chunk at a time.
         try:
             on_disk, content = open_compressed(path, compression)
             with on_disk:
@@ -480,11 +519,13 @@ def read_files(
                 for chunk in reader(content, column):
                     if not chunk.texts:
                         continue
+
                     # Text files with many documents often have GPT-2's separator between them, spelled out.
                     if check_separator and any(SEPARATOR in text for text in chunk.texts):
                         check_separator = False  # one warning per file
                         fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
                         print0(f"warning: {path} has {SEPARATOR} in it, which is read as text; {fix}")
+
                     # How much of the file the chunk takes up: what the reader says, or else how far the file was read.
                     source_bytes = chunk.source_bytes or on_disk.tell() - position
                     yield chunk._replace(file_index=file_index, source_bytes=source_bytes)
@@ -495,5 +536,6 @@ def read_files(
             if may_pass(e):  # the disk, not the file
                 raise
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e
-        # The last chunk has been taken, so a downloaded file may be deleted.
+
+        # The caller has asked for more than this file's last chunk, so a downloaded file may be deleted.
         on_file_read(path)

@@ -3,7 +3,11 @@
     push_data(Path("data/fineweb-edu"), "OWNER/NAME")
     folder = pull_data("OWNER/NAME", Path("data/fineweb-edu"), limit_shards=9)
 
-Called by hub.py as push-data and pull-data, and by train_gpt2.py for --data-dir hf://OWNER/NAME.
+Called by hub.py as push-data and pull-data, and by train_gpt2.py for --data-dir hf://OWNER/NAME. On both sides the
+manifest comes last, so a folder or repository that has one is complete:
+
+    push    verify every byte -> upload the shards -> upload manifest.json
+    pull    read manifest.json -> download each shard, check its sha256 -> write manifest.json
 """
 
 import shlex
@@ -24,7 +28,10 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
         data_dir: the folder of shards.
         repo: OWNER/NAME; created if it does not exist, private unless --public.
         public: create a public repository, or push to one that is public.
+
+    Raises UserError if a shard is damaged, or if the Hub refuses.
     """
+    # Check before anything is uploaded.
     manifest = read_or_create_manifest(data_dir)
 
     # The dataset's card: what it is and how to get it.
@@ -42,7 +49,7 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
 def read_or_create_manifest(data_dir: Path) -> Manifest:
     """The manifest of a folder, after every byte of its shards was verified. Shards of another program have no
     manifest, so one is created. Raises UserError if a shard is damaged, missing or not listed."""
-    # Shards of build-nanogpt or llm.c: creating the manifest reads and checks every byte.
+    # Shards of build-nanogpt or llm.c: creating the manifest reads and checks every byte, too.
     manifest = shards.read_manifest(data_dir)
     if manifest is None:
         manifest = shards.create_manifest(data_dir)
@@ -77,10 +84,13 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         data_dir: a new folder, or the one of an earlier pull.
         revision: a commit or tag instead of the newest version.
         limit_shards: only the first so many shards for training, and those for validation.
+
+    Returns the folder. Raises UserError if the Hub's set of shards differs from the folder's, or is not complete.
     """
     out = Path(data_dir)
     with pull(repo, "dataset", out, revision) as (remote, fetch):
-        # What the repository has: the shards of its manifest or, without one, every file that is named like a shard.
+        # {file: sha256} of what the repository has: the shards of its manifest or, without one, every file that is
+        # named like a shard, with None for its hash.
         manifest = None
         wanted = {name: None for name in remote if shards.SHARD_NAME.fullmatch(name)}
         if shards.MANIFEST in remote:
@@ -106,6 +116,7 @@ def pull_data(repo: str, data_dir: Path, revision: str | None = None, limit_shar
         if limit_shards:
             skipped = {name for name in train[limit_shards:] if not (out / name).exists()}
         wanted = {name: sha256 for name, sha256 in wanted.items() if name not in skipped}
+
         # Download what is missing; a shard gets its name once its hash is right.
         fetch(wanted)
 

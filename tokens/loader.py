@@ -62,11 +62,12 @@ PREFETCH_STEPS = 16
 def permutation(n: int, *key: int) -> np.ndarray:
     """A permutation of range(n), (n,) int64, that depends on the 64-bit integers `key` and on nothing else.
 
-    It is the argsort of splitmix64 hashes (Steele et al. 2014), so no version of a library can change the order that a
-    resumed run sees.
+    It is the argsort of splitmix64 hashes (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"), so no
+    version of a library can change the order that a resumed run sees.
     """
 
     def mix(x: np.ndarray) -> np.ndarray:
+        """splitmix64 of each uint64 in x: two equal inputs give equal hashes, two unequal ones never do."""
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -86,7 +87,13 @@ def permutation(n: int, *key: int) -> np.ndarray:
 class DataOrder:
     """The endless stream of sequences: position -> (shard, sequence). See the picture in the module's docstring.
 
-    Reaching any position costs no more than shuffling one group of shards.
+    Reaching any position costs no more than shuffling one group of shards. The pool of a group has the sequences of its
+    shards end to end; a permutation of the pool's indices is the order in which they are read:
+
+        pool index    0 1 2 3 ...  92 | 93 94 95 ... 220      of the group (shard 5, shard 2)
+        shard               5         |        2
+        sequence      0 1 2 3 ...  92 |  0  1  2 ... 127
+        read as       220, 3, 95, ...                         (2, 127), (5, 3), (2, 2), ...
 
     sequences_per_shard: how many sequences each shard holds.
     shards_per_group: how many shards are shuffled as one pool; without `shuffle` each shard is a group of its own.
@@ -107,9 +114,11 @@ class DataOrder:
         pieces = []
         end = start + count
         while start < end:
-            # Each piece ends where its group of shards ends, or at `end`.
+            # Find the group of the next position, and in which order its pool is read in this epoch.
             epoch, group, position_in_group = self._find_group(start)
             pool = self._shuffle_group(epoch, group)
+
+            # Read the pool until it or the span ends: (k,) pool indices -> (k, 2) of (shard, sequence).
             pool_indices = pool[position_in_group : position_in_group + (end - start)]
             pieces.append(self._locate(group, pool_indices))
             start += len(pool_indices)
@@ -165,7 +174,8 @@ class Loader:
         self.T = T
         self.vocab_size = vocab_size
 
-        # What the folder holds: headers only, no tokens yet.
+        # What the folder holds: how many tokens each shard has, from its header, and its hash, from the manifest. The
+        # tokens themselves are read later.
         self.paths = shards.find_shards(data_dir, split)
         self.tokens = [shards.count_tokens(path) for path in self.paths]
         self.manifest = shards.read_manifest(data_dir)
@@ -173,6 +183,8 @@ class Loader:
 
         # A sequence needs one token more than T, the last target; n tokens hold (n - 1) // T sequences.
         sequences_per_shard = [max(0, n - 1) // T for n in self.tokens]
+
+        # Groups of as many shards as fit into one pool if all were as large as the largest.
         shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // max(self.tokens), len(self.paths)))
         self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
         require(
@@ -192,7 +204,7 @@ class Loader:
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
-        # Headers were read when the run began; the order of data depends on their counts.
+        # The order of data depends on the number of tokens that each header had when the run began.
         path = self.paths[index]
         tokens = shards.read_shard(path, self.sha256.get(path.name))
         expected = self.tokens[index]
@@ -204,8 +216,8 @@ class Loader:
         return tokens
 
     def read(self, sequences: np.ndarray) -> np.ndarray:
-        """The tokens (n, T + 1) uint16 of (n, 2) pairs of (shard, sequence). Raises UserError for an id above the
-        vocabulary."""
+        """The tokens (n, T + 1) uint16 of n sequences, given as (n, 2) pairs of (shard, sequence). Raises UserError for
+        an id above the vocabulary."""
         tokens = np.empty((len(sequences), self.T + 1), np.uint16)
 
         # Shard by shard, in the order of their first use.
@@ -237,9 +249,11 @@ class Loader:
         def read_batches() -> Iterator[Tensor]:
             steps = itertools.repeat(0) if fixed else itertools.count(first_step)
             for step in steps:
+                # (micro_steps, B, 2) -> (micro_steps * B, T + 1) -> (micro_steps, B, T + 1)
                 pairs = self.step_sequences(step, sequences, B, rt.rank, rt.world_size)
-                tokens = self.read(pairs.reshape(-1, 2))  # (micro_steps * B, T + 1)
+                tokens = self.read(pairs.reshape(-1, 2))
                 batch = torch.from_numpy(tokens).view(-1, B, self.T + 1)
+
                 # A copy from pinned memory to the GPU does not wait for the training step.
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 

