@@ -307,10 +307,13 @@ def verify_folder(folder: Path) -> None:
     Without a manifest there are no hashes to compare with: headers, sizes and ids are checked.
     """
     # With a manifest: every shard must match it.
-    if shards.read_manifest(folder) is not None:
-        problems = shards.verify(folder)
-        fix = f"{folder} has {len(problems)} problem(s); remove those files (rm), {shards.REPAIR}"
-        require(not problems, "\n".join([*problems, fix]))
+    manifest = shards.read_manifest(folder)
+    if manifest is not None:
+        problems = shards.find_problems(folder)
+        if problems:
+            lines = [f"{file}: {problem}" for file, problem in problems]
+            fix = how_to_repair(folder, manifest, [file for file, _ in problems])
+            raise UserError("\n".join([*lines, f"{folder} has {len(problems)} problem(s). {fix}"]))
         print0(f"{folder}: every shard is intact")
         return
 
@@ -324,6 +327,66 @@ def verify_folder(folder: Path) -> None:
     documents = sum(shard.documents for shard in manifest.shards)
     found = f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {folder}"
     print0(f"wrote {shards.MANIFEST}: {found}; headers, sizes and ids are good, and from now on hashes are checked")
+
+
+def how_to_repair(folder: Path, manifest: Manifest, files: list[str]) -> str:
+    """How to repair a folder with a problem in each of these files: a command to paste, as far as it is known."""
+
+    def quote(names: list[str]) -> str:
+        return shlex.join(str(folder / name) for name in names)
+
+    # Shards that the manifest does not list are in the way of fineweb.py. They may be somebody's: move them.
+    commands = []
+    listed = [shard.file for shard in manifest.shards]
+    unlisted = [name for name in dict.fromkeys(files) if name not in listed and name != shards.MANIFEST]
+    if unlisted:
+        other_folder = quote([f"not-in-{shards.MANIFEST}"])
+        commands += [f"mkdir -p {other_folder}", f"mv {quote(unlisted)} {other_folder}"]
+
+    # Damaged shards are removed, because only what is missing is made again.
+    damaged = [name for name in listed if name in files and (folder / name).exists()]
+    if damaged:
+        commands.append(f"rm {quote(damaged)}")
+
+    # Make the shards again by the command that made the folder. Of the user's own files only the names are known.
+    note = ""
+    if set(files) != set(unlisted):
+        make = make_command(folder, manifest)
+        if make:
+            commands.append(make)
+            note = f"\nIf the folder was pulled, end with: python hub.py pull-data OWNER/NAME {quote([''])}"
+        else:
+            note = "\nRun the command that made the folder (fineweb.py) or pulled it (hub.py pull-data) again."
+    command = f"To repair it:\n  {' && '.join(commands)}" if commands else "To repair it:"
+    return command + note
+
+
+def make_command(folder: Path, manifest: Manifest) -> str | None:
+    """The command that made a folder, to paste, or None for files of the user's own, of which the manifest does not
+    know where they are."""
+    # The source: one of HUB_DATASETS, whose name is in the names of its shards, another dataset, or the library.
+    source = manifest.source
+    shard_names = {shards.SHARD_NAME.fullmatch(shard.file)["name"] for shard in manifest.shards}
+    shard_name = min(shard_names, default="")
+    is_on_hub = "/" in source["name"]
+    if is_on_hub and sources.HUB_DATASETS.get(shard_name) == (source["name"], source["subset"]):
+        flags = {"--source": shard_name}
+    elif is_on_hub:
+        flags = {"--source": source["name"], "--subset": source["subset"], "--split": source.get("split")}
+    elif source["name"] == "stdlib":
+        flags = {"--source": "stdlib"}
+    else:
+        return None
+
+    # The settings; those that are None or at their defaults are left out.
+    flags |= {"--out": folder, "--shard-size": manifest.shard_tokens, "--limit-tokens": manifest.limit_tokens}
+    flags |= {"--split-on": source.get("split_on")}
+    if manifest.format != Args.format:
+        flags["--format"] = manifest.format
+    if source["column"] != Args.text_column:
+        flags["--text-column"] = source["column"]
+    words = [str(word) for flag, value in flags.items() if value for word in (flag, value)]
+    return shlex.join(["python", "fineweb.py", *words])
 
 
 def main() -> None:

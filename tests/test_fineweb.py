@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ import processes
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tyro
 from faults import hub_server
 from helpers import ROOT, make_documents, write_jsonl, write_parquet
 
@@ -33,7 +35,7 @@ import fineweb
 from system.cli import UserError
 from system.files import lock_folder
 from tokens import documents as readers
-from tokens import shard_writer, shards, tokenizer
+from tokens import shard_writer, shards, sources, tokenizer
 from tokens.documents import COMPRESSIONS, READERS, TEXT_SUFFIXES, TOKEN_SUFFIXES
 from tokens.prefetch import prefetch
 
@@ -887,6 +889,74 @@ def test_verify_writes_the_manifest_that_is_missing_and_says_so(tmp_path, capsys
     with pytest.raises(UserError, match=r"(?s)000001.*has sha256.*1 problem"):
         run_fineweb("--verify", folder)
     assert (folder / "manifest.json").read_bytes() == after["manifest.json"]
+
+
+def test_the_command_that_verify_prints_repairs_the_folder(tmp_path, quick, monkeypatch):
+    # Arrange: a folder of this Python's library, here three files. One shard is cut, one is gone, one is foreign.
+    for name, words in (("a", "alpha "), ("b", "beta "), ("c", "gamma ")):
+        (tmp_path / f"{name}.py").write_text(words * 300)
+    library = {path: path.name for path in sorted(tmp_path.glob("*.py"))}
+    monkeypatch.setattr(sources, "find_library_files", lambda: library)
+    out = tmp_path / "my data"
+    run_fineweb("--source", "stdlib", "--out", out, "--shard-size", 200, "--format", "bin", "--limit-tokens", 700)
+    made = read_bytes(out)
+    cut, gone, *_ = sorted(name for name in made if "train" in name)
+    (out / cut).write_bytes(made[cut][:-2])
+    (out / gone).unlink()
+    (out / "mine_train_000001.bin").write_bytes(b"precious")
+
+    # Act: run what is printed, in a shell but for fineweb.py.
+    with pytest.raises(UserError) as error:
+        run_fineweb("--verify", out)
+    *in_shell, python = re.search(r"To repair it:\n  (.*)", str(error.value))[1].split(" && ")
+    subprocess.run(["bash", "-c", " && ".join(in_shell)], check=True)
+    program, script, *words = shlex.split(python)
+    assert (program, script) == ("python", "fineweb.py")
+    run_fineweb(*words)
+
+    # Assert: every shard is as it was, and the foreign one still exists.
+    run_fineweb("--verify", out)
+    assert read_bytes(out) == made
+    assert (out / "not-in-manifest.json" / "mine_train_000001.bin").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("flags", [
+    "--source fineweb-edu-100bt",
+    "--source HuggingFaceFW/fineweb-edu --subset sample/100BT/",
+    "--source OWNER/NAME --subset en --split test --format bin --text-column content --limit-tokens 5000",
+    "--source OWNER/NAME --split-on '<|endoftext|>'",
+])  # fmt: skip
+def test_the_command_that_made_a_folder_follows_from_its_manifest(tmp_path, flags):
+    # Arrange: the manifest that a command with these flags begins.
+    def plan(words):
+        args = tyro.cli(fineweb.Args, args=words)
+        name, _ = sources.choose_source(args.source)
+        repo, default_subset = sources.HUB_DATASETS.get(args.source[0], (args.source[0], ""))
+        source = {"name": repo, "subset": args.subset or default_subset, "revision": "1", "files": [{"bytes": 10**9}]}
+        if "/" not in source["subset"]:
+            source["split"] = args.split or "train"
+        return name, fineweb.plan_manifest(args, source)
+
+    name, made = plan(shlex.split(flags))
+    made = replace(made, shards=[shards.Shard(f"{name}_val_000000.npy", 1, 1, "0" * 64, {})])
+
+    # Act
+    command = fineweb.make_command(tmp_path, made)
+
+    # Assert: the command continues that folder.
+    again_name, planned = plan(shlex.split(command)[2:])
+    assert again_name == name
+    assert fineweb.load_or_start(tmp_path, name, planned, made) is made
+
+
+def test_the_repair_of_the_users_own_files_names_what_to_remove(tmp_path, mixed_source, quick):
+    out = tmp_path / "out"
+    run_fineweb(*mixed_source, "--out", out)
+    path = shards.shard_files(out)[1]
+    path.write_bytes(path.read_bytes()[:-2])
+
+    with pytest.raises(UserError, match=rf"To repair it:\n  rm {path}\nRun the command that made the folder"):
+        run_fineweb("--verify", out)
 
 
 def test_verify_writes_no_manifest_for_bad_shards(tmp_path):

@@ -347,6 +347,15 @@ def test_verify_without_manifest_checks_what_it_can_and_writes_nothing(tmp_path)
     assert not (folder / "manifest.json").exists()
 
 
+def test_verify_of_a_folder_that_was_only_begun_says_so(tmp_path):
+    folder = write_toy_folder(tmp_path / "t")
+    manifest = shards.read_manifest(folder)
+    for path in shards.shard_files(folder):
+        path.unlink()
+    shards.write_manifest(folder, replace(manifest, shards=[], complete=False))
+    assert shards.verify(folder) == ["manifest.json: not finished; run the same fineweb.py command again"]
+
+
 def test_verify_of_a_folder_without_shards_is_an_error(tmp_path):
     with pytest.raises(UserError, match="no shard"):
         shards.verify(tmp_path)

@@ -404,7 +404,13 @@ def _refuse_existing_manifest(data_dir: Path) -> None:
 
 
 def verify(data_dir: str | Path) -> list[str]:
-    """The problems with the shards of a folder, one sentence each; empty if there is none. Reads every byte.
+    """The problems that find_problems finds, one sentence each."""
+    return [f"{name}: {problem}" for name, problem in find_problems(data_dir)]
+
+
+def find_problems(data_dir: str | Path) -> list[tuple[str, str]]:
+    """(file, problem) of everything that is wrong with the shards of a folder; empty if they are intact. Reads every
+    byte.
 
     Checked: header and size; ids below the vocabulary size; the first shard begins with a document. With a manifest,
     also: missing and unknown shards, sha256, and the number of tokens and documents. Raises UserError if there is no
@@ -420,13 +426,13 @@ def verify(data_dir: str | Path) -> list[str]:
         require(paths, f"data folder {data_dir} has no shard; make it with: {_make_command(data_dir)}")
     else:
         expected = {shard.file: shard for shard in manifest.shards}
-        problems += [f"{name}: missing" for name in expected if name not in paths]
-        problems += [f"{name}: not in {MANIFEST}" for name in paths if name not in expected]
+        problems += [(name, "missing") for name in expected if name not in paths]
+        problems += [(name, f"not in {MANIFEST}") for name in paths if name not in expected]
         if not manifest.complete:
-            problems.append(f"{MANIFEST}: not finished; run the same fineweb.py command again")
+            problems.append((MANIFEST, "not finished; run the same fineweb.py command again"))
 
     # Every file must match its entry in the manifest or, without one, be a good shard.
-    first_name = next(iter(expected or paths))
+    first_name = next(iter(expected or paths), None)
     for name, path in paths.items():
         shard = expected.get(name)
         try:
@@ -435,5 +441,5 @@ def verify(data_dir: str | Path) -> list[str]:
                 stated = (shard.tokens, shard.documents)
                 require(counts == stated, f"(tokens, documents) are {counts}, but {MANIFEST} says {stated}")
         except UserError as e:
-            problems.append(f"{name}: {e}")
+            problems.append((name, str(e)))
     return problems
