@@ -25,7 +25,15 @@ import tyro
 from system.cli import UserError, print0, printable, require, run_cli
 from system.files import atomic_write
 from training import metrics_file, trackers
-from training.reference import TOKENS_PER_STEP, Reference, find_reference, read_references
+from training.reference import (
+    TOKENS_PER_STEP,
+    Reference,
+    difference_in_data,
+    difference_in_start,
+    find_reference,
+    find_shard_name,
+    read_references,
+)
 
 # {metrics key: (steps (N,) int64, values (N,) float64)}, steps ascending
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -249,16 +257,28 @@ def draw_curve(ax, runs: list[PlottedRun], key: str) -> None:
 # ------------------------------------------------------------------------- the whole picture
 
 
-def choose_reference(run_dir: Path, run: PlottedRun) -> Reference:
+def choose_reference(run_dir: Path, run: PlottedRun) -> Reference | None:
     """The public runs drawn behind a run: those of its preset, steps and tokens per step, or else gpt2-124m's with a
-    warning."""
+    warning. None, with the reason printed, for a run that began from trained weights or trains on other data: by the
+    same rule, a run prints no verdict."""
+    # A log of another trainer has no config.
     config = metrics_file.read_config(run_dir)
+    if not config:
+        return read_references()[0]
+
+    # The public runs of this recipe, or else of gpt2-124m.
     known = find_reference(config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
-    if known:
-        return known
-    if config:  # a log of another trainer has no config, and needs no warning
+    reference = known or read_references()[0]
+
+    # Behind a run with another beginning or other data, their losses would mislead.
+    reason = difference_in_start(config.get("init_from", "scratch"))
+    reason = reason or difference_in_data(reference.preset, find_shard_name(config.get("data_dir")))
+    if reason:
+        print0(f"no public runs are drawn behind {run.name}: {reason}")
+        return None
+    if not known:
         print0(f"warning: no public run has the preset, steps and tokens per step of {run.name}: gpt2-124m's are shown")
-    return read_references()[0]
+    return reference
 
 
 def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
@@ -280,7 +300,10 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     for index, folder in enumerate(dirs):
         name = printable("/".join(folder.parts[-2:]))
         runs.append(PlottedRun(name, COLORS[index % len(COLORS)], read_curves(folder)))
-    references = list(dict.fromkeys(map(choose_reference, dirs, runs))) if reference else []
+    references = []
+    if reference:
+        chosen = dict.fromkeys(map(choose_reference, dirs, runs))  # each once, in the order of the runs
+        references = [public_runs for public_runs in chosen if public_runs is not None]
 
     # The x axis of every panel: steps or, if the runs have steps of different sizes, tokens. Logs of other trainers do
     # not state the size.
@@ -370,7 +393,7 @@ def main(
     Args:
         run_dirs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c); several are
             overlaid.
-        reference: draw the band of public runs of the same recipe behind the curves.
+        reference: draw the band of public runs of the same recipe behind the curves of a run from scratch.
         out: the image; default: RUN_DIR/curves.png for one run, curves.png here for several.
         tensorboard: draw nothing, but write RUN_DIR/tensorboard of each.
     """

@@ -270,6 +270,28 @@ def test_a_run_has_the_public_runs_of_its_recipe_behind_it(figure, tmp_path, cap
     assert ("no public run has the preset" in capsys.readouterr().out) != is_known
 
 
+@pytest.mark.parametrize("settings, shard, reason", [
+    ({"init_from": "gpt2"}, "", "--init-from gpt2 does not begin from scratch"),
+    ({"init_from": "log/gpt2-124m/model_19073.pt"}, "", "does not begin from scratch"),
+    ({"init_from": "scratch"}, "books_train_000001.npy", "are on fineweb-edu, not on books_train_000001.npy"),
+    ({"init_from": "scratch"}, "edufineweb_train_000001.npy", ""),
+    ({"init_from": "scratch", "data_dir": "\0"}, "", ""),
+])  # fmt: skip
+def test_a_run_that_gets_no_verdict_has_no_public_runs_behind_it(figure, tmp_path, capsys, settings, shard, reason):
+    run = write_run(tmp_path / "run", steps=1001)
+    config = {"preset": "gpt2-124m", "total_batch_size": 524_288, "resolved_max_steps": 19_073}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / (shard or "notes.txt")).touch()
+    (run / "config.json").write_text(json.dumps({**config, "data_dir": str(tmp_path / "data"), **settings}))
+
+    fig = figure([run], reference=True)
+
+    bands = [len(find_panel(fig, title).collections) for title in ("Loss", "HellaSwag")]
+    assert bands == ([0, 0] if reason else [1, 1])
+    printed = capsys.readouterr().out
+    assert ("no public runs are drawn behind" in printed and reason in printed) if reason else printed == ""
+
+
 def test_command_line(run_script, tmp_path, monkeypatch):
     """Also without a screen and with a matplotlib backend that cannot work here."""
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")

@@ -4,7 +4,8 @@
     run.measured |= evaluator.evaluate(run, check_stop)
     text = evaluator.sample_text(stop.is_requested)
 
-Called by train_gpt2.py between two steps. Nothing here changes the model, the gradients or the order of the data.
+Called by train_gpt2.py between two steps; --eval-only calls `validate`. Nothing here changes the model, the gradients
+or the order of the data.
 """
 
 import math
@@ -24,7 +25,7 @@ from training import hellaswag_eval, sampling
 from training.config import TrainConfig, config_drift
 from training.microbatch import is_out_of_memory, lower_micro_batch
 from training.presets import PRESETS
-from training.reference import DATASETS, Reference, find_reference, recognize_dataset
+from training.reference import DATASETS, Reference, difference_in_data, difference_in_start, find_reference
 from training.run_state import RunState
 from training.step import Forward, TrainStep
 from training.stop import EvaluationFailedElsewhere, Stopped, report_failed_evaluation
@@ -79,7 +80,8 @@ class Evaluator:
     def _evaluate_one(
         self, name: str, off_switch: str, run: RunState, check_stop: Callable[[], None], measure: Callable
     ) -> dict[str, Any]:
-        """The result of `measure(run, check_stop)`; empty if it fails on any rank."""
+        """The result of `measure(run, check_stop)`; empty if it fails on any rank. The warning calls it `name`, and
+        suggests `off_switch`."""
         try:
             return measure(run, check_stop)
         # Requests to stop and I/O errors, which system/cli.py handles, are passed on.
@@ -115,6 +117,7 @@ class Evaluator:
             return {}
 
     def _validate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
+        """Measure and print the validation loss, and what it means beside the public runs of the preset."""
         cfg, train_step = self.cfg, self.train_step
         result = validate(train_step.forward, self.val_data, cfg, self.rt, train_step.micro_batch_size, check_stop)
         print0(f"step {run.step:5d}/{run.max_steps} | {result.summary_line()}")
@@ -131,6 +134,7 @@ class Evaluator:
         return result.metrics()
 
     def _score_hellaswag(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
+        """Measure and print the accuracy in HellaSwag. Chance is 0.25; OpenAI's GPT-2 124M has acc_norm 0.2955."""
         model, rt = self.train_step.model, self.rt
         score = hellaswag_eval.evaluate(model, self.examples, rt.device, rt, check=check_stop)
         print0(f"step {run.step:5d}/{run.max_steps} | {hellaswag_eval.summary_line(score)}")
@@ -148,6 +152,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _sample_text(self, stop_requested: Callable[[], bool]) -> str:
+        """The continuations, one a line; an error is raised."""
         cfg, rt, model = self.cfg, self.rt, self.train_step.model
         encoding = tokenizer.encoding()
 
@@ -158,6 +163,8 @@ class Evaluator:
         else:
             prompt = encoding.encode_ordinary(cfg.sample_prompt)
         prompt = prompt[-cfg.model.block_size :] or [tokenizer.EOT]
+
+        # The same prompt for every sample.
         idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (4, T)
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
@@ -175,8 +182,9 @@ class Evaluator:
     def _first_words(self) -> list[int]:
         """The first tokens of the val split's first document, or of the train split's in a run that does not
         validate."""
+        # Sequence 0 of shard 0, without the <|endoftext|> that begins a document, and not beyond the next one.
         data = self.val_data or self.data
-        tokens = data.read(np.array([[0, 0]]))[0].tolist()  # sequence 0 of shard 0, (T + 1,)
+        tokens = data.read(np.array([[0, 0]]))[0].tolist()  # (T + 1,)
         if tokens[0] == tokenizer.EOT:
             tokens = tokens[1:]
         if tokenizer.EOT in tokens:
@@ -202,12 +210,14 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     The public runs apply to a run from scratch with the settings of its preset, on the same data, for the same number
     of steps.
     """
+    # The preset has no public runs.
     if cfg.preset not in DATASETS or cfg.preset not in PRESETS:
         return None, ""
 
-    # A run that starts from trained weights has a much lower loss.
-    if cfg.init_from != "scratch":
-        return None, f"--init-from {cfg.init_from} does not begin from scratch"
+    # The weights that the run began with.
+    reason = difference_in_start(cfg.init_from)
+    if reason:
+        return None, reason
 
     # Settings that shape the result; config_drift gives them as "max_lr: 0.0006 -> 0.001".
     _, changes = config_drift(PRESETS[cfg.preset], cfg)
@@ -217,11 +227,15 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
         return None, f"{', '.join(flags)} {'differs' if len(flags) == 1 else 'differ'} from preset {cfg.preset}"
 
     # The data, recognized by the names of the files.
-    if recognize_dataset(shard_name) != DATASETS[cfg.preset]:
-        return None, f"the public runs of {cfg.preset} are on {DATASETS[cfg.preset]}, not on {shard_name}"
+    reason = difference_in_data(cfg.preset, shard_name)
+    if reason:
+        return None, reason
 
+    # The length of the run, which sets the learning rate at each step.
     reference = find_reference(cfg.preset, max_steps, cfg.total_batch_size, shard_name)
-    return reference, "" if reference else f"no public run of {cfg.preset} has {max_steps:,} steps"
+    if reference is None:
+        return None, f"no public run of {cfg.preset} has {max_steps:,} steps"
+    return reference, ""
 
 
 class Validation(NamedTuple):
@@ -254,24 +268,35 @@ def validate(
     decoded text, in which a part of a character would become another character.
 
     All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
-    `check` is called before each batch, equally often on all ranks. Every rank must call this.
+    With B = 2, two ranks and 9 sequences:
+
+        sequence    0 1 2 3 | 4 5 6 7 | 8
+        rank 0      0   2   | 4   6   | 8 padding
+        rank 1        1   3 |   5   7 | (skips this batch)
+
+    data: the val split. `check` is called before each batch, equally often on all ranks. Every rank must call this.
     """
-    # A vocabulary smaller than GPT-2's is another tokenizer's, whose bytes are unknown: no token counts as text.
+    # The number of bytes of each possible id, (65536,). A vocabulary smaller than GPT-2's is another tokenizer's, whose
+    # bytes are unknown: no token counts as text.
     token_bytes = np.zeros(1 << 16, np.int64)
     has_text = data.vocab_size >= VOCAB_SIZE
     if has_text:
         token_bytes = tokenizer.token_bytes()
 
-    # The first sequences of the split, in order. Float64 sums, where the device has them, keep thousands of batches
-    # exact enough that the result does not depend on the number of ranks.
+    # The first sequences of the split, in order. A stride is what all ranks together take at a time.
     count = num_val_sequences(data, cfg)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
+
+    # Float64 sums, where the device has them, keep thousands of batches exact enough that the result does not depend on
+    # the number of ranks.
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
     no_text_total = torch.zeros_like(total)  # of the targets that are not text
     text_bytes = 0
+
     for i in range(0, count, stride):
         check()
+
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
         if len(own) == 0:
@@ -287,18 +312,24 @@ def validate(
         padded[: len(own)] = own
         x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each
         y[len(own) :] = -100  # ignored by the loss, as in F.cross_entropy
+
+        # The mean over the rows that count, and the sum over the targets that are not text.
         with rt.autocast():
-            # The mean over the rows that count, and the sum over the targets that are not text.
             loss, no_text_loss = forward.validation_losses(x, y, torch.from_numpy(no_text).to(rt.device))
         total += loss.to(total.dtype) * len(own)
         no_text_total += no_text_loss.to(total.dtype)
     check()
 
-    # Tokens of another tokenizer have no known bytes, and a split of nothing but <|endoftext|> has no bytes of text.
+    # Add up all ranks. `total` is the sum of the mean losses of all sequences, which are equally long: divided by their
+    # number, it is the mean over all targets.
     loss = rt.all_reduce(total).item() / count
     no_text_nats = rt.all_reduce(no_text_total).item()
     text_bytes = rt.all_reduce(torch.tensor(text_bytes, device=rt.device)).item()
+
+    # Tokens of another tokenizer have no known bytes, and a split of nothing but <|endoftext|> has no bytes of text.
     if text_bytes == 0:
         return Validation(loss, None)
+
+    # The loss of all targets, less that of the targets that are not text, in bits per byte of text.
     text_nats = loss * count * data.T - no_text_nats
     return Validation(loss, text_nats / (math.log(2) * text_bytes))

@@ -15,6 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from system.cli import UserError
+from tokens import shards
+
 REFERENCE_CSV = Path(__file__).with_name("reference.csv")  # its `#` lines name the sources
 TOKENS_PER_STEP = 524_288  # of every public run in the file
 # The data of the public runs of each preset in the table.
@@ -143,6 +146,29 @@ def recognize_dataset(shard_name: str) -> str:
     return "fineweb-edu" if "edu" in shard_name else "fineweb"
 
 
+def find_shard_name(data_dir: object) -> str:
+    """The name of a shard that a run trained on, from the data_dir of its config.json; "" if there is no such folder on
+    this machine."""
+    try:
+        return shards.find_shards(str(data_dir), "train")[0].name
+    except (UserError, OSError, ValueError):  # the file may have been edited
+        return ""
+
+
+def difference_in_start(init_from: object) -> str:
+    """Why a run that began with the weights of --init-from compares to no public run; "" if it began from scratch, as
+    all of them did. A run from trained weights has a much lower loss."""
+    return "" if init_from == "scratch" else f"--init-from {init_from} does not begin from scratch"
+
+
+def difference_in_data(preset: str, shard_name: str) -> str:
+    """Why a run on this shard does not compare to the public runs of `preset`; "" if it does, or if the name is empty:
+    then the data are assumed to be theirs. Another data set has another loss."""
+    if not shard_name or recognize_dataset(shard_name) == DATASETS[preset]:
+        return ""
+    return f"the public runs of {preset} are on {DATASETS[preset]}, not on {shard_name}"
+
+
 def find_reference(
     preset: object, max_steps: object, tokens_per_step: object, shard_name: str = ""
 ) -> Reference | None:
@@ -160,8 +186,7 @@ def find_reference(
     if tokens_per_step != TOKENS_PER_STEP or type(max_steps) is not int:
         return None
 
-    # Another data set has another loss.
-    if shard_name and preset in DATASETS and recognize_dataset(shard_name) != DATASETS[preset]:
+    if shard_name and preset in DATASETS and difference_in_data(preset, shard_name):
         return None
 
     for reference in read_references():
