@@ -43,6 +43,7 @@ class Workload(NamedTuple):
 SCORING = Workload(rows=512, width=768, columns=3072)  # HellaSwag: many rows at once, as in training
 
 
+@functools.cache
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
     # Only Linux lists the CPU's features in a file; elsewhere float32 is used.

@@ -18,6 +18,8 @@ changes the weights by the same amount.
 import torch
 from torch import Tensor
 
+from system import precision
+
 # Newton-Schulz in bfloat16 is precise enough (Jordan 2024), and fastest on GPUs.
 NEWTON_SCHULZ_DTYPE = torch.bfloat16
 
@@ -30,14 +32,21 @@ NEWTON_SCHULZ_ITERATIONS = {
 }
 
 
+def newton_schulz_dtype(device: torch.device) -> torch.dtype:
+    """The precision of the iterations on `device`: float32 if it only emulates NEWTON_SCHULZ_DTYPE."""
+    # GPUs before Ampere and older CPUs multiply emulated bfloat16 more slowly than float32, some CPUs ten times.
+    is_fast = NEWTON_SCHULZ_DTYPE in precision.supported_dtypes(device)
+    return NEWTON_SCHULZ_DTYPE if is_fast else torch.float32
+
+
 def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Tensor:
     """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations, one
-    for each (a, b, c) of `iterations`. The result has the dtype NEWTON_SCHULZ_DTYPE."""
+    for each (a, b, c) of `iterations`. The result has the dtype of newton_schulz_dtype."""
     # Work on wide matrices, where X X^T is the smaller product. Below, m <= k: (n, rows, columns) -> (n, m, k)
     is_tall = X.size(-2) > X.size(-1)
     if is_tall:
         X = X.mT
-    X = X.to(NEWTON_SCHULZ_DTYPE)
+    X = X.to(newton_schulz_dtype(X.device))
 
     # The iterations need singular values of at most about 1: divide by the Frobenius norm, which bounds them.
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-10)
