@@ -298,7 +298,7 @@ def test_max_steps_overrides_epochs():
 
 
 @pytest.mark.parametrize("text, seconds", [("3h50m", 13800), ("90m", 5400), ("45s", 45), ("1d", 86400), ("7.5", 7.5)])
-def test_durations(text, seconds):
+def test_a_duration_is_a_number_of_seconds(text, seconds):
     assert parse_duration(text) == seconds
 
 
@@ -314,7 +314,7 @@ def test_durations(text, seconds):
         ({"micro_batch_size": 0}, ["--micro-batch-size 0"]),
     ],
 )
-def test_bad_values_say_value_and_rule(change, words):
+def test_a_bad_value_is_refused_with_the_value_and_the_rule(change, words):
     with pytest.raises(UserError) as e:
         dataclasses.replace(PRESETS["gpt2-124m"], **change)
     assert all(word in str(e.value) for word in words), e.value
@@ -338,7 +338,7 @@ def test_every_tracker_has_a_class_of_its_own(monkeypatch, tmp_path):
         make_tracker(with_unchecked(cfg, tracker="new"), 0, -1)
 
 
-def test_a_network_that_cannot_be_says_value_and_rule(expect_failure):
+def test_an_impossible_network_is_refused_with_the_value_and_the_rule(expect_failure):
     with pytest.raises(ValueError, match="n_head 7 does not divide n_embd 768"):
         GPTConfig(n_head=7)
     expect_failure("train_gpt2.py", "--model.n-head", "7", mentions=["n_head 7 does not divide n_embd 768"])

@@ -82,7 +82,7 @@ def test_a_file_in_xet_storage_is_pulled_from_there(hub, xet, pull, tmp_path):
 
 
 @pytest.mark.slow  # hf_xet tries again for some seconds
-def test_what_xet_storage_has_lost_is_one_message(xet, pull, tmp_path):
+def test_a_file_that_xet_storage_has_lost_ends_in_one_message(xet, pull, tmp_path):
     xet.rename(tmp_path / "gone")
     pull(tmp_path / "out", fails=True, HF_HUB_DISABLE_XET="0")
     assert not list((tmp_path / "out").glob("*.npy"))
@@ -94,7 +94,7 @@ def test_what_xet_storage_has_lost_is_one_message(xet, pull, tmp_path):
     assert same_files(tmp_path / "out", tmp_path / "data")
 
 
-def test_a_mirror_is_not_left_for_the_hubs_xet_storage(hub, pull, tmp_path):
+def test_a_mirror_serves_the_files_that_the_hub_has_in_xet_storage(hub, pull, tmp_path):
     """It passes on the address of the storage, which is another host that its user may not reach."""
     hub.xet_hashes = {shard.sha256: "0" * 64 for shard in shards.read_manifest(tmp_path / "data").shards}
 
@@ -106,7 +106,7 @@ def test_a_mirror_is_not_left_for_the_hubs_xet_storage(hub, pull, tmp_path):
 @pytest.mark.parametrize("endpoint, uses_xet", [
     ("https://huggingface.co", True), ("https://mirror.example", False), ("http://127.0.0.1:9", False),
 ])  # fmt: skip
-def test_xet_is_for_the_hub_itself(monkeypatch, endpoint, uses_xet):
+def test_only_the_hub_itself_uses_xet(monkeypatch, endpoint, uses_xet):
     from huggingface_hub import constants
     from huggingface_hub.utils._runtime import is_xet_available
 
@@ -141,7 +141,7 @@ def test_what_a_killed_pull_left_is_removed_and_what_it_completed_is_kept(hub, p
 
 
 @pytest.mark.parametrize("status, may_pass", [(0, True), (429, True), (503, True), (401, False), (404, False)])
-def test_an_outage_of_the_hub_is_told_from_what_the_user_must_change(status, may_pass):
+def test_an_outage_of_the_hub_is_distinguished_from_what_the_user_must_change(status, may_pass):
     import httpx2
 
     error = httpx2.ConnectError("no route")
@@ -176,7 +176,7 @@ def test_a_restart_while_the_hub_is_away_trains_on_what_was_pulled(tmp_path, mon
         hub_data.pull_for_training("tester/toy", data)
 
 
-def test_a_name_that_does_not_resolve_is_told_apart_from_offline_mode():
+def test_a_name_that_does_not_resolve_is_distinguished_from_offline_mode():
     from httpx2 import ConnectError
     from huggingface_hub.errors import OfflineModeIsEnabled
 

@@ -44,7 +44,7 @@ def plant(pauses):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_an_error_that_passes_is_retried_and_said_once(plant, pauses, tmp_path, capsys, code):
+def test_an_error_that_passes_is_retried_with_one_warning(plant, pauses, tmp_path, capsys, code):
     path = tmp_path / "file"
     path.write_text("content")
     plant("file", "open", code, times=3)
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_written_again_or_ends_as_an_error_of_the_system(plant, 
 
 
 @pytest.mark.parametrize("code, words", [(errno.ENOSPC, "No space left"), (errno.EDQUOT, "Disk quota exceeded")])
-def test_a_full_disk_or_quota_says_how_much_room_is_needed(plant, pauses, tmp_path, code, words):
+def test_the_error_of_a_full_disk_or_quota_names_the_space_that_is_needed(plant, pauses, tmp_path, code, words):
     with checkpoint.CheckpointWriter(tmp_path) as writer:
         plant("optim_00001", "write", code, times=ALWAYS)
         writer.save(1, {"model": {"w": torch.ones(9)}}, {"w": torch.ones(50_000)})
@@ -176,7 +176,7 @@ def test_a_full_disk_or_quota_says_how_much_room_is_needed(plant, pauses, tmp_pa
     assert ("not counting the quota" in str(error.value)) == (code == errno.EDQUOT)
 
 
-def test_room_is_that_of_the_nearest_folder_and_other_errors_are_left_as_they_are(tmp_path):
+def test_free_space_is_that_of_the_nearest_folder_and_other_errors_are_left_as_they_are(tmp_path):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     assert "B free)" in explain_write_error(full, tmp_path / "a" / "b" / "c")
@@ -224,7 +224,7 @@ def add_squeue(folder, monkeypatch, script):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_who_holds_a_lock_is_said(tmp_path, monkeypatch):
+def test_the_refusal_names_the_process_that_holds_the_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     who = rf"process {os.getpid()} of Slurm job 77 on {socket.gethostname()}, since 20\d\d-"
 
@@ -349,7 +349,7 @@ def test_a_lock_is_waited_for_no_longer_than_stated(no_flock, tmp_path, monkeypa
         pass
 
 
-def test_a_marker_that_says_nothing_is_respected(no_flock, tmp_path):
+def test_an_empty_marker_keeps_other_processes_out(no_flock, tmp_path):
     """Its process may be about to write into it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock.held").touch()
@@ -358,7 +358,7 @@ def test_a_marker_that_says_nothing_is_respected(no_flock, tmp_path):
         pass
 
 
-def test_of_two_that_take_over_one_gets_it(no_flock, tmp_path, monkeypatch):
+def test_only_one_of_two_processes_takes_over_a_lock(no_flock, tmp_path, monkeypatch):
     """The other one has judged the old marker, and finds a new one in its place."""
     folder = tmp_path / "run"
     hold(folder, pid=2**22, started="1")

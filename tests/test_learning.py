@@ -37,7 +37,7 @@ OPTIMIZERS = choices(TrainConfig, "optimizer")
 SCHEDULES = choices(TrainConfig, "schedule")
 
 
-def test_it_learns_and_records(tiny_args, tmp_path, capsys):
+def test_a_run_learns_and_records_its_curve_and_config(tiny_args, tmp_path, capsys):
     more = ["--max-steps", "150", "--val-every", "50", "--save-every", "50", "--keep", "1", "--max-lr", "0.01"]
     run = train_quickstart(tiny_args, tmp_path / "run", *more)
     curve = load_curve(run)
@@ -50,7 +50,7 @@ def test_it_learns_and_records(tiny_args, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("clip", ["0.2", "0"])
-def test_its_steps_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_path, clip):
+def test_the_steps_of_a_run_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_path, clip):
     """Front to back, whole batches, torch's own AdamW: loss, norm, clipping, decay, betas and rates are all right."""
     flags = ["--no-shuffle", "--max-steps", "4", "--grad-clip", clip, "--weight-decay", "0.5"]
     run = train_quickstart(tiny_args, tmp_path / "run", *flags)
@@ -267,7 +267,7 @@ def test_a_run_smaller_than_its_preset_is_evaluated_as_it_is(tiny_args, tiny_dat
     assert f"on 1,024 tokens of {tiny_data}" in output and f"val loss: {load_curve(run)[12][1]:.4f}" in output
 
 
-def test_command_line_end_to_end(tiny_args, tmp_path, run_script, expect_failure):
+def test_the_command_line_trains_and_refuses_a_folder_that_holds_a_run(tiny_args, tmp_path, run_script, expect_failure):
     command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
     output = run_script(*command).stdout
     assert "val loss" in output and "eta" in output

@@ -75,7 +75,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tiny_args, tm
 
 
 @pytest.mark.slow  # in `make test`: two ranks equal one in test_ranks.py, a real torchrun in test_preemption.py
-def test_two_machines_equal_one(tiny_args, tmp_path):
+def test_two_machines_train_the_curve_of_one(tiny_args, tmp_path):
     one = train_quickstart(tiny_args, tmp_path / "one")
 
     arguments = ["quickstart", *tiny_args, "--out-dir", str(tmp_path / "two"), "--resume", "auto"]
@@ -246,7 +246,7 @@ def test_hosts_whose_names_stand_for_the_loopback_are_told_what_to_export(hosts,
 
 
 @pytest.mark.slow
-def test_a_machine_that_dies_and_comes_back(tiny_args, tmp_path):
+def test_a_run_survives_a_machine_that_dies_and_comes_back(tiny_args, tmp_path):
     """Its torchrun and its rank are killed. Whatever supervises the machines (train.sh, Slurm's requeue) starts a
     torchrun again that ended badly, also the survivor's; the run resumes from its newest checkpoint."""
     steps = ["--max-steps", "400", "--save-every", "10", "--val-every", "0"]

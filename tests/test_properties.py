@@ -92,7 +92,7 @@ SHARD_FORMATS = st.sampled_from(["npy", "bin"])
 
 @settings(max_examples=40)
 @given(DOCUMENTS, st.integers(1, 50), st.integers(0, 300), st.integers(1, 5), SHARD_FORMATS, st.data())
-def test_shards_joined_are_the_documents(documents, shard_tokens, limit, chunk_size, shard_format, data):
+def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, chunk_size, shard_format, data):
     """For any documents, shard size, limit and cut into chunks; also after a stop at any shard."""
     source = {"name": "x", "subset": "", "column": "text", "revision": "r", "files": [{"path": "x", "bytes": 1}]}
     empty = shards.Manifest(source, shard_format, shard_tokens, limit or None)
@@ -126,7 +126,7 @@ SHARD_NAMES = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda nam
 
 
 @given(SHARD_NAMES | st.from_regex(shards.RELATIVE_PATH, fullmatch=True))
-def test_no_name_that_a_manifest_may_hold_leads_out_or_drives_a_terminal(name):
+def test_a_name_in_a_manifest_cannot_leave_its_folder_or_control_a_terminal(name):
     assert Path("/x", name).resolve().is_relative_to("/x") and cli.printable(name) == name
 
 
@@ -153,7 +153,7 @@ def draw_changes(cls):
 
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(PRESETS)), draw_changes(TrainConfig))
-def test_any_config_is_one_or_is_refused(preset, changes):
+def test_any_values_make_a_valid_config_or_are_refused(preset, changes):
     """And one that is accepted survives its way through a checkpoint, and has a number of steps and learning rates."""
     try:
         cfg = dataclasses.replace(PRESETS[preset], **changes)
@@ -171,7 +171,7 @@ def test_any_config_is_one_or_is_refused(preset, changes):
 
 @settings(max_examples=100)
 @given(draw_changes(GPTConfig))
-def test_any_network_is_one_or_is_refused(changes):
+def test_any_values_make_a_valid_network_or_are_refused(changes):
     try:
         assert GPTConfig(**changes).head_size >= 1
     except ValueError as e:
@@ -186,7 +186,7 @@ FLAG_VALUES = st.integers().map(str) | st.floats().map(str) | st.text(max_size=9
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(FLAG_NAMES), FLAG_VALUES), max_size=3))
-def test_any_flags_are_a_config_or_a_message(flags):
+def test_any_flags_make_a_config_or_end_in_a_message(flags):
     words = [f"--{name}={value}" for name, value in flags]
     try:
         cfg = presets.parse(["quickstart", *words], lambda path: PRESETS["quickstart"].to_dict())
@@ -226,7 +226,7 @@ def test_schedules_are_bounded_smooth_and_end_at_min_lr(schedule, max_lr, floor,
 
 
 @given(st.text(max_size=12) | st.from_regex(r"(\d{1,12}[dhms.]?){0,4}", fullmatch=True))
-def test_a_duration_is_seconds_or_a_message(text):
+def test_any_text_is_a_duration_or_is_refused(text):
     try:
         assert parse_duration(text) >= 0
     except UserError as e:

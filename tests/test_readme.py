@@ -6,7 +6,7 @@ How a command of a page becomes a test:
 
     `torchrun --nproc_per_node=8 train_gpt2.py gpt2-124m`     find_commands: from indented blocks and inline code
     ["train_gpt2.py", "gpt2-124m", "--model.n-layer", ...]    adapt_command: at a tiny size; [] if it runs elsewhere
-    test_command_runs, test_command_is_parsed                 choose_commands: run the first of each way, parse the rest
+    test_a_command_of_the_pages_runs, ..._is_parsed           choose_commands: run the first of each way, parse the rest
 """
 
 import functools
@@ -197,7 +197,7 @@ def choose_commands() -> tuple[list[str], list[str]]:
 TO_RUN, TO_PARSE = choose_commands()
 
 
-def test_there_are_commands_of_every_kind():
+def test_the_pages_have_commands_of_every_kind():
     assert len(COMMANDS) > 80
     for kind in ("make", "python", "torchrun", "./train.sh", "PUSH_TO", "CUDA_VISIBLE_DEVICES", "sbatch", "scp"):
         assert any(command.startswith(kind) for command in COMMANDS), kind
@@ -270,7 +270,7 @@ def run_python(here, line, cwd=None):
 
 
 @pytest.mark.parametrize("command", TO_RUN)
-def test_command_runs(command, world, tmp_path):
+def test_a_command_of_the_pages_runs(command, world, tmp_path):
     folder = tmp_path / "project"  # a copy for each: no command needs what another one left
     shutil.copytree(world.root, folder)
     line = adapt_command(command)
@@ -324,7 +324,7 @@ def make_parse_only(cli):
 
 
 @pytest.mark.parametrize("command", TO_PARSE)
-def test_command_is_parsed(command):
+def test_a_command_of_the_pages_is_parsed(command):
     """The script's own parser takes the arguments; nothing is run."""
     script, *args = adapt_command(command)
     if script == "train_gpt2.py":
@@ -340,7 +340,7 @@ def test_command_is_parsed(command):
 # ------------------------------------------------------------------------- files and links
 
 
-def test_readme_shows_every_file():
+def test_the_readme_names_every_file():
     """The scripts by name, and in the row of each package the names of its modules."""
     for path in ROOT.glob("*.py"):
         assert f"`{path.name}`" in README, path.name

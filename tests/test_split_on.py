@@ -23,7 +23,7 @@ def stories(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 2, 7, 13, 40, 1 << 20])
 @pytest.mark.parametrize("piece", [1, 10])
-def test_every_document_between_separators_is_one(stories, monkeypatch, block, piece):
+def test_the_text_between_two_separators_is_one_document(stories, monkeypatch, block, piece):
     """However small the blocks are in which the file is read: a separator may lie in two, a document in many."""
     monkeypatch.setattr(readers, "CHUNK_BYTES", block)
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", piece)
@@ -54,7 +54,7 @@ def test_split_on_makes_documents_of_a_text_file(stories, tmp_path, capsys):
         run_fineweb("--source", stories, "--out", tmp_path / "out", *size)
 
 
-def test_without_it_the_separator_is_text_and_said_once(stories, tmp_path, capsys):
+def test_without_split_on_the_separator_is_text_and_one_warning_is_printed(stories, tmp_path, capsys):
     run_fineweb("--source", stories, "--out", tmp_path / "out", "--shard-size", 30)
 
     output = capsys.readouterr().out

@@ -16,7 +16,7 @@ from system.cli import UserError
 from tokens import tokenizer
 
 
-def test_bulk_equals_reference_text_by_text():
+def test_the_bulk_encoder_equals_the_reference_text_by_text():
     encoding = tokenizer.encoding()
 
     ids_of_texts = tokenizer.bulk_encoder().encode_batch(TRICKY_TEXTS).tolist()
@@ -27,7 +27,7 @@ def test_bulk_equals_reference_text_by_text():
         assert encoding.decode(ids) == text
 
 
-def test_it_is_gpt2():
+def test_the_encoding_is_that_of_gpt2():
     encoding = tokenizer.encoding()
     assert encoding.encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
     assert encoding.n_vocab == tokenizer.EOT + 1 and encoding.eot_token == tokenizer.EOT
@@ -35,7 +35,7 @@ def test_it_is_gpt2():
     assert tokenizer.encoding() is encoding, "it is made once"
 
 
-def test_hashes_are_those_tiktoken_pins():
+def test_the_hashes_of_the_vocabulary_are_those_that_tiktoken_pins():
     source = inspect.getsource(public.gpt2)
     assert all(sha256 in source for sha256 in tokenizer.SHA256.values())
 

@@ -25,7 +25,7 @@ def test_mutated_files_end_in_success_or_one_message(capsys):
 
 
 @pytest.mark.slow
-def test_many_mutated_files(capsys):
+def test_none_of_many_mutated_files_ends_badly(capsys):
     run_fuzz(capsys, 30_000, 1)
 
 
