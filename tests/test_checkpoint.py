@@ -175,8 +175,8 @@ def test_checkpoints_import_no_code_of_the_hub():
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
 
-    ours = {name for name in imported if (ROOT / name.split(".")[0]).is_dir() or (ROOT / f"{name}.py").is_file()}
-    assert ours == {"model", "system.cli", "system.files"}
+    own = {name for name in imported if (ROOT / name.split(".")[0]).is_dir() or (ROOT / f"{name}.py").is_file()}
+    assert own == {"model", "system.cli", "system.files"}
 
 
 # ------------------------------------------------------------------------- writing

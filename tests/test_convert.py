@@ -71,7 +71,7 @@ def make_hf(tmp_path):
     """make_hf(name, **config) -> (a tiny GPT2LMHeadModel, the folder in which transformers saved it)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    def make(name="theirs", shard_size="5GB", **config):
+    def make(name="from-transformers", shard_size="5GB", **config):
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(**{"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32} | config))
         model.save_pretrained(tmp_path / name, max_shard_size=shard_size)
@@ -257,7 +257,7 @@ def test_damaged_and_missing_files_are_named(make_hf, tmp_path):
     weights = folder / "model.safetensors"
 
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot read the weights in .*theirs"):
+    with pytest.raises(UserError, match=r"cannot read the weights in .*from-transformers"):
         convert.load_hf(folder)
 
     weights.unlink()

@@ -52,15 +52,15 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
     targets[B - ignored :] = -100  # as validation pads its last batch
     in_chunks = Forward(model, compiles=False)
 
-    expected, gradients = loss_and_gradients(model, model, idx, targets, scale=0.25)
-    loss, ours = loss_and_gradients(model, in_chunks, idx, targets, scale=0.25)
+    expected_loss, expected = loss_and_gradients(model, model, idx, targets, scale=0.25)
+    loss, found = loss_and_gradients(model, in_chunks, idx, targets, scale=0.25)
     with torch.no_grad():
         loss_without_gradients = in_chunks(idx, targets)[1].item()
 
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert loss_without_gradients == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item())
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert loss_without_gradients == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item())
 
 
 def test_a_vocabulary_is_padded_on_a_gpu_alone_and_only_where_its_rows_are_not_aligned():
@@ -143,7 +143,7 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_no_more_than_a_chunk_of_logits_is_ever_there(backward):
+def test_no_tensor_is_larger_than_one_chunk_of_logits(backward):
     model, _, targets = make()
     with torch.set_grad_enabled(backward), LargestResult() as largest:
         x = torch.zeros(B, T, 32, requires_grad=backward)
@@ -154,7 +154,7 @@ def test_no_more_than_a_chunk_of_logits_is_ever_there(backward):
     assert largest.numel == rows * SMALL.vocab_size
 
 
-def test_a_run_has_the_losses_of_one_with_all_logits(tiny_args, tmp_path, monkeypatch):
+def test_a_run_in_chunks_has_the_losses_of_a_run_with_all_logits(tiny_args, tmp_path, monkeypatch):
     flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
     asked = []
 

@@ -394,19 +394,19 @@ def test_an_empty_uv_chooses_pip(run_install, indexes):
 
 def test_progress_is_shown_on_a_terminal_only(project):
     arguments = ["-n", "install", "CUDA=1", f"PYTHON={sys.executable}"]
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     try:
         on_terminal = subprocess.run(
             ["make", *arguments],
             cwd=project,
             env=clean_environment(),
             stdout=subprocess.PIPE,
-            stderr=theirs,
+            stderr=terminal,
             check=True,
         )
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(controller)
+        os.close(terminal)
     elsewhere = run_make(project, *arguments)
 
     assert b" install" in on_terminal.stdout and b"--quiet -r" not in on_terminal.stdout

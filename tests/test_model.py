@@ -72,28 +72,28 @@ def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
 def test_logits_loss_and_gradients_are_those_of_transformers(tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    # The same network there, with our weights; its linear layers keep them transposed.
-    ours = make(vocab_size=50257, tied_head=tied)
+    # The same network in transformers, with the same weights; its linear layers keep them transposed.
+    model = make(vocab_size=50257, tied_head=tied)
     config = GPT2Config(
         n_positions=32, n_layer=2, n_head=2, n_embd=32, tie_word_embeddings=tied,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    theirs = GPT2LMHeadModel(config)
+    reference = GPT2LMHeadModel(config)
     transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    state = {k: v.t() if k.endswith(transposed) else v for k, v in ours.state_dict().items()}
-    theirs.load_state_dict(state)
+    state = {k: v.t() if k.endswith(transposed) else v for k, v in model.state_dict().items()}
+    reference.load_state_dict(state)
 
     idx = make_idx()
-    logits, _ = ours(idx)
-    _, loss = ours(idx[:, :-1], idx[:, 1:])
+    logits, _ = model(idx)
+    _, loss = model(idx[:, :-1], idx[:, 1:])
     loss.backward()
-    out = theirs(idx, labels=idx)  # shifts the labels itself
+    out = reference(idx, labels=idx)  # shifts the labels itself
     out.loss.backward()
 
     torch.testing.assert_close(logits, out.logits, atol=1e-4, rtol=0)
     torch.testing.assert_close(loss, out.loss, atol=1e-5, rtol=0)
-    for name, p in theirs.named_parameters():
-        grad = ours.get_parameter(name).grad
+    for name, p in reference.named_parameters():
+        grad = model.get_parameter(name).grad
         torch.testing.assert_close(grad.t() if name.endswith(transposed) else grad, p.grad, atol=1e-5, rtol=1e-3)
 
 

@@ -132,17 +132,17 @@ def test_the_table_has_the_state_that_torchs_optimizers_create_by_themselves(kin
 
 
 def test_adamw_with_state_from_the_table_makes_the_same_bits_as_torch_alone():
-    weights, ours = build(BASE)
+    weights, (optimizer,) = build(BASE)
     groups = copy.deepcopy(optim.parameter_groups(weights.named, BASE)["adamw"])
-    torchs = torch.optim.AdamW(groups, lr=BASE.max_lr, betas=(BASE.beta1, BASE.beta2), eps=BASE.adam_eps, fused=True)
+    reference = torch.optim.AdamW(groups, lr=BASE.max_lr, betas=(BASE.beta1, BASE.beta2), eps=BASE.adam_eps, fused=True)
     for step in range(3):
         torch.manual_seed(step)
-        for p, q in zip(optim.all_params(ours[0]), optim.all_params(torchs), strict=True):
+        for p, q in zip(optim.all_params(optimizer), optim.all_params(reference), strict=True):
             p.grad = torch.randn(p.shape)
             q.grad = p.grad.clone()
-        ours[0].step()
-        torchs.step()
-    assert all(map(torch.equal, optim.all_params(ours[0]), optim.all_params(torchs)))
+        optimizer.step()
+        reference.step()
+    assert all(map(torch.equal, optim.all_params(optimizer), optim.all_params(reference)))
 
 
 def test_a_choice_that_is_named_but_not_handled_raises_when_the_step_is_built():
@@ -199,14 +199,14 @@ def test_an_optimizer_of_ones_own_resumes_and_is_not_taken_for_another(monkeypat
     weights, adamw = build(BASE)
     monkeypatch.setitem(optim.OPTIMIZERS, "adamw", Sign)
     monkeypatch.setitem(optim.OPTIMIZER_STATE, Sign, {"mean": lambda p: (3,)})
-    ours, resumed = (optim.build_optimizers(weights.named, BASE, CPU) for _ in range(2))
-    take_step(weights, ours, BASE, step=0)
+    original, resumed = (optim.build_optimizers(weights.named, BASE, CPU) for _ in range(2))
+    take_step(weights, original, BASE, step=0)
 
-    saved = copy.deepcopy(optim.full_state(ours, CPU))
+    saved = copy.deepcopy(optim.full_state(original, CPU))
     optim.load_state(resumed, saved)
 
-    assert all(torch.equal(ours[0].state[p]["mean"], resumed[0].state[p]["mean"]) for p in weights.named.values())
-    assert any(ours[0].state[p]["mean"].any() for p in weights.named.values())
+    assert all(torch.equal(original[0].state[p]["mean"], resumed[0].state[p]["mean"]) for p in weights.named.values())
+    assert any(original[0].state[p]["mean"].any() for p in weights.named.values())
     with pytest.raises(ValueError, match="keeps mean of parameter 0, unlike AdamW"):
         optim.load_state(adamw, saved)
 
@@ -472,37 +472,37 @@ def test_muon_is_torchs_for_each_matrix(monkeypatch):
     torch.manual_seed(0)
     settings = {"lr": 0.02, "momentum": 0.9}
 
-    # Ours takes the parameters as they are, torch's each matrix as a parameter of its own.
-    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in MATRICES.items()}
-    for name, p in ours.items():
+    # This project's Muon takes the parameters as they are, torch's each matrix as a parameter of its own.
+    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in MATRICES.items()}
+    for name, p in parameters.items():
         muon.mark_matrices(name, p)
-    split = [matrix for name, p in ours.items() for matrix in split_matrices(name, p.detach().clone())]
-    theirs = [torch.nn.Parameter(matrix) for matrix in split]
-    our_muon = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
-    optim.create_state(our_muon)
-    torchs_muon = torch.optim.Muon([{"params": theirs, "weight_decay": 0.1}], **settings)
+    split = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach().clone())]
+    matrices = [torch.nn.Parameter(matrix) for matrix in split]
+    optimizer = muon.Muon([{"params": list(parameters.values()), "weight_decay": 0.1}], **settings)
+    optim.create_state(optimizer)
+    reference = torch.optim.Muon([{"params": matrices, "weight_decay": 0.1}], **settings)
 
     for step in range(4):
-        for p in ours.values():
+        for p in parameters.values():
             p.grad = torch.randn(p.shape)
-        gradients = [g.clone() for name, p in ours.items() for g in split_matrices(name, p.grad)]
-        for p, gradient in zip(theirs, gradients, strict=True):
+        gradients = [g.clone() for name, p in parameters.items() for g in split_matrices(name, p.grad)]
+        for p, gradient in zip(matrices, gradients, strict=True):
             p.grad = gradient
-        our_muon.step()
-        torchs_muon.step()
-        found = [matrix for name, p in ours.items() for matrix in split_matrices(name, p.detach())]
-        for a, b in zip(found, theirs, strict=True):
+        optimizer.step()
+        reference.step()
+        found = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach())]
+        for a, b in zip(found, matrices, strict=True):
             torch.testing.assert_close(a, b.detach(), atol=2e-4, rtol=0)  # lr times the rounding of bfloat16
 
-        # Half-way ours continues from torch's state, the parts of queries, keys and values put together.
+        # Half-way this project's Muon continues from torch's state, the parts of queries, keys and values put together.
         if step == 1:
-            state = torchs_muon.state_dict()
+            state = reference.state_dict()
             q, k, v, *rest = [tensors["momentum_buffer"] for tensors in state["state"].values()]
             buffers = [torch.cat((q, k, v)), *rest]
             state["state"] = {i: {"momentum_buffer": buffer.clone()} for i, buffer in enumerate(buffers)}
             state["param_groups"][0]["params"] = list(range(len(buffers)))
-            our_muon = muon.Muon([{"params": list(ours.values()), "weight_decay": 0.1}], **settings)
-            optim.load_state([our_muon], [state])
+            optimizer = muon.Muon([{"params": list(parameters.values()), "weight_decay": 0.1}], **settings)
+            optim.load_state([optimizer], [state])
 
 
 def test_queries_keys_and_values_are_known_by_name_not_by_shape():

@@ -132,7 +132,7 @@ def test_a_pickle_inside_shards_is_refused(bomb, run_main, tiny_args, tiny_data)
 @pytest.fixture
 def hf_folder_with_code(bomb, tmp_path):
     """A folder with sound weights, modules that its config.json names for import, and a pickled tokenizer."""
-    folder = tmp_path / "theirs"
+    folder = tmp_path / "hostile"
     folder.mkdir()
     fuzz.make_hf(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -161,7 +161,7 @@ def test_a_pickle_among_hugging_face_weights_is_refused(bomb, run_main, tiny_arg
         (train_gpt2, "quickstart", *tiny_args, "--out-dir", tmp_path / "new", "--init-from", folder),
     ]
     for command in commands:
-        with pytest.raises(UserError, match=r"cannot read the weights in .*theirs"):
+        with pytest.raises(UserError, match=r"cannot read the weights in .*hostile"):
             run_main(*command)
 
 
@@ -184,7 +184,7 @@ def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_pat
     monkeypatch.chdir(tmp_path)
     speedrun = replace(PRESETS["speedrun-124m"].model, block_size=16, n_layer=2, n_head=2, n_embd=16)
     monkeypatch.setattr(convert, "save_hf_tokenizer", lambda *_: None)
-    folder = tmp_path / "theirs"
+    folder = tmp_path / "hostile"
     convert.save_hf(GPT(speedrun), folder)
     for name in (*convert.CODE_FILES, "__init__.py", "conftest.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")
@@ -194,8 +194,8 @@ def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_pat
     run_main(hellaswag, "--model", folder, "--data", tmp_path / "rows.jsonl")
 
     # an export of the loaded model has this project's code, and not that of the folder
-    convert.save_hf(open_model(folder), tmp_path / "ours")
-    assert b"os.mkdir" not in b"".join((tmp_path / "ours" / name).read_bytes() for name in convert.CODE_FILES)
+    convert.save_hf(open_model(folder), tmp_path / "exported")
+    assert b"os.mkdir" not in b"".join((tmp_path / "exported" / name).read_bytes() for name in convert.CODE_FILES)
 
 
 # ------------------------------------------------------------------------- repositories of the Hub
