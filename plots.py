@@ -35,7 +35,7 @@ from training.reference import (
     read_references,
 )
 
-# {metrics key: (steps (N,) int64, values (N,) float64)}, steps ascending
+# The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 
 # Figures of OpenAI's models, drawn as horizontal lines.
@@ -62,8 +62,10 @@ PANELS = {
 PANEL_ROWS = [["Loss"], ["HellaSwag"], ["Learning rate", "Gradient norm before clipping", "Speed"]]
 COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
 
+# One color for each run, and grey for what belongs to no run.
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2"]
 GREY = "#777777"
+# Validation is measured at few steps, so its points are marked.
 VAL_STYLE = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1}
 
 
@@ -87,6 +89,7 @@ class PlottedRun(NamedTuple):
 def read_curves(run_dir: str | Path) -> Curves:
     """Curves of a run: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one value per step (the last).
     A line cut off by a crash, or still being written, is skipped. Raises UserError if there is nothing to read."""
+    # The log that is there, line by line.
     found = [path for name in LOG_FILES if (path := Path(run_dir) / name).is_file()]
     fix = "give the --out-dir of a run, or start one: python train_gpt2.py quickstart"
     require(found, f"no {Path(run_dir) / METRICS_FILE}; {fix}")
@@ -102,6 +105,7 @@ def read_curves(run_dir: str | Path) -> Curves:
     fix = "wait for the first one, or check the end of the run's log"
     require(values_by_step, f"{path} has no measured step yet; {fix}")
 
+    # Arrays, in the order of the steps.
     curves = {}
     for key, values in values_by_step.items():
         steps = sorted(values)
@@ -111,6 +115,7 @@ def read_curves(run_dir: str | Path) -> Curves:
 
 def read_other_log(path: Path) -> Iterator[dict[str, float]]:
     """Rows as in metrics.jsonl of a log of build-nanogpt ("250 val 5.9012") or llm.c ("s:250 trl:5.90 lr:0.0002")."""
+    # Both begin a line with the step; what follows are names and numbers, with a space or a colon between them.
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         step = re.match(r"(?:s:)?(\d{1,18}) ", line)
         is_complete = line.endswith("\n")  # otherwise the line is still being written
@@ -125,9 +130,12 @@ def write_tensorboard(run_dir: Path) -> Path:
     UserError if the folder exists."""
     from torch.utils.tensorboard import SummaryWriter
 
+    # TensorBoard would draw the points of a second file over those of the first.
     out = run_dir / "tensorboard"
     curves = read_curves(run_dir)
     require(not out.exists(), f"{out} already exists; to see it: tensorboard --logdir {shlex.quote(str(run_dir))}")
+
+    # The same tags as those of a run with --tracker tensorboard.
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
@@ -141,6 +149,7 @@ def write_tensorboard(run_dir: Path) -> Path:
 def moving_median(values: np.ndarray, window: int) -> np.ndarray:
     """Median of the `window` (odd) points around each point, fewer at the ends: a spike or a NaN leaves no trace.
     (N,) -> (N,)."""
+    # NaNs count for nothing: infinities, and what lies before the first point and after the last one, become NaN.
     finite = np.where(np.isfinite(values), values, np.nan)
     padded = np.pad(finite, window // 2, constant_values=np.nan)  # (N + window - 1,)
     windows = np.lib.stride_tricks.sliding_window_view(padded, window)  # (N, window)
@@ -159,6 +168,7 @@ def plot_noisy_curve(ax, run: PlottedRun, key: str) -> None:
 
 def fit_y_axis(ax) -> None:
     """Fit y to the curves, except for the highs of the first steps and rare spikes, which would squash the rest."""
+    # The range of all curves of the panel.
     low, high = np.inf, -np.inf
     for line in ax.lines:
         x, y = np.asarray(line.get_data(), float)
@@ -167,6 +177,8 @@ def fit_y_axis(ax) -> None:
         if len(late):
             low = min(low, np.nanmin(y))
             high = max(high, np.quantile(late, 0.995))
+
+    # A little room above and below, also around a curve that is constant. Without any finite value, leave y as it is.
     if low <= high:
         padding = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)
         ax.set_ylim(low - padding, high + padding)
@@ -208,6 +220,7 @@ def draw_loss(ax, runs: list[PlottedRun], references: list[Reference], reference
 
 def describe_last_loss(curves: Curves) -> str:
     """The last validation loss, or else train loss, of a run, such as "val 3.077, 1.234 bits per byte, at step 80"."""
+    # "val 3.077"
     kind = "val" if "val_loss" in curves else "train"
     steps, losses = curves[f"{kind}_loss"]
     text = f"{kind} {losses[-1]:.3f}"
@@ -220,12 +233,14 @@ def describe_last_loss(curves: Curves) -> str:
 
 def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference], reference_step_size: int) -> None:
     """The panel of HellaSwag's acc_norm, with OpenAI's models as lines that the runs come near."""
-    best = 0.25  # the accuracy of guessing among four endings
+    # The runs, and the best accuracy of any of them.
+    best = 0.25  # of guessing among four endings
     for run in runs:
         x, accuracy = run.points("hellaswag_acc_norm")
         ax.plot(x, accuracy, color=run.color, lw=1.6, marker="o", ms=2.5)
         best = max(best, *accuracy)
 
+    # OpenAI's models, with their names at the left end of the lines.
     for name, accuracy in OPENAI_HELLASWAG.items():
         if best > accuracy - 0.05:  # a line far above every run would flatten them
             ax.axhline(accuracy, color=GREY, ls=":", lw=1.2)
@@ -233,6 +248,7 @@ def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference], refe
             ax.annotate(text, (0.01, accuracy), (0, 3), ax.get_yaxis_transform(), "offset points", fontsize=8.5)
     fit_y_axis(ax)
 
+    # The accuracies of the public runs. They come last, so that a longer band does not change the range of y.
     for reference in references:
         if reference.hellaswag:
             low, high = zip(*reference.hellaswag, strict=True)
@@ -244,6 +260,8 @@ def draw_curve(ax, runs: list[PlottedRun], key: str) -> None:
     """The panel of any other metric."""
     for run in runs:
         plot_noisy_curve(ax, run, key)
+
+    # Gradient norms are compared by their ratios; a learning rate or a speed by its distance from 0.
     if key == "grad_norm":
         ax.set_yscale("log", subs=[2, 5])  # shows both a tenfold spike and the quiet rest
         ax.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
@@ -318,6 +336,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
         runs = [run._replace(step_size=size) for run, size in zip(runs, tokens_per_step, strict=True)]
     elif len(sizes) == 1 and None not in sizes:
         x_label = f"step ({sizes.pop():,} tokens each)"
+    # Where the longest run ends: the x axes of all panels do, too.
     last_x = max(steps[-1] * run.step_size for run in runs for steps, _ in run.curves.values())
 
     # The panels for which at least one run has data.
@@ -371,6 +390,7 @@ def format_tokens(tokens: float, position: int | None = None) -> str:
 
 def save_figure(figure, out: Path) -> None:
     """Write the image, complete or not at all. Raises UserError for a format that matplotlib does not know."""
+    # The suffix names the format; matplotlib raises ValueError for one that it cannot write.
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_write(out) as f:
@@ -401,6 +421,8 @@ def main(
         for folder in run_dirs:
             print0(f"wrote {write_tensorboard(folder)}; to see it: tensorboard --logdir {shlex.quote(str(folder))}")
         return
+
+    # The picture of one run belongs to its folder; one of several runs belongs to none of theirs.
     default_folder = run_dirs[0] if len(run_dirs) == 1 else Path()
     print0(f"wrote {draw(run_dirs, out or default_folder / 'curves.png', reference)}")
 
