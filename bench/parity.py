@@ -4,6 +4,7 @@
     python -m bench.parity record8 ~/modded-nanogpt --as-written        # at its commit 11e39fb
     python -m bench.parity record8-bfloat16 ~/modded-nanogpt --as-written      # with bfloat16 weights, the same commit
     python -m bench.parity build-nanogpt ~/build-nanogpt --plant rate   # a planted error: must exit with 1
+    python -m bench.parity build-nanogpt ~/build-nanogpt --plot-dir log/parity      # a panel of log/parity/parity.png
 
 Run by hand; tests/test_parity.py runs it on a stand-in. docs/reference-implementations.md has a table of the results. A
 "reference" is the training script of another project, taken from a checkout of it. Both sides make the same few small
@@ -29,6 +30,8 @@ small and quiet by edits, which are regular expressions applied to its source:
   they are left out, and three copies of this project's run, whose first weights differ by roundings to bfloat16, tell
   what rounding alone does. At each step the limit is a multiple of their distance so far. It grows from step to step,
   and in the end rounding decides the curve: only the steps before that are compared.
+- `network_edits` change the network into the preset's. Only DDP-BASEMODEL-TRAIN has such edits; the parts that they
+  change are not compared.
 
 An edit that matches nothing is an error: then the script is not the version that the edits were written for.
 
@@ -37,13 +40,15 @@ A comparison proves something only if it can fail. --plant puts an error into th
 
 import contextlib
 import functools
+import io
 import itertools
+import json
 import os
 import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -114,6 +119,10 @@ class Reference:
     tensor. Several tensors that get one name are concatenated in their order."""
     float32_edits: dict[str, str]
     """More edits, which replace its bfloat16 by float32; left out with --as-written."""
+    network_edits: dict[str, str] = field(default_factory=dict)
+    """More edits, which change its network into the preset's. What they change is not compared."""
+    modules: tuple[str, ...] = ()
+    """Paths of modules of its own. Their source is put before the script's, and `edits` remove their imports."""
     argv: str = ""
     """Its command-line arguments, if it has any."""
     max_loss_difference: float = 1e-5
@@ -207,8 +216,7 @@ REFERENCES = {
     "nanogpt": Reference(
         script="train.py",
         edits={
-            # Its model.py has the name of this project's, which is already imported.
-            r"from model import GPTConfig, GPT": "exec(open(folder + '/model.py').read())",
+            r"from model import GPTConfig, GPT": "",
             r"exec\(open\('configurator\.py'\)\.read\(\)\).*": "",
             # size
             r"gradient_accumulation_steps = 5 \* 8": (
@@ -234,6 +242,7 @@ REFERENCES = {
         "--warmup-steps 10 --min-lr 6e-4",
         weight_names=DROP_MASKS,
         float32_edits={},
+        modules=("model.py",),
     ),
     "llm.c": Reference(
         script="train_gpt2.py",
@@ -249,6 +258,55 @@ REFERENCES = {
         argv=f"--model d12 --input_bin data/fineweb10B/fineweb_train_*.bin --batch_size {MICRO_BATCH_SIZE} "
         f"--sequence_length {T} --total_batch_size {TOKENS_PER_STEP} --num_iterations {{steps}} --learning_rate 6e-4 "
         "--learning_rate_decay_frac 0 --warmup_iters 10 --weight_decay 0.1 --overfit_single_batch 0 --write_tensors 0 "
+        "--flash 1 --device cpu",
+    ),
+    "ddp-basemodel-train": Reference(
+        script="model/GPT2.py",
+        modules=("config/cfg.py", "model/lib/modules.py"),
+        edits={
+            # its own modules, and packages that are not used here
+            r"from (config\.cfg|model\.lib\.modules|data\.data_common) import .*": "",
+            r"parent_dir = .*\nsys\.path\.append\(parent_dir\)": "",
+            r"import (torchtune|wandb)\n|from einsum import einsum": "",
+            r"tiktoken\.get_encoding\(.*\)": "None",
+            # size
+            r"vocab_size:int = field\(default=50257\)": f"vocab_size:int = field(default={VOCAB_SIZE})",
+            r"emb_dim:int = field\(default=768\)": f"emb_dim:int = field(default={N_EMBD})",
+            r"n_heads:int = field\(default=12\)": "n_heads:int = field(default=4)",
+            r"n_layers:int = field\(default=12\)": f"n_layers:int = field(default={N_LAYER})",
+            # a CPU, without torchrun
+            r"(torch\.amp\.autocast\(.*\)) if device_type == .*": r"\1",
+            r"int\(os\.environ\[\"RANK\"\]\)": "0",
+            # checkpoints, samples and logs
+            r"master_process = True": "master_process = False",
+            # Its shards differ from llm.c's in this number alone.
+            r"20250211": "20240520",
+        },
+        # Each gives it what GPT-2 has, from parts and settings of its own that it does not use.
+        network_edits={
+            r"(self\.(norm1|norm2|final_norm)) = RMSNorm\(": r"\1 = LayerNorm(",
+            r"return context_vec, attn_weights": "return self.Wo(context_vec), attn_weights",
+            r"qkv_bias:bool = field\(default=False\)": "qkv_bias:bool = field(default=True)",
+            r"drop_rate:float = field\(default=0\.1\)": "drop_rate:float = field(default=0.0)",
+        },
+        flags=f"untied-124m --model.n-head 4 --model.block-size {T} --warmup-steps 10",
+        weight_names={
+            r"^tok_emb\.": "transformer.wte.",
+            r"^pos_emb\.": "transformer.wpe.",
+            r"^out_head\.": "lm_head.",
+            r"^final_norm\.": "transformer.ln_f.",
+            r"^trf_blocks\.": "transformer.h.",
+            r"\.norm([12])\.": r".ln_\1.",
+            r"\.scale$": ".weight",
+            r"\.W[qkv]\.": ".c_attn.",
+            r"\.Wo\.": ".c_proj.",
+            r"\.ff\.layers\.0\.": ".mlp.c_fc.",
+            r"\.ff\.layers\.2\.": ".mlp.c_proj.",
+        },
+        float32_edits={r"\"bfloat16\": torch\.bfloat16": '"bfloat16": torch.float32'},
+        argv=f"--input_train_bin data/fineweb10B/fineweb_train_*.bin --batch_size {MICRO_BATCH_SIZE} "
+        f"--sequence_length {T} --total_batch_size {TOKENS_PER_STEP} --num_iterations {{steps}} --learning_rate 6e-4 "
+        "--learning_rate_decay_frac 0.1 --warmup_iters 10 --weight_decay 0.1 --overfit_single_batch 0 --dtype bfloat16 "
         "--flash 1 --device cpu",
     ),
     "record8": RECORD8,
@@ -339,10 +397,12 @@ class AllStepsDone(Exception):
 
 
 def edit_script(reference: Reference, checkout: Path, steps: int, use_float32: bool) -> str:
-    """The source of the reference's script after its edits. Raises UserError if one of them matches nothing."""
+    """The source of the reference's modules and script after its edits. Raises UserError if one of them matches
+    nothing."""
     path = checkout / reference.script
-    source = path.read_text()
-    edits = reference.edits
+    paths = [*(checkout / module for module in reference.modules), path]
+    source = "\n".join(path.read_text() for path in paths)
+    edits = reference.edits | reference.network_edits
     if use_float32:
         edits = edits | reference.float32_edits
     for pattern, replacement in edits.items():
@@ -418,10 +478,9 @@ def run_reference(
     under its own names."""
     source = edit_script(reference, checkout, steps, use_float32)
 
-    # The global variables that the script starts with. Two of them are for nanoGPT's edits.
+    # The global variables that the script starts with. One of them is for nanoGPT's edits.
     scope: dict[str, Any] = {
         "__name__": "__main__",
-        "folder": str(checkout),
         "sequence_starts": itertools.cycle(sequence_starts(steps)),
     }
     recorder = Recorder(reference, scope, steps)
@@ -586,10 +645,37 @@ class Args:
     plant: PlantedError = ""
     """An error in this project's side, which must be found: shifted targets, biases and gains that decay, or learning
     rates 1% too high."""
+    plot_dir: Path | None = None
+    """Save both curves in this folder, and draw every comparison that is saved there as parity.png."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two curves from the same weights on the same tokens."""
+
+    reference: str
+    preset: str
+    dtype: str
+    plant: PlantedError
+    expected: Curve
+    """The reference's."""
+    curve: Curve
+    """This project's."""
+    limits: list[Difference]
+    """How far they may be apart, for each step that is compared: all, or the first ones."""
 
 
 def compare(reference: Reference, args: Args) -> None:
     """Run both sides and print how far their curves are apart. Raises UserError if that is too far."""
+    comparison = run_both(reference, args)
+    if args.plot_dir is not None:
+        save_comparison(comparison, args.plot_dir)
+        draw_comparisons(args.plot_dir)
+    report(comparison)
+
+
+def run_both(reference: Reference, args: Args) -> Comparison:
+    """Run the reference's script, then this project's step from its weights."""
     steps = args.steps
     require(steps >= 2 and steps % 2 == 0, f"--steps {steps} must be even: half of them are in each of two shards")
     use_float32 = not args.as_written
@@ -621,9 +707,20 @@ def compare(reference: Reference, args: Args) -> None:
             changed_states = [change_by_rounding(state, seed) for seed in (1, 2, 3)]
             limits = rounding_limits([run_this_project(flags, rt, data_dir, s, "") for s in changed_states])
 
-    # All steps' results, then the comparison.
+    preset = flags.split()[0]
+    return Comparison(args.reference, preset, str(rt.dtype).removeprefix("torch."), args.plant, expected, curve, limits)
+
+
+def report(comparison: Comparison) -> None:
+    """Print how far the curves are apart. Raises UserError if that is too far."""
+    expected, curve, limits = comparison.expected, comparison.curve, comparison.limits
+    steps = len(expected)
+
+    # All steps' results.
     final_losses = f"{expected[-1].loss:.4f}, this project's to {curve[-1].loss:.4f}"
-    print(f"{args.reference}: {steps} steps, its loss goes from {expected[0].loss:.4f} to {final_losses}")
+    print(f"{comparison.reference}: {steps} steps, its loss goes from {expected[0].loss:.4f} to {final_losses}")
+
+    # The largest differences of the steps that are compared.
     n = len(limits)
     if n < steps:
         print(f"compared are steps 0 to {n - 1}; after that, rounding alone makes {MAX_COMPARABLE_SPREAD:g} and more")
@@ -633,12 +730,116 @@ def compare(reference: Reference, args: Args) -> None:
         f"largest difference in loss {loss:.1e} (limit {limits[-1].loss:.1e}), in norm {norm:.1e} of it "
         f"({limits[-1].norm:.1e})"
     )
+
+    # The first step that is beyond its limit.
     for step, (difference, limit) in enumerate(zip(differences, limits, strict=True)):
         require(
             difference.loss <= limit.loss and difference.norm <= limit.norm,
             f"not the same curve: up to step {step} a difference of {difference.loss:.1e} in loss (limit "
             f"{limit.loss:.1e}) and {difference.norm:.1e} in norm ({limit.norm:.1e})",
         )
+
+
+# ------------------------------------------------------------------------- the picture
+
+PALE_BLUE, DARK_BLUE, GREY = "#9ecae1", "#08306b", "#777777"
+PLANTED_STYLES = {
+    "target": {"color": "#7570b3", "label": "difference if targets are shifted"},
+    "decay": {"color": "#1b9e77", "label": "difference if biases and gains decay"},
+    "rate": {"color": "#d95f02", "label": "difference if rates are 1% too high"},
+}
+PANELS_IN_A_ROW = 3
+COLORS_IN_FILE = 64  # of a palette: a third of the size of a picture without one
+# Losses that are equal have no place on a log scale: they are drawn here.
+SMALLEST_DRAWN = 1e-8
+
+
+def save_comparison(comparison: Comparison, folder: Path) -> None:
+    """Write the comparison to a file of its own in `folder`, over that of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [comparison.reference, comparison.dtype, comparison.plant]
+    path = folder / ("-".join(word for word in words if word) + ".json")
+    path.write_text(json.dumps(asdict(comparison)))
+
+
+def load_comparisons(folder: Path) -> list[Comparison]:
+    """The comparisons saved in `folder`, in the order of REFERENCES; those without a planted error come first."""
+    comparisons = []
+    for path in folder.glob("*.json"):
+        saved = json.loads(path.read_text())
+        for name in ("expected", "curve"):
+            saved[name] = [StepRecord(*record) for record in saved[name]]
+        saved["limits"] = [Difference(*limit) for limit in saved["limits"]]
+        comparisons.append(Comparison(**saved))
+
+    names = list(REFERENCES)
+    return sorted(comparisons, key=lambda saved: (names.index(saved.reference), saved.dtype, saved.plant))
+
+
+def draw_comparisons(folder: Path) -> None:
+    """Draw the comparisons saved in `folder` as parity.png: a panel for each that has no planted error, in which those
+    that have one are drawn, too."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    comparisons = load_comparisons(folder)
+    panels = [comparison for comparison in comparisons if not comparison.plant]
+    if not panels:
+        return
+
+    # Each panel, with the planted errors of the same reference and precision.
+    rows = -(-len(panels) // PANELS_IN_A_ROW)
+    columns = min(len(panels), PANELS_IN_A_ROW)
+    figure = Figure(figsize=(3.6 * columns, 3.4 * rows), dpi=110, layout="constrained")
+    subfigures = figure.subfigures(rows, columns, squeeze=False).flat  # the last row may have more of them than panels
+    for panel, subfigure in zip(panels, subfigures, strict=False):
+        key = (panel.reference, panel.dtype)
+        planted = [other for other in comparisons if other.plant and (other.reference, other.dtype) == key]
+        draw_panel(subfigure, panel, planted)
+
+    # One legend below all panels: each label once, whichever panels have it.
+    lines_by_label = {line.get_label(): line for axes in figure.get_axes() for line in axes.get_lines()}
+    handles = list(lines_by_label.values())
+    figure.legend(handles=handles, fontsize=9, frameon=False, ncols=2 * columns, loc="outside lower center")
+
+    # With a palette the file is small enough for a page.
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png")
+        Image.open(file).convert("RGB").quantize(COLORS_IN_FILE).save(folder / "parity.png", optimize=True)
+
+
+def draw_panel(figure: Any, comparison: Comparison, planted: list[Comparison]) -> None:
+    """Draw both curves, and below them the difference in loss of each step on a log scale, with the limit.
+
+    planted: the same comparison with planted errors, of which only the difference is drawn.
+    """
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    steps = range(len(comparison.expected))
+    precision = "" if comparison.dtype == "float32" else f", {comparison.dtype}"
+    above.set_title(f"{comparison.reference} and {comparison.preset}{precision}", fontsize=9)
+
+    # The losses: this project's line is thin, so that the reference's is seen behind it.
+    losses = [record.loss for record in comparison.expected]
+    above.plot(steps, losses, color=PALE_BLUE, lw=5, solid_capstyle="round", label="reference")
+    above.plot(steps, [record.loss for record in comparison.curve], color=DARK_BLUE, lw=1, label="this project")
+    above.set_ylabel("loss")
+
+    # Their difference in each step, the limit as far as it goes, and what planted errors do.
+    for other in [comparison, *planted]:
+        pairs = zip(other.curve, other.expected, strict=True)
+        differences = [max(abs(a.loss - b.loss), SMALLEST_DRAWN) for a, b in pairs]
+        style = {"color": DARK_BLUE, "lw": 0, "marker": ".", "ms": 3.5, "label": "difference"}
+        if other.plant:
+            style = {"lw": 1, **PLANTED_STYLES[other.plant]}
+        below.plot(range(len(differences)), differences, **style)
+    limits = [limit.loss for limit in comparison.limits]
+    below.plot(steps[: len(limits)], limits, color=GREY, lw=1, ls="--", label="limit")
+    below.set(yscale="log", ylim=(SMALLEST_DRAWN / 2, None), xlabel="step", ylabel="difference")
+
+    for axes in (above, below):
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:

@@ -53,15 +53,15 @@ SIZES = {
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch):
-    """compare(plant, more_edits): ten steps of the script above beside those of this project."""
+    """compare(plant, more_edits, as_written, plot_dir): ten steps of the script above beside those of this project."""
     for name, value in SIZES.items():
         monkeypatch.setattr(parity, name, value)
     (tmp_path / "train.py").write_text(REFERENCE_SCRIPT)
     data = make_shards(tmp_path / "data")
 
-    def compare(plant="", more_edits=None, as_written=False):
+    def compare(plant="", more_edits=None, as_written=False, plot_dir=None):
         reference = parity.Reference("train.py", EDITS | (more_edits or {}), FLAGS, weight_names={}, float32_edits={})
-        parity.compare(reference, parity.Args("build-nanogpt", tmp_path, data, 10, as_written, plant))
+        parity.compare(reference, parity.Args("build-nanogpt", tmp_path, data, 10, as_written, plant, plot_dir))
 
     return compare
 
@@ -80,6 +80,38 @@ def test_a_planted_error_is_found(compare, planted_error):
 def test_an_edit_that_finds_nothing_is_an_error(compare):
     with pytest.raises(UserError, match="has no 'n_layer=24'"):
         compare(more_edits={"n_layer=24": "n_layer=2"})
+
+
+def test_modules_are_part_of_the_edited_program(tmp_path):
+    (tmp_path / "parts.py").write_text("n_layer = 12\nnorm = 'rmsnorm'\n")
+    (tmp_path / "train.py").write_text("from parts import n_layer, norm\nfound = (n_layer, norm)\n")
+    reference = parity.Reference(
+        "train.py",
+        edits={"from parts import .*": "", "n_layer = 12": "n_layer = 2"},
+        flags="",
+        weight_names={},
+        float32_edits={},
+        network_edits={"rmsnorm": "layernorm"},
+        modules=("parts.py",),
+    )
+    scope = {}
+    exec(parity.edit_script(reference, tmp_path, steps=10, use_float32=True), scope)
+    assert scope["found"] == (2, "layernorm")
+
+
+def test_comparisons_are_saved_and_drawn_also_if_the_curves_differ(compare, tmp_path):
+    plots = tmp_path / "plots"
+    compare(plot_dir=plots)
+    first_picture = (plots / "parity.png").read_bytes()
+    with pytest.raises(UserError, match="not the same curve"):
+        compare("target", plot_dir=plots)
+
+    # Both are saved, and the second one has changed the picture.
+    same, planted = parity.load_comparisons(plots)
+    assert (same.plant, planted.plant) == ("", "target")
+    assert same.preset == "gpt2-124m" and len(same.curve) == len(same.limits) == 10
+    assert same.expected == planted.expected and same.curve != planted.curve
+    assert first_picture.startswith(b"\x89PNG") and (plots / "parity.png").read_bytes() != first_picture
 
 
 # The network of the reference in bfloat16, its loss in float32.
