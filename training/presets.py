@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 
 from model import GPTConfig
-from system.cli import OTHER_TRAINERS, UserError, print0
+from system.cli import OTHER_TRAINERS, UserError, flags_reported_once, print0
 from training.config import TrainConfig
 from training.help import help_text, switches
 
@@ -76,7 +76,8 @@ PRESETS = _by_name(
     _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
     _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
     _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
-    # DDP-BASEMODEL-TRAIN: an untied head, and half as many tokens per step.
+    # DDP-BASEMODEL-TRAIN: an untied head, and half as many tokens per step. The rest of the network is GPT-2's, not
+    # its own: docs/reference-implementations.md
     TrainConfig(
         preset="untied-124m",
         model=GPTConfig(vocab_size=50304, tied_head=False),
@@ -140,6 +141,7 @@ class EarlyFlags:
     max_steps: int | None = None
 
 
+@flags_reported_once()
 def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
     or the help that was asked for.
