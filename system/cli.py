@@ -7,16 +7,29 @@ A script ends with
 
 so that an error the user can fix is one message instead of a traceback. Importing this module is cheap: nothing here
 needs torch.
+
+The exit codes of every script, which train.sh and other programs may rely on:
+
+    0       done; a training run that was stopped has been saved
+    1       an error, described in one message
+    2       a flag that the script does not accept
+    77      the Hub refuses the token, or there is none (CredentialsError)
+    130     Ctrl-C
+    141     the reader of the output has exited, as in `infer.py ... | head`
+
+torchrun exits with 1 whatever the code of its ranks, so a training run also writes its status to a file: write_status.
 """
 
 import atexit
+import io
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
 OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
@@ -37,6 +50,14 @@ if os.name == "nt":
 
 class UserError(Exception):
     """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
+
+    exit_code = 1
+
+
+class CredentialsError(UserError):
+    """The Hub refuses the user's token, or there is none: with another token the same command may succeed."""
+
+    exit_code = 77  # EX_NOPERM of sysexits.h
 
 
 def require(condition: object, message: str) -> None:
@@ -74,7 +95,7 @@ def set_omp_wait_policy(many_short_waits: bool = False, load: str = "/proc/loada
 
 
 def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
-    """Run a script's `main` and exit. A UserError becomes one message and exit code 1, never a traceback.
+    """Run a script's `main` and exit. A UserError becomes one message and its exit code, never a traceback.
 
     The outcome is also written to the file that TRAIN_STATUS_FILE names (see write_status), where train.sh and
     cloud/slurm.sbatch read it.
@@ -87,7 +108,7 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         # Every rank writes the status at once: torchrun may end this one as soon as another one fails.
         write_status("user_error", str(e))
         leave_report_to_local_rank_0()
-        fail(f"error: {e}")
+        fail(f"error: {e}", e.exit_code)
     except RetryableError as e:
         write_status("system_error", str(e))
         leave_report_to_local_rank_0()
@@ -109,6 +130,31 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         # for the log again, so train.sh restarts the run after this error.
         write_status("system_error", str(e))
         fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
+    except Exception:
+        # A bug or a crash: Python prints the traceback, and torchrun repeats it in its report.
+        write_torchrun_report(printable(traceback.format_exc()))
+        raise
+
+
+@contextmanager
+def flags_reported_once() -> Iterator[None]:
+    """Around the parsing of flags. tyro answers a bad flag on stderr and exits with code 2; under torchrun every rank
+    would do that, and torchrun's own report, which comes last, would not say why. There the answer is raised as a
+    UserError, which run_cli reports once."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except SystemExit as e:
+        if e.code != 2:
+            raise
+        colors = r"\x1b\[[0-9;]*m"
+        answer = re.sub(colors, "", printed.getvalue()).strip()
+        raise UserError(f"a flag was not accepted\n{answer}\n{OTHER_TRAINERS}") from None
+    sys.stderr.write(printed.getvalue())
 
 
 def leave_report_to_local_rank_0() -> None:
@@ -147,17 +193,23 @@ def _read_status(path: str) -> str:
         return ""
 
 
-def fail(message: str) -> None:
-    """Print a message to stderr and exit with code 1. Under torchrun the message also goes into its error report, which
-    torchrun prints last."""
+def fail(message: str, exit_code: int = 1) -> None:
+    """Print a message to stderr and exit. Under torchrun the message also goes into torchrun's report."""
     message = printable(message)
     print(message, file=sys.stderr, flush=True)
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:  # the format of torch.distributed.elastic's ErrorHandler
-        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        with suppress(OSError), open(report, "w") as f:
-            json.dump({"message": details}, f)
-    exit_process(1)
+    write_torchrun_report(message)
+    exit_process(exit_code)
+
+
+def write_torchrun_report(text: str) -> None:
+    """Give torchrun, if it has started this process, the text that it prints last, as the root cause of the failure. It
+    is read from a file in the format of torch.distributed.elastic's ErrorHandler."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(path, "w") as f:
+        json.dump({"message": details}, f)
 
 
 def exit_process(code: int) -> None:

@@ -2,6 +2,7 @@
 bad input, with one message."""
 
 import dataclasses
+import json
 import math
 import re
 import shutil
@@ -27,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import train_gpt2
 from model import GPT
 from system import machine
-from system.cli import UserError
+from system.cli import OTHER_TRAINERS, UserError, run_cli
 from tokens.loader import Loader
 from training import checkpoint
 from training.config import TrainConfig
@@ -70,10 +71,41 @@ def test_two_ranks_refuse_together_and_torchrun_shows_why(tiny_args, tmp_path, p
     assert "error: step 1: loss nan" in output
     assert "the update was refused" in output
 
-    # torchrun's report is the last that a user sees; it is made of the error file.
+    assert "traceback : error: step 1: loss nan" in torchrun_report(error_file)
+
+
+def torchrun_report(error_file) -> str:
+    """What torchrun prints last after a rank has failed. It is made of the rank's error file."""
     report = str(ChildFailedError("train_gpt2.py", {0: ProcessFailure(0, 7, 1, str(error_file))}))
-    assert "traceback : error: step 1: loss nan" in report
-    assert "To enable traceback" not in report
+    assert "To enable traceback" not in report and "error_file: <N/A>" not in report
+    return report
+
+
+def test_torchrun_shows_the_answer_to_a_bad_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "status"))
+
+    with pytest.raises(SystemExit) as e:
+        run_cli(lambda: parse_config("quickstart", "--max-lrr", "3"))
+
+    answer = capsys.readouterr().err
+    assert e.value.code == 1 and answer.count("Unrecognized options: --max-lrr, 3") == 1
+    assert answer.endswith(f"{OTHER_TRAINERS}\n")
+    report = torchrun_report(tmp_path / "error")
+    assert "Unrecognized options: --max-lrr, 3" in report and "--max-lr FLOAT" in report
+    assert json.loads((tmp_path / "status").read_text())["status"] == "user_error"
+
+
+def test_torchrun_repeats_the_traceback_of_a_crash(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+
+    with pytest.raises(ZeroDivisionError):  # Python prints it and exits with 1
+        run_cli(lambda: 1 / 0)
+
+    report = torchrun_report(tmp_path / "error")
+    assert "Traceback (most recent call last)" in report and "ZeroDivisionError: division by zero" in report
 
 
 def test_a_refused_update_loses_no_step(tiny_args, tmp_path, monkeypatch):
