@@ -20,7 +20,9 @@ import glob
 import hashlib
 import json
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from system.cli import UserError, print0, require
+from system.cli import CredentialsError, UserError, print0, require
 from system.files import lock_folder, may_pass
 
 if TYPE_CHECKING:
@@ -55,9 +57,9 @@ class HubUnavailable(UserError):
 def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[HfApi, str]]:
     """Yield a client and the full name of `repo`: hf:// removed and, for a write, the token's owner added.
 
-    Any failure of the Hub, the network or the library inside the block becomes a UserError (HubUnavailable, if it may
-    pass), which never shows the token and ends with `hint`. Raises UserError, too, for a write without a token, and
-    OSError if the disk that is downloaded to fails.
+    Any failure of the Hub, the network or the library inside the block becomes a UserError, which never shows the token
+    and ends with `hint`: HubUnavailable if it may pass, CredentialsError if the Hub refuses the token. Raises
+    CredentialsError, too, for a write without a token, and OSError if the disk that is downloaded to fails.
     """
     import httpx2
     from huggingface_hub import HfApi, constants, get_session, get_token
@@ -74,8 +76,9 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     get_session().timeout = httpx2.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
 
     # A write needs a token: say so before anything is read or hashed.
-    fix = "run `hf auth login`, or set HF_TOKEN to one that can write"
-    require(get_token() or not write, f"a push to {name} needs a token: {fix}")
+    if write and not get_token():
+        fix = f"run `{log_in_command()}`, or set HF_TOKEN to one that can write"
+        raise CredentialsError(f"a push to {name} needs a token: {fix}")
     try:
         if write and "/" not in name:
             name = f"{HfApi().whoami()['name']}/{name}"
@@ -86,8 +89,18 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
         if may_pass(error):
             raise
         fix = f"Run the same command again: files that are complete are not transferred twice{hint}"
-        message = f"{explain_failure(error, name)}. {fix}"
-        raise (HubUnavailable if is_unavailable(error) else UserError)(message) from None
+        raise classify_failure(error)(f"{explain_failure(error, name)}. {fix}") from None
+
+
+def log_in_command() -> str:
+    """The command, to paste, that saves a token on this machine. Without an activated .venv the shell does not find hf,
+    which is installed beside this Python: then the command has its path, as in `.venv/bin/hf auth login`."""
+    program = Path(sys.executable).with_name("hf")
+    if shutil.which("hf") or not program.exists():
+        return "hf auth login"
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return f"{shlex.quote(str(program))} auth login"
 
 
 def list_causes(error: BaseException) -> list[BaseException]:
@@ -100,12 +113,35 @@ def list_causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def is_unavailable(error: Exception) -> bool:
-    """Whether the Hub was not reached (OfflineModeIsEnabled counts), or answered that it is overloaded or failing."""
+def classify_failure(error: Exception) -> type[UserError]:
+    """The kind of error that an exception of huggingface_hub, or one that caused it, means for the user."""
     chain = list_causes(error)
     class_names = {cls.__name__ for e in chain for cls in type(e).__mro__}
-    status = next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
-    return bool(class_names & {"TransportError", "OfflineModeIsEnabled"}) or status == 429 or status >= 500
+    status = http_status(chain)
+
+    # The Hub was not reached (OfflineModeIsEnabled counts), or is overloaded or failing: a later try may succeed.
+    if class_names & {"TransportError", "OfflineModeIsEnabled"} or status == 429 or status >= 500:
+        return HubUnavailable
+
+    # The token is wrong, has expired, or may not do this. A full account answers 403, too, whatever the token.
+    if status in (401, 403) and not is_about_storage(server_message(chain)):
+        return CredentialsError
+    return UserError
+
+
+def http_status(chain: list[BaseException]) -> int:
+    """The status of the HTTP answer that caused these exceptions; 0 if there was none."""
+    return next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
+
+
+def server_message(chain: list[BaseException]) -> str:
+    """The Hub's own words about the failure that caused these exceptions; "" if there are none."""
+    return next((e.server_message for e in chain if getattr(e, "server_message", None)), "")
+
+
+def is_about_storage(reason: str) -> bool:
+    """Whether the Hub says that the account's storage is full."""
+    return "storage" in reason.lower()
 
 
 def explain_failure(error: Exception, name: str) -> str:
@@ -115,7 +151,7 @@ def explain_failure(error: Exception, name: str) -> str:
     # Compare names of classes, because their modules move between versions of the libraries.
     chain = list_causes(error)
     class_names = {cls.__name__ for e in chain for cls in type(e).__mro__}
-    status = next((e.response.status_code for e in chain if hasattr(e, "response")), 0)
+    status = http_status(chain)
     endpoint = constants.ENDPOINT
 
     # The Hub was not reached.
@@ -135,14 +171,14 @@ def explain_failure(error: Exception, name: str) -> str:
 
     # The Hub answered with an HTTP error. Its own words are the diagnosis ("Private repository storage limit reached"),
     # and our advice is only a guess.
-    reason = next((e.server_message for e in chain if getattr(e, "server_message", None)), "")
+    reason = server_message(chain)
     answer = f"{endpoint} answered {status} for {name}"
     if reason:
         answer += f": {hide_token(' '.join(reason.split()))}"
     if status in (401, 403, 404):
-        fix = "check the name; run `hf auth login`, or set HF_TOKEN to a token with access (write, to push)"
+        fix = f"check the name; run `{log_in_command()}`, or set HF_TOKEN to a token with access (write, to push)"
         # If the account's storage is full, another token does not help.
-        if "storage" in reason.lower():
+        if is_about_storage(reason):
             fix = "delete what is no longer needed on the Hub (a repository's history counts, too), or upgrade its plan"
         return f"{answer}; {fix}"
     if status:
@@ -171,7 +207,8 @@ def hide_token(message: str) -> str:
 def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, str]]:
     """Like open_hub, for a repository of `kind` ("model" or "dataset"). It is made if missing, private unless `public`.
 
-    Raises UserError if the token may not write there, or if the repository is public although that was not asked for.
+    Raises CredentialsError if the token may not write there, and UserError if the repository is public although that
+    was not asked for.
     """
     with open_hub(repo, write=True) as (api, repo):
         # For a repository that exists, create_repo succeeds even with a token that can only read; auth_check fails.
