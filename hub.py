@@ -374,7 +374,7 @@ def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str
 
 
 def import_old(old: Path, out_dir: Path) -> None:
-    """Convert a checkpoint of build-nanogpt or nanoGPT to OUT_DIR/model_STEP.pt. Pickled code in it is never run.
+    """Convert a checkpoint of build-nanogpt or nanoGPT to OUT-DIR/model_STEP.pt. Pickled code in it is never run.
 
     Args:
         old: the .pt file.
@@ -402,7 +402,8 @@ def import_old(old: Path, out_dir: Path) -> None:
 def main() -> None:
     import tyro
 
-    # Each function is a command: its arguments become flags, its docstring the help.
+    # Each function is a command: its arguments become flags, its docstring the help. An argument without a default is
+    # positional, and the help calls it by its name.
     commands = {
         "push-data": push_data,
         "pull-data": pull_data,
@@ -412,7 +413,8 @@ def main() -> None:
         "export": export,
         "import": import_old,
     }
-    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,))
+    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=config)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import fineweb
 import hub as hub_script
 from model import GPT, GPTConfig
 from system.cli import UserError
-from system.hub_client import open_hub
+from system.hub_client import log_in_command, open_hub
 from tokens import shards, tokenizer
 from training import checkpoint, convert, gguf, metrics_file
 from training.open_model import open_model
@@ -98,6 +98,30 @@ def publish(hub, data: Path, name: str = "datasets/tester/toy") -> Path:
     for path, file_bytes in contents(data).items():
         (repo / path).write_bytes(file_bytes)
     return repo
+
+
+POSITIONALS = {
+    "push-data": "DATA-DIR REPO",
+    "pull-data": "REPO DATA-DIR",
+    "push-model": "PATH REPO",
+    "pull-model": "REPO OUT-DIR",
+    "check": "REPO",
+    "export": "PATH OUT-DIR",
+    "import": "OLD OUT-DIR",
+}
+
+
+@pytest.mark.parametrize("command, names", POSITIONALS.items())
+def test_the_help_of_each_command_names_what_it_takes(command, names, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hub.py", command, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        hub_script.main()
+
+    usage, *lines = capsys.readouterr().out.splitlines()
+    assert f" {names}" in usage
+    # each has a line that says what it is, inside a frame
+    first_words = [line.strip("│| ").partition(" ")[0] for line in lines]
+    assert [word for word in first_words if word in names.split()] == names.split()
 
 
 # ------------------------------------------------------------------------- token shards
@@ -330,8 +354,8 @@ def test_every_failure_is_one_clear_message(run, hub, tmp_path):
     start = time.monotonic()
 
     # the token: none, a wrong one (which is not printed), one of another user
-    run("push-data", data, "tester/toy", token="", fails_with="(?s)hf auth login.*HF_TOKEN")
-    run("pull-data", "tester/toy", out, token="", fails_with="(?s)401.*hf auth login")
+    run("push-data", data, "tester/toy", token="", fails_with="(?s)hf.? auth login.*HF_TOKEN")
+    run("pull-data", "tester/toy", out, token="", fails_with="(?s)401.*hf.? auth login")
     message = run("push-data", data, "tester/toy", token="hf_wrongPlantedToken", fails_with="401")
     assert "hf_wrong" not in message
     run("push-data", data, "somebody/toy", fails_with="403")
@@ -640,6 +664,46 @@ def test_a_newer_push_removes_what_train_sh_pushed_before_and_frees_its_storage(
     save_another(60)
     run("push-model", run_folder, "tester/run", "--no-export")
     assert names() == {"model_00020", "model_00050", "model_00060"}
+
+
+def test_a_refused_token_has_an_exit_code_of_its_own(run_in_fork, hub, tmp_path):
+    """train.sh advises to log in again after this code alone, which system/cli.py lists."""
+    data = make_shards(tmp_path / "data")
+
+    def exit_code(repo, **env):
+        done = run_in_fork("hub.py", "push-data", data, repo, env={**hub.env(), **env}, check=False)
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        return done.returncode
+
+    # no token, a wrong one, one of another user
+    assert [exit_code("tester/toy", HF_TOKEN=""), exit_code("tester/toy", HF_TOKEN="hf_wrong")] == [77, 77]
+    assert exit_code("somebody/toy") == 77
+
+    # a full account answers 403, too, and a Hub that fails answers nothing about the token
+    hub.quota = 10
+    assert exit_code("tester/toy") == 1
+    hub.faults.append(Fault("status", "/api/", code=500, times=9))
+    assert exit_code("tester/toy") == 1
+
+
+def test_the_advice_to_log_in_has_the_path_of_hf_if_the_shell_does_not_find_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bin_folder = tmp_path / "my .venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "hf").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
+
+    monkeypatch.setenv("PATH", str(bin_folder))
+    assert log_in_command() == "hf auth login"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert log_in_command() == "'my .venv/bin/hf' auth login"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert log_in_command() == f"'{bin_folder}/hf' auth login"
+
+    # huggingface_hub was installed without its command
+    (bin_folder / "hf").unlink()
+    assert log_in_command() == "hf auth login"
 
 
 def test_the_message_of_the_hub_is_shown_beside_the_advice(run, hub, run_folder):
