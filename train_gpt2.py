@@ -68,8 +68,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
 
     # The same command starts and resumes a run, so the run may already be complete.
     if run.is_complete:
-        fix = "to train further, run the same command with --resume auto and a larger --max-steps or --epochs"
-        print0(f"{cfg.run_dir} is complete at step {run.step}; {fix}")
+        fix = f"run the same command with {plan.resume_flag(sys.argv, cfg)} and a larger --max-steps or --epochs"
+        print0(f"{cfg.run_dir} is complete at step {run.step}; to train further, {fix}")
         return finish("finished", rt)
 
     # Build the model, its optimizers and the compiled forward pass.
@@ -154,11 +154,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             save()
             status, reason = "stopped", stop.reason()
             outcome = f"stopped by {stop.reason()} at step {run.step}; checkpoint saved"
-            message = f"{outcome}. To resume, {plan.how_to_resume(sys.argv, rt)}"
+            message = f"{outcome}. To resume, {plan.how_to_resume(sys.argv, cfg, rt)}"
         # A loss or gradient was not finite. The weights are still good: save them, then report it as an error.
         except UpdateRefused as refused:
             outcome = save_before_error(save, writer, rt)
-            fix = "to skip such steps, run the same command with --resume auto --skip-bad-steps 5"
+            flags = f"{plan.resume_flag(sys.argv, cfg)} --skip-bad-steps 5"
+            fix = f"to skip such steps, run the same command with {flags}"
             hint = "if it happens again, lower --max-lr with --allow-drift"
             raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
         metrics.close()

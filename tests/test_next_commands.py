@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, parse_config
+from helpers import CPU, parse_config, train_quickstart
 
 import fineweb
 import train_gpt2
 from tokens.loader import Loader
-from training import plan
+from training import plan, resume
 from training.presets import PRESETS
 from training.run_state import RunState
 from training.stop import StopRequest
@@ -130,20 +130,54 @@ def test_a_stopped_run_names_the_command_that_resumes_it(monkeypatch):
     monkeypatch.delenv("TRAIN_STATUS_FILE", raising=False)
     words = "run the same command with --resume auto"
     typed = ["quickstart", "--out-dir", "my run"]
+    cfg = parse_config(*typed)
     full = f"{words}: python train_gpt2.py quickstart --out-dir 'my run' --resume auto"
-    assert plan.how_to_resume(["train_gpt2.py", *typed], CPU) == full
-    assert plan.how_to_resume(["a/train_gpt2.py", *typed, "--resume", "auto"], CPU) == full
-    assert plan.how_to_resume(["train_gpt2.py", "--resume", "log/a/model_00001.pt"], CPU) == words
+    assert plan.how_to_resume(["train_gpt2.py", *typed], cfg, CPU) == full
+    assert plan.how_to_resume(["a/train_gpt2.py", *typed, "--resume", "auto"], cfg, CPU) == full
 
     # Two ranks, on one machine and on two.
     two = replace(CPU, world_size=2)
-    assert plan.how_to_resume(["train_gpt2.py", *typed], two) == words
+    assert plan.how_to_resume(["train_gpt2.py", *typed], cfg, two) == words
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     command = "torchrun --standalone --nproc_per_node=2 train_gpt2.py quickstart --resume auto"
-    assert plan.how_to_resume(["train_gpt2.py", "quickstart"], two) == f"{words}: {command}"
+    assert plan.how_to_resume(["train_gpt2.py", "quickstart"], cfg, two) == f"{words}: {command}"
 
     monkeypatch.setenv("TRAIN_STATUS_FILE", "status.json")
-    assert plan.how_to_resume(["train_gpt2.py", *typed], two) == words
+    assert plan.how_to_resume(["train_gpt2.py", *typed], cfg, two) == words
+
+
+@pytest.mark.parametrize(
+    "typed, suggested",
+    [
+        (["--resume", "{a}/model_00004.pt", "--seed", "7"], ["--seed", "7", "--resume", "{a}"]),
+        (["--resume={a}", "--out-dir", "{b}"], ["--out-dir", "{b}", "--resume", "{b}"]),
+        (["quickstart", "--resume", "{a}", "--out-dir", "{b}"], ["quickstart", "--out-dir", "{b}", "--resume", "auto"]),
+    ],
+)
+def test_a_run_resumed_from_a_path_names_a_command_that_resumes_its_newest_step(
+    typed, suggested, tiny_args, tmp_path, monkeypatch, capsys
+):
+    """Without a preset, --resume auto would look for a run of the default preset."""
+    monkeypatch.delenv("TRAIN_STATUS_FILE", raising=False)
+    folders = {"a": tmp_path / "old run", "b": tmp_path / "new run"}
+    train_quickstart(tiny_args, folders["a"], "--max-steps", "4")
+    typed, suggested = ([word.format(**folders) for word in words] for words in (typed, suggested))
+
+    # The run is resumed as typed and stopped at once; its last line has the command.
+    tiny = tiny_args if "quickstart" in typed else []
+    cfg = parse_config(*typed, *tiny, "--max-steps", "9", "--allow-drift")
+    stop = StopRequest()
+    stop.signal = "SIGTERM"
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *typed])
+    train_gpt2.train(cfg, CPU, stop)
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    command = shlex.split(last_line.partition(": ")[2])
+    assert command == ["python", "train_gpt2.py", *suggested]
+
+    # The command is of the same run, and finds what was saved there.
+    again = parse_config(*command[2:])
+    assert again.run_dir == cfg.run_dir
+    assert resume.find_checkpoint(again)["step"] == 4
 
 
 @pytest.mark.parametrize("card", [["--card", "8xH100"], ["--card=8xH100"]])

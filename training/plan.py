@@ -209,21 +209,31 @@ def next_command(words: list[str], rt: Runtime, seconds: float) -> str:
     return f"next, {where}: ./train.sh {flags}".rstrip()
 
 
-def how_to_resume(argv: list[str], rt: Runtime) -> str:
+def how_to_resume(argv: list[str], cfg: TrainConfig, rt: Runtime) -> str:
     """How to resume a run that was stopped. `argv` is sys.argv: for a run that a user started by hand, the command to
     paste is added."""
-    text = "run the same command with --resume auto"
-    words = argv[1:]
+    flag = resume_flag(argv, cfg)
+    text = f"run the same command with {flag}"
     is_by_hand = Path(argv[0]).name == "train_gpt2.py" and "TRAIN_STATUS_FILE" not in os.environ
     if not is_by_hand or spans_machines(rt):
         return text
 
-    # A command that resumes a path may name no preset, which --resume auto needs.
-    resumes_auto = "--resume=auto" in words or ("--resume", "auto") in pairwise(words)
-    if any(word.partition("=")[0] == "--resume" for word in words) and not resumes_auto:
-        return text
-    more = [] if resumes_auto else ["--resume", "auto"]
-    return f"{text}: {start_command(rt)} {shlex.join([*words, *more])}"
+    # The words as they were typed, except for the checkpoint that this run itself was resumed from.
+    words = []
+    for previous, word in pairwise(["", *argv[1:]]):
+        if word.partition("=")[0] != "--resume" and previous != "--resume":
+            words.append(word)
+    return f"{text}: {' '.join([start_command(rt), *map(shlex.quote, words), flag])}"
+
+
+def resume_flag(argv: list[str], cfg: TrainConfig) -> str:
+    """The flag that resumes this run when it is added to the command in `argv`."""
+    # --resume auto needs the preset and the run folder. A command that names a checkpoint and no preset has both from
+    # that checkpoint; the run's own checkpoints have them, too.
+    has_preset = len(argv) > 1 and not argv[1].startswith("-")
+    if cfg.resume in ("none", "auto") or has_preset:
+        return "--resume auto"
+    return f"--resume {shlex.quote(str(cfg.run_dir))}"
 
 
 def start_command(rt: Runtime) -> str:
