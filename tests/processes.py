@@ -45,6 +45,7 @@ def forkserver_context() -> multiprocessing.context.ForkServerContext:
     """The server of this test process, started at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+
     # The server does not know sys.path: it finds the project and the tests by PYTHONPATH, which is put back afterwards.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
@@ -60,17 +61,25 @@ def run_in_child(
 ) -> None:
     """In the new process: do what a shell does before a command (streams, folder, environment, arguments), then what
     `prepare` does, which may plant a fault, then run the script's main."""
-    # Streams 0, 1 and 2 are files: input is read, the outputs are appended to.
-    for stream, path in enumerate(streams):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if stream else os.O_RDONLY), stream)
-    # multiprocessing has given sys.stdin another number, for an empty file.
+    # Stream 0 is read from a file; streams 1 and 2 are appended to files. multiprocessing has given sys.stdin another
+    # number, for an empty file: give it back stream 0.
+    stdin_path, *output_paths = streams
+    os.dup2(os.open(stdin_path, os.O_RDONLY), 0)
+    for stream, path in enumerate(output_paths, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdin = open(0, closefd=False)
+
+    # The folder and the environment, in place of those of the server.
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+
+    # The tests run side by side, so one thread must do. And Python's resource tracker must not warn, at its end, of
+    # what a killed process has not closed.
     torch.set_num_threads(1)
-    # Python's resource tracker would warn, at its end, of what a killed process has not closed.
     resource_tracker.register = resource_tracker.unregister = lambda *_: None
+
+    # The planted fault, if any; then the script, as if its arguments had been typed.
     prepare()
     sys.argv = [str(script), *argv]
     run_cli(importlib.import_module(script).main if isinstance(script, str) else script)
@@ -182,6 +191,7 @@ def start_ranks(
 ) -> list[Script]:
     """Start n ranks of one run, with the environment that torchrun gives them and a log file for each, which is named
     after `log`. `how` goes to `start`."""
+    # What all ranks share; then each rank with its number and its log.
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     common |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), **(env or {})}
     started = []
@@ -197,6 +207,8 @@ def run_ranks(n: int, script: str | Callable, *argv: object, fails: bool = False
     ended = [rank.wait() for rank in start_ranks(n, script, *argv, **how)]
     output = "".join(rank.output for rank in ended)
     codes = [rank.exit_code for rank in ended]
+
+    # A negative code is that of a signal, which no rank should die of.
     if fails:
         as_expected = all(code > 0 for code in codes) and "Traceback" not in output
     else:

@@ -47,26 +47,27 @@ def write_val_text(folder, documents) -> np.ndarray:
 
 
 def validate_on_ranks(model, data, cfg, world_size, B) -> list[evaluator.Validation]:
-    """The result on each of these ranks, which run one after another here: first to learn every rank's part of each
-    sum, then with the sums."""
+    """The result on each of these ranks, which run one after another in this process. So every rank validates twice:
+    first to record what it adds to each sum over the ranks, then with all that was recorded, as the sums."""
     ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
-    parts = {rank: [] for rank in range(world_size)}
     forward = Forward(model, compiles=False)
+    recorded = {rank: [] for rank in range(world_size)}  # the tensors of each rank's all_reduce calls, in order
+    calls = dict.fromkeys(recorded, 0)  # all_reduce calls of each rank in the second pass
 
-    def keep(rt, tensor, op="sum"):
-        parts[rt.rank].append(tensor.clone())
+    def record(rt, tensor, op="sum"):
+        recorded[rt.rank].append(tensor.clone())
         return tensor
 
-    def add(rt, tensor, op="sum"):
-        position[rt.rank] += 1
-        return sum(parts[rank][position[rt.rank] - 1] for rank in parts)
+    def add_recorded(rt, tensor, op="sum"):
+        call = calls[rt.rank]
+        calls[rt.rank] += 1
+        return sum(recorded[rank][call] for rank in recorded)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runtime, "all_reduce", keep)
+        patch.setattr(Runtime, "all_reduce", record)
         for rt in ranks:
             evaluator.validate(forward, data, cfg, rt, B)
-        position = dict.fromkeys(parts, 0)
-        patch.setattr(Runtime, "all_reduce", add)
+        patch.setattr(Runtime, "all_reduce", add_recorded)
         return [evaluator.validate(forward, data, cfg, rt, B) for rt in ranks]
 
 
@@ -80,7 +81,8 @@ def test_bits_per_byte_are_those_of_the_text_whatever_the_ranks(tiny_args, tmp_p
     model = GPT(cfg.model)
     data = Loader(tmp_path / "text", "val", 32, cfg.model.vocab_size)
 
-    # The same from the logits: sum over the targets that are text, over the bytes of these targets.
+    # The expected figure, from all logits: the sum of the losses of those targets that are text, in bits, divided by
+    # the number of bytes of these targets.
     count = 13 * 32
     targets = torch.from_numpy(tokens[1 : count + 1])
     with torch.no_grad():
@@ -91,6 +93,7 @@ def test_bits_per_byte_are_those_of_the_text_whatever_the_ranks(tiny_args, tmp_p
     num_bytes = len(encoding().decode_bytes(targets[is_text].tolist()))
     expected = losses[is_text].sum().item() / (math.log(2) * num_bytes)
 
+    # One rank has it, and several ranks agree on it.
     alone = evaluator.validate(Forward(model, compiles=False), data, cfg, CPU, 4)
     assert alone.bits_per_byte == pytest.approx(expected, rel=1e-6)
     for world_size, B in ((3, 2), (2, 16)):

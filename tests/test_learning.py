@@ -39,12 +39,19 @@ SCHEDULES = choices(TrainConfig, "schedule")
 
 def test_a_run_learns_and_records_its_curve_and_config(tiny_args, tmp_path, capsys):
     more = ["--max-steps", "150", "--val-every", "50", "--save-every", "50", "--keep", "1", "--max-lr", "0.01"]
+
     run = train_quickstart(tiny_args, tmp_path / "run", *more)
+
+    # Shards without a manifest are taken, but not silently.
+    assert "warning: no manifest.json" in capsys.readouterr().out
+
+    # It learns: each token has three equally likely next ones, so the best possible loss is log 3 = 1.10.
     curve = load_curve(run)
-    assert "warning: no manifest.json" in capsys.readouterr().out  # shards of others are taken, but not silently
     assert list(curve) == list(range(151))
     first_train_loss, last_val_loss = curve[0][0], curve[150][1]
-    assert first_train_loss > 5.4 and last_val_loss < 2.0  # each token has three equally likely next ones: at best 1.10
+    assert first_train_loss > 5.4 and last_val_loss < 2.0
+
+    # It records its config and its last step.
     assert json.loads((run / "config.json").read_text())["preset"] == "quickstart"
     assert checkpoint.latest_step(run) == 150 and len(checkpoint.complete_steps(run)) <= 2
 
@@ -63,6 +70,7 @@ def test_the_steps_of_a_run_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_
     matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.5}
     adamw = torch.optim.AdamW([vectors, matrices], betas=(0.9, 0.95), eps=1e-8)
 
+    # The plain loop over the first shard, step for step as the run.
     tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_train_000001.npy").astype(int))
     curve = load_curve(run)
     rates = [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.5]  # two steps up, then half a cosine from 3e-3 to 3e-4
@@ -71,15 +79,19 @@ def test_the_steps_of_a_run_are_those_of_a_plain_loop(tiny_args, tiny_data, tmp_
         part = tokens[256 * step :][:257]
         logits = model(part[:-1].view(8, 32))[0]  # (8, 32, vocabulary)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[1:])
+
+        # Backward, clip, set the rate, update.
         model.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float(clip) or math.inf)
         for group in adamw.param_groups:
             group["lr"] = 3e-3 * rate
         adamw.step()
+
         train_loss, _, grad_norm = curve[step]
         assert (train_loss, grad_norm) == pytest.approx((loss.item(), norm.item()), rel=1e-4), step
 
+    # The weights at the end are the same, too.
     saved = load_weights(run, 4)
     for name, p in model.state_dict().items():
         torch.testing.assert_close(saved[name], p, atol=1e-5, rtol=1e-4)
@@ -99,17 +111,22 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
     cfg = parse_config("quickstart", *tiny_args)
     step = TrainStep(cfg, CPU, GPT(cfg.model))
     step.ddp_forward = Forward()
+
     result = step.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
+
     assert reduced == [False, False, True] and result.loss == pytest.approx(2)
 
 
 def test_the_overfit_preset_learns_its_batch_by_heart(tiny_args, tmp_path):
+    # All of tiny_args but --max-steps and its value: the preset's own number of steps is tested.
     at = tiny_args.index("--max-steps")
     without_max_steps = tiny_args[:at] + tiny_args[at + 2 :]
     out = tmp_path / "run"
     cfg = parse_config("overfit", *without_max_steps, "--val-every", "0", "--save-every", "0", "--out-dir", out)
     assert cfg.max_steps == 200 and cfg.overfit_single_batch
+
     train_gpt2.train(cfg, CPU, StopRequest())
+
     assert load_curve(out)[199][0] < 0.1
 
 
@@ -122,8 +139,11 @@ def test_every_preset_trains_saves_resumes_and_samples(preset, tiny_data, tmp_pa
     args = [preset, *size.split(), "--data-dir", tiny_data, "--out-dir", tmp_path / "run"]
     if preset == "finetune":
         args += ["--init-from", "scratch"]  # not what the Hub has
-    for steps in ("3", "5"):  # the second run resumes
+
+    # A run of three steps, and one that resumes it.
+    for steps in ("3", "5"):
         train_gpt2.train(parse_config(*args, "--max-steps", steps), CPU, StopRequest())
+
     assert "sample 3:" in capsys.readouterr().out
     curve = load_curve(tmp_path / "run")
     assert list(curve) == list(range(6)) and curve[5][1] < 11
@@ -157,12 +177,15 @@ def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch)
     flags += ["--max-steps", "2", "--warmup-steps", "1", "--model.vocab-size", "50304", "--model.n-layer", "1"]
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))  # of several lengths
     evaluations = ["--hellaswag-every", "2", "--hellaswag-data", str(rows), "--sample-every", "2"]
+
+    # Count the frames that Dynamo traces, from nothing each time.
     traced = []
     for name, more in {"without": [], "with": evaluations}.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         train_quickstart(flags, tmp_path / name, *more)
         traced.append(torch._dynamo.utils.counters["frames"]["total"])
+
     assert traced[0] == traced[1] > 0
     assert sum("hellaswag_acc" in line for line in load_metrics(tmp_path / "with")) == 2
 
@@ -172,6 +195,7 @@ def test_hellaswag_and_samples_compile_nothing(tiny_args, tmp_path, monkeypatch)
 
 def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, tiny_data):
     """Whatever the ranks and the micro-batch: here neither divides 43 sequences, nor is the last one the split's."""
+    # The expected loss, from all logits of the 43 sequences at once.
     cfg = parse_config("quickstart", *tiny_args, "--val-tokens", 43 * 32 + 31)
     model = GPT(cfg.model)
     data = Loader(tiny_data, "val", 32, 256)
@@ -189,6 +213,7 @@ def test_val_loss_is_the_mean_over_the_first_tokens_of_the_val_split(tiny_args, 
             patch.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
             parts = [evaluator.validate(forward, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in ranks]
         assert sum(part.loss for part in parts) == pytest.approx(expected, rel=1e-5)
+
         # Every rank looks as often as the others, or one of them would wait for ever.
         counts = {checks.count(rank) for rank in range(world_size)}
         assert len(counts) == 1 and counts.pop() >= 1
@@ -220,10 +245,14 @@ def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, caps
 def test_fine_tuning_starts_from_a_hugging_face_folder_and_resumes(tiny_args, tmp_path):
     convert.save_hf(GPT(GPTConfig(block_size=32, vocab_size=50257, n_layer=2, n_head=2, n_embd=32)), tmp_path / "hf")
     flags = ["--init-from", str(tmp_path / "hf"), "--model.vocab-size", "50304"]  # as the presets have it
+
+    # The network is that of the folder, whatever the preset has, also after a resume.
     run = train_quickstart(tiny_args, tmp_path / "run", *flags, "--max-steps", "3")
     assert open_model(run).config.vocab_size == 50257
     train_quickstart(tiny_args, run, *flags, "--max-steps", "5", "--resume", "auto")
     assert list(load_curve(run)) == list(range(6))
+
+    # A flag that contradicts it is refused.
     with pytest.raises(UserError, match="n_layer is 2, not 3; drop the --model flags"):
         train_quickstart(tiny_args, tmp_path / "other", *flags, "--model.n-layer", "3")
 

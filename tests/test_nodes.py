@@ -116,6 +116,8 @@ class Hosts:
         self.folder = folder
         self.namespaces = [f"gpt2-{os.getpid()}-{i}" for i in range(2)]
         self.addresses = ["10.77.0.1", "10.77.0.2"]
+
+        # A network namespace for each host, and a pair of virtual interfaces as the cable.
         first, second = self.namespaces
         self.run_ip(f"netns add {first}", f"netns add {second}")
         self.run_ip(f"link add cable0 netns {first} type veth peer name cable1 netns {second}")
@@ -124,23 +126,28 @@ class Hosts:
             self.run_ip(f"-n {name} link set cable{i} up", f"-n {name} link set lo up")
 
     def run_ip(self, *commands):
+        """Run `ip` with each of these arguments; raises CalledProcessError without the right to."""
         for command in commands:
             subprocess.run(["ip", *command.split()], check=True, capture_output=True)
 
     def remove(self):
+        """Delete the namespaces, and the cable with them."""
         for name in self.namespaces:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def start(self, i, *arguments, script=SCRIPT, own_address=None, **env):
         """Start the torchrun of host i. own_address: what the host's own name resolves to there."""
-        # Each host knows both names.
+        # The host's own name and /etc/hosts, which knows both names: in namespaces of their own, so that this machine's
+        # stay as they are.
         known = {**dict(enumerate(self.addresses)), i: own_address or self.addresses[i]}
         hosts = self.folder / f"hosts{i}"
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} host{n}\n" for n, a in known.items()))
         shell = f'hostname host{i} && mount --bind {hosts} /etc/hosts && exec "$@"'
         command = ["ip", "netns", "exec", self.namespaces[i], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh"]
 
+        # Its torchrun, with one rank.
         command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+
         # torchrun tells by the endpoint whether it hosts the store. It compares addresses first; if the host's name
         # resolves to another address, only the name can match.
         endpoint = "host0" if own_address else self.addresses[0]
@@ -162,7 +169,8 @@ def hosts(tmp_path):
 
 
 def make_difference(kind, flags, tmp_path, tiny_data):
-    """What is started on the second host, as {flags, script}, and what the refusal says."""
+    """What is started on the second host, as {flags, script}, and what the refusal says. The first host is started
+    with `flags`, which gain a checkpoint to start from for "weights"."""
     how = {"flags": flags, "script": SCRIPT}
     match kind:
         case "setting":
@@ -194,6 +202,8 @@ def make_difference(kind, flags, tmp_path, tiny_data):
             return how | {"script": script}, "torch is"
         case "missing data":
             return how | {"flags": [*flags, "--data-dir", tmp_path / "nowhere"]}, "nowhere"
+        case _:
+            raise ValueError(kind)
 
 
 KINDS = ["setting", "data", "rows", "checkpoint", "weights", "code", "torch", "missing data"]
@@ -255,6 +265,7 @@ def test_a_run_survives_a_machine_that_dies_and_comes_back(tiny_args, tmp_path):
     ended = []  # (exit code, end of the output) of each torchrun
 
     def supervise(torchrun):
+        """Start a machine's torchrun again as long as it ends badly, at most a few times."""
         for _ in range(5):
             output = torchrun.communicate()[0]
             ended.append((torchrun.returncode, output[-300:]))
@@ -262,16 +273,19 @@ def test_a_run_survives_a_machine_that_dies_and_comes_back(tiny_args, tmp_path):
                 return
             torchrun = start_machine(port, arguments, restarts=1)
 
+    # Two machines, each with its supervisor.
     machines = [start_machine(port, arguments, restarts=1) for _ in range(2)]
     supervisors = [threading.Thread(target=supervise, args=(machine,), daemon=True) for machine in machines]
     for supervisor in supervisors:
         supervisor.start()
 
+    # The second machine dies once the run has saved a few times.
     wait_for(lambda: (checkpoint.latest_step(tmp_path / "run") or 0) >= 20, 120)
     for pid in [*rank_pids(machines[1].pid), machines[1].pid]:
         os.kill(pid, signal.SIGKILL)
     for supervisor in supervisors:
         supervisor.join(400)
 
+    # Both machines end with success in the end, and no step is missing.
     assert [exit_code for exit_code, _ in ended].count(0) == 2, ended
     assert list(load_curve(tmp_path / "run")) == list(range(401))

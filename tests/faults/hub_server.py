@@ -167,11 +167,15 @@ class Handler(BaseHTTPRequestHandler):
         # Uploads of streams are chunked, everything else states its length.
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+        # A chunk is its length in hexadecimal, its bytes, and an empty line. One of length 0 is the last.
         chunks = []
-        while size := int(self.rfile.readline(), 16):
+        is_last = False
+        while not is_last:
+            size = int(self.rfile.readline(), 16)
             chunks.append(self.rfile.read(size))
             self.rfile.readline()
-        self.rfile.readline()
+            is_last = size == 0
         return b"".join(chunks)
 
     def answer(self, body: bytes | dict | list = b"", status: int = 200, **headers: str) -> None:
@@ -238,6 +242,7 @@ class Handler(BaseHTTPRequestHandler):
     # ------------------------------------------------------------------------- choosing the action
 
     def handle_request(self) -> None:
+        """Answer one request: choose the action by its method and path. See the table in the module's docstring."""
         data = self.read_body()
 
         # Faults that replace the answer, or take it away.
@@ -286,6 +291,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def call_api(self, kind: str, repo: str, action: str, revision: str, folder_name: str, data: bytes) -> None:
+        """One action on one repository; `folder_name` is the folder of a listing, `data` the body of the request."""
         # In auth-check's address the place of the revision has the kind of access.
         found = self.find_repo(kind, repo, "main" if action == "auth-check" else revision)
         if found is None:
@@ -320,6 +326,7 @@ class Handler(BaseHTTPRequestHandler):
     # ------------------------------------------------------------------------- writing
 
     def create_repo(self, request: dict) -> None:
+        """Make the folder of a new repository, if the token may."""
         # The owner is the token's user unless the request names another.
         owner = request.get("organization") or USER
         kind = request.get("type", "model") + "s"
@@ -329,11 +336,13 @@ class Handler(BaseHTTPRequestHandler):
 
         repo = f"{kind}/{owner}/{request['name']}"
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{owner}/{request['name']}"
-        # With exist_ok, huggingface_hub accepts this answer.
+
+        # It exists: with exist_ok, huggingface_hub accepts this answer.
         if (self.hub.root / repo).exists():
             return self.answer({"url": url, "error": "You already created this repo"}, 409)
         (self.hub.root / repo).mkdir(parents=True)
-        # Older and newer versions of huggingface_hub.
+
+        # Older and newer versions of huggingface_hub ask for a private one in different words.
         if request.get("private") or request.get("visibility") == "private":
             self.hub.private.add(repo)
         return self.answer({"url": url, "name": f"{owner}/{request['name']}"})
@@ -350,12 +359,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def offer_uploads(self, request: dict) -> None:
         """For each LFS object: where to upload it, unless it is here already."""
-        offers = []
         # A full account is refused before anything is uploaded.
         new = [wanted for wanted in request["objects"] if not self.object_path(wanted["oid"]).is_file()]
         stored = sum(path.stat().st_size for path in (self.hub.root / ".lfs").glob("*"))
         if self.hub.quota is not None and new and stored + sum(wanted["size"] for wanted in new) > self.hub.quota:
             return self.answer_error(403, message=STORAGE_LIMIT)
+
+        # An object that is here is offered without an action, so that it is not sent again.
+        offers = []
         for lfs_object in request["objects"]:
             href = f"{self.hub.url}/lfs/{lfs_object['oid']}"
             if self.object_path(lfs_object["oid"]).is_file():
@@ -369,6 +380,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.hub.root / ".lfs" / sha256
 
     def store_object(self, sha256: str, data: bytes) -> None:
+        """Store the bytes of an LFS object."""
         # An upload that was changed on its way is refused, as the Hub does.
         if hashlib.sha256(data).hexdigest() != sha256:
             return self.answer_error(400, message="sha256 does not match")
@@ -379,6 +391,7 @@ class Handler(BaseHTTPRequestHandler):
     def commit(self, repo: str, folder: Path, lines: list[dict]) -> None:
         """Add the files of a commit: the first line is its header, each other one a file with its content (base64) or
         the hash of an LFS object."""
+        # Add or remove each file.
         for line in lines[1:]:
             value = line["value"]
             target = folder / value["path"]
@@ -398,6 +411,7 @@ class Handler(BaseHTTPRequestHandler):
                     return self.answer_error(400, message=f"the stand-in cannot commit {key!r}")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
+
         # The files that are there now make the new commit.
         commit = self.commit_hash(folder)
         url = f"{self.hub.url}/{repo}/commit/{commit}"
@@ -409,6 +423,8 @@ class Handler(BaseHTTPRequestHandler):
         if found is None:
             return None
         objects = self.hub.objects.setdefault(f"{kind}/{repo}", {})
+
+        # GET lists them, with the fields that huggingface_hub reads.
         if self.command == "GET":
             listed = []
             for sha256, name in objects.items():
@@ -416,6 +432,7 @@ class Handler(BaseHTTPRequestHandler):
                 listed.append({**entry, "size": self.object_path(sha256).stat().st_size})
             return self.answer(listed)
 
+        # POST deletes those whose hashes it names.
         if not self.authorized or self.hub.read_only:
             return self.answer_error(403, message="no write permission")
         for sha256 in json.loads(data)["deletions"]["sha"]:
@@ -427,11 +444,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def list_tree(self, files: dict[str, Path], folder_name: str) -> None:
         """The files and folders below a folder, or without recursive=true only those directly in it."""
+        # The files below the folder; one without files does not exist.
         prefix = f"{folder_name}/" if folder_name else ""
         below = [name for name in files if name.startswith(prefix)]
         if folder_name and not below:
             return self.answer_error(404, "EntryNotFound", "Entry not found")
 
+        # Their folders come first, then the files; without recursive=true only what has no further / in its path.
         folders = {parent.as_posix() for name in below for parent in PurePosixPath(name).parents if parent.name}
         inside = [name for name in (*sorted(folders), *below) if name.startswith(prefix)]
         if parse_qs(urlsplit(self.path).query).get("recursive", [""])[0].lower() != "true":
@@ -449,6 +468,7 @@ class Handler(BaseHTTPRequestHandler):
         if found is None:
             return None
         folder, commit = found
+
         # Looked up in the listing, so that no name leads out of the folder.
         path = self.list_files(folder).get(name)
         if path is None:

@@ -166,7 +166,7 @@ class Job:
         self.ranks = ranks
         self.start_options = start_options
 
-        # one undisturbed run, which also tells how long a run takes
+        # One undisturbed run, which also tells how long a run takes.
         folder = self.new_folder()
         self.reference_folder = reference_folder or folder
         start_time = time.monotonic()
@@ -506,6 +506,7 @@ def push_outage(t: Torture) -> None:
         root = t.new_path("pod")
         root.mkdir()
         with RentedPod(root) as pod:
+            # The machine: where its disk is mounted, how training ends, and how long the Hub fails.
             pod.set_mount("/workspace" if disk == "workspace" else "/")
             plan = t.rng.choice(["finish", "save-crash", "limit"])
             seconds = int(10 ** t.rng.uniform(1, 5))  # from 10 seconds to a day
@@ -516,24 +517,34 @@ def push_outage(t: Torture) -> None:
             pod.start(plan=plan, MAX_RESTARTS="0", **disks[disk])
             log = pod.wait_until_ended(seconds=120)
 
+            # Are the weights safe? A removed machine takes everything with it but a network volume and what was pushed;
+            # a stopped one keeps /workspace alone.
             how, dollars = pod.ending()
             pushed = "the weights are at me/gpt2" in log
             saved = bool(pod.read("log/gpt2-124m/model_00010.pt"))
-            is_safe = (
-                saved and (pushed or how != "removed" or disk == "volume") and (how != "stopped" or disk == "workspace")
-            )
-            # on a disk that is lost with the machine it must stay, billed, until the weights are on the Hub
-            is_needed = disk == "container"
-            is_cheap = dollars <= GPU_PRICE or is_needed
+            match how:
+                case "removed":
+                    survives = pushed or disk == "volume"
+                case "stopped":
+                    survives = disk == "workspace"
+                case "stays":
+                    survives = True
+                case _:
+                    raise ValueError(how)
+
+            # Is no hour billed without need? With the weights on the container's disk, which is lost with the machine,
+            # the machine must stay until they are on the Hub. A log of a machine that stays ends with the price.
+            is_cheap = dollars <= GPU_PRICE or disk == "container"
             says_price = how != "stays" or "it costs $20.00 an hour" in log.splitlines()[-1]
+
             fault = f"{disk}, {plan}, Hub {kind} for {seconds} s: {how}, ${dollars:.2f}"
-            t.record_result(
-                fault, is_safe and is_cheap and says_price, outcome="unharmed" if pushed else "refused", details=log
-            )
+            outcome = "unharmed" if pushed else "refused"
+            is_as_expected = saved and survives and is_cheap and says_price
+            t.record_result(fault, is_as_expected, outcome=outcome, details=log)
 
 
 def keep_race(t: Torture) -> None:
-    """Pushes while the run saves every step and keeps one: each brings a whole step, or says why not."""
+    """Pushes while the run saves every step and keeps one: each brings a complete step, or ends with a message."""
     job = TrainingJob(t, "--max-steps", "200", "--save-every", "1")
     with hub_server.start(t.new_path("hub") / "root") as hub:
         for _ in t.scaled_range(2):
@@ -541,6 +552,8 @@ def keep_race(t: Torture) -> None:
             repo = f"tester/{folder.name}"
             trainer = job.start(folder, "--keep", "1")[0]
             trainer.wait_until(lambda: checkpoint.latest_step(folder))  # noqa: B023
+
+            # Push again and again until the run ends.
             while trainer.process.is_alive():
                 push = ["push-model", folder, repo, "--with-optimizer", "--temporary"]
                 ended = processes.start("hub", *push, log=t.new_path("output"), env=hub.env()).wait()
@@ -548,14 +561,17 @@ def keep_race(t: Torture) -> None:
                 if ended.exit_code != 0:
                     t.check_refusal(fault, ended, "larger --keep")
                     continue
-                # one step, complete, with the weights that the run had then
+
+                # One step is there, complete, with the weights that the run had at that step.
                 pushed = hub.root / "models" / repo
                 steps = checkpoint.complete_steps(pushed)
-                is_whole = len(steps) == 1 and len(list(pushed.glob("*.pt"))) == 2
-                is_same = is_whole and same_bits(
-                    load_weights(pushed, steps[0]), load_weights(job.reference_folder, steps[0])
-                )
+                is_same = False
+                if len(steps) == 1 and len(list(pushed.glob("*.pt"))) == 2:
+                    expected = load_weights(job.reference_folder, steps[0])
+                    is_same = same_bits(load_weights(pushed, steps[0]), expected)
                 t.record_result(fault, is_same, outcome="unharmed", details=f"{steps} {ended.output}")
+
+            # The run notices nothing, and no temporary copy is left.
             left = list(folder.glob(".pushing-*"))
             t.record_result("pushes beside a run", trainer.wait().exit_code == 0 and not left, 0, details=left)
 
@@ -586,7 +602,7 @@ def mount_small_disk(t: Torture, kilobytes: int) -> Iterator[tuple[Path, Callabl
 
 def disk_full(t: Torture) -> None:
     """A disk that fills up (a tmpfs, if this user may mount one) or a limit on the size of a file, while shards,
-    manifests, checkpoints and metrics are written: a message, and with room the same command ends the work."""
+    manifests, checkpoints and metrics are written: a message, and with free space the same command ends the work."""
     tokens_job = make_tokens_job(t)
     training_job = TrainingJob(t, "--save-every", "5")
 
@@ -640,7 +656,8 @@ def io_error(t: Torture) -> None:
         folder = job.new_folder()
         script = job.run(folder, prepare=partial(fail_io, name, operation, code, times, skip))
 
-        # It was hit if it said so. An error that lasts must not end as a success that skipped what was to be written.
+        # The fault was hit if the script has printed it. An error that lasts must not end as a success that skipped
+        # what was to be written.
         is_hit = os.strerror(code) in script.output
         outcome = "recovered" if is_hit else "unharmed"
         often = "twice" if times == twice else "for ever"
@@ -657,12 +674,13 @@ def remove_flock(host: str) -> None:
 def lock_without_flock(t: Torture) -> None:
     """Where the file system has no flock, a second run in a folder is refused by name; the lock that a killed one has
     left is taken over by the next start on its machine, and by Slurm's next start of its job on another one; any other
-    process is told which file to remove. The work then ends with the same bits."""
+    process ends with a message that names the file to remove. The work then ends with the same bits."""
     jobs = [TrainingJob(t, "--max-steps", "150", "--save-every", "10"), make_tokens_job(t, 300)]
     first_env = {"SLURM_JOB_ID": "7"}
     on_node_a = partial(remove_flock, "node-a")
     on_node_b = partial(remove_flock, "node-b")
     for kind in t.scaled_sample(["second", "same node", "requeued", "elsewhere"] * 4):
+        # A first process, which has written its marker and works.
         job = t.rng.choice(jobs)
         folder = job.new_folder()
         marker = folder / ".lock.held"
@@ -671,7 +689,7 @@ def lock_without_flock(t: Torture) -> None:
         time.sleep(t.rng.uniform(0, 0.2))
         fault = f"{job.script} without flock, {kind}"
 
-        # The first one lives.
+        # A second process while the first one lives.
         if kind == "second":
             second = job.run(folder, prepare=on_node_b)
             if second.exit_code == 0:  # it came too late
@@ -682,7 +700,7 @@ def lock_without_flock(t: Torture) -> None:
             t.record_result(fault, is_same, 0, details=first.output)
             continue
 
-        # The first one is killed, unless it has ended.
+        # The first one is killed, unless it has ended; then the same command starts, there or elsewhere.
         t.kills += first.send(signal.SIGKILL)
         first.wait()
         match kind:
@@ -934,7 +952,7 @@ def clock(t: Torture) -> None:
 
     for _ in t.scaled_range(3):
         with make_pod(t) as pod:
-            # every `date` is an hour before the last one, and every checkpoint has the same old time
+            # Every `date` is an hour before the last one, and every checkpoint has the same old time.
             count = f"{pod.root}/n"
             pod.add_tool("date", f'#!/bin/sh\necho x >> {count}\nexec /bin/date -d "-$(wc -l < {count}) hours" "$@"\n')
             trainer = pod.root / "train_gpt2.py"
@@ -943,7 +961,7 @@ def clock(t: Torture) -> None:
             set_time = 'os.utime(out / f"{kind}_{step}.pt", (1e9, 1e9))'
             trainer.write_text(trainer.read_text().replace(write, f"{write}; {set_time}"))
 
-            # all the same the third start resumes from the run's own checkpoint
+            # The third start must resume from the run's own checkpoint all the same.
             pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="crash save-crash finish")
             log = pod.wait_until_ended("o")
             resumes_itself = [start.endswith(f"--resume {pod.root}/o") for start in pod.starts()]
