@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -60,6 +60,7 @@ class Args:
 def download(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
+    # From the Hub or the web address. If the default address fails, try the Hub.
     fix = f"check the network and run the same command again, or save the file as {path}"
     if url.startswith("hf://"):
         content = fetch_from_hub(url)
@@ -113,6 +114,7 @@ def fetch_from_hub(url: str) -> bytes:
             require(file.suffix == ".parquet", f"{url} has its rows in {file.name}, not in parquet; give another --url")
             rows += pq.read_table(file).to_pylist()
 
+    # On the Hub a label is text.
     lines = []
     for number, row in enumerate(rows, 1):
         hellaswag_eval.check_row(row, f"{url}: row {number}")
@@ -124,6 +126,7 @@ def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor)
     """Write one JSON line for each example: its label, the predictions of acc and acc_norm, and the losses (n, 4)
     behind them, summed and per token, in nats."""
     with atomic_write(path) as f:
+        # summed: the four losses of an example, one for each ending.
         for index, (example, summed) in enumerate(zip(examples, losses.tolist(), strict=True)):
             # Divided in Python, in double precision.
             per_token = [loss / len(ending) for loss, ending in zip(summed, example.endings, strict=True)]
@@ -153,11 +156,18 @@ def main() -> None:
 
     # Imported here, because torch takes seconds to import, and --help and a download do not need it.
     from system import distributed
+    from system.precision import SCORING
     from training.open_model import open_model
+    from training.precision import choose_common_dtype, common_dtypes
 
     # Score; under torchrun the ranks share the rows.
     examples = hellaswag_eval.load_examples(args.data, args.limit)
-    with distributed.session(args.device, args.dtype) as rt:
+    settings = {"--dtype": args.dtype, "--limit": str(args.limit)}  # the same on all ranks, or refused
+    with distributed.session(args.device, args.dtype, settings=settings) as rt:
+        # Ranks on different devices would choose different precisions, and the score would mix them.
+        if args.dtype == "auto":
+            dtype, _ = choose_common_dtype(rt, common_dtypes(rt), SCORING)
+            rt = replace(rt, dtype=dtype)
         model = open_model(args.model).to(rt.device)
 
         # The time is that of scoring alone, without imports, loading and tokenizing.
@@ -166,7 +176,7 @@ def main() -> None:
         losses = hellaswag_eval.score(model, examples, rt.device, rt, progress=show_progress)
         seconds = time.perf_counter() - start
 
-    # Report.
+    # Report. The last line is for programs.
     if args.per_example and rt.is_main:
         write_per_example(args.per_example, examples, losses)
     result = hellaswag_eval.summarize(losses, examples)

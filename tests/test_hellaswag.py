@@ -5,6 +5,7 @@ contexts that are too long, files that are broken and downloads that fail are ha
 """
 
 import json
+import os
 import shlex
 import sys
 import threading
@@ -21,6 +22,7 @@ from helpers import make_hellaswag_rows, write_jsonl
 
 import hellaswag
 from model import GPT, GPTConfig
+from system import precision
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import sources, tokenizer
@@ -361,6 +363,27 @@ def test_command_line_reports_the_score_and_writes_each_row(run_in_fork, model, 
     assert sum(row["pred_norm"] == row["label"] for row in rows) == round(expected["acc_norm"] * 16)
     assert all(row["losses"].index(min(row["losses"])) == row["pred"] for row in rows)
     assert all(row["losses_norm"].index(min(row["losses_norm"])) == row["pred_norm"] for row in rows)
+
+
+def only_rank_1_lacks_bfloat16():
+    """Runs in each rank's process before the script."""
+    both = [torch.bfloat16, torch.float32]
+    precision.supported_dtypes = lambda device: [torch.float32] if os.environ["RANK"] == "1" else both
+    precision.bfloat16_speedup = lambda *shape: 4.0
+
+
+def test_ranks_on_unlike_devices_score_in_one_precision(run_ranks, model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(6))
+    checkpoint.write(tmp_path / "model.pt", checkpoint.model_file(model, 1))
+    expected = hellaswag_eval.score(model, hellaswag_eval.load_examples(data), CPU)
+
+    flags = ("--model", tmp_path / "model.pt", "--data", data, "--device", "cpu", "--per-example", tmp_path / "out")
+    output = run_ranks(2, "hellaswag.py", *flags, prepare=only_rank_1_lacks_bfloat16)
+
+    # bfloat16 would change the losses by about 1%.
+    losses = torch.tensor([json.loads(line)["losses"] for line in (tmp_path / "out").read_text().splitlines()])
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert "examples/s in float32 on cpu" in output
 
 
 def test_rows_that_cannot_be_scored_are_a_clear_error(expect_error, model, tmp_path):

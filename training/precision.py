@@ -2,7 +2,8 @@
 
     rt = agree_on_dtype(cfg, rt, saved)     # prints "precision: bfloat16, ..."
 
-Called by train_gpt2.py before it builds the model. system/precision.py knows what a device supports.
+Called by train_gpt2.py before it builds the model; hellaswag.py lets its ranks agree by choose_common_dtype.
+system/precision.py knows what a device supports.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def agree_on_dtype(
     All ranks must agree, because gradients of different precisions or loss scales must not be averaged. Every rank must
     call it. Raises UserError if a GPU lacks what was asked for.
     """
+    # Every rank takes part in this, whatever it is asked for.
     common = common_dtypes(rt)
 
     # The precision of the run so far. Versions before November 2026 saved no dtype and used the preferred one.
@@ -48,12 +50,7 @@ def agree_on_dtype(
     else:
         network = network or cfg.model
         workload = precision.Workload(rows=1024, width=network.n_embd, columns=min(network.vocab_size, 4096))
-        dtype, reason = precision.choose_dtype(
-            rt.device,
-            workload,
-            available=common,
-            agree=lambda speedup: rt.all_reduce(torch.tensor(speedup, device=rt.device), "min").item(),
-        )
+        dtype, reason = choose_common_dtype(rt, common, workload)
 
     # Print the choice, and what it changes.
     print0(f"precision: {dtype_name(dtype)}, {reason}")
@@ -64,6 +61,20 @@ def agree_on_dtype(
     if dtype == torch.float16 and cfg.weights == "bfloat16":
         print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a float16 loss scale")
     return replace(rt, dtype=dtype)
+
+
+def choose_common_dtype(
+    rt: Runtime, common: list[torch.dtype], workload: precision.Workload
+) -> tuple[torch.dtype, str]:
+    """Of the `common_dtypes` the fastest for `workload`, and the reason; the same on all ranks. Every rank must call
+    it."""
+    # A CPU measures how much faster bfloat16 is. The slowest rank decides, because all wait for it.
+    return precision.choose_dtype(
+        rt.device,
+        workload,
+        available=common,
+        agree=lambda speedup: rt.all_reduce(torch.tensor(speedup, device=rt.device), "min").item(),
+    )
 
 
 def common_dtypes(rt: Runtime) -> list[torch.dtype]:
