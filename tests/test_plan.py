@@ -250,10 +250,10 @@ def test_out_of_memory_with_auto_is_remembered_for_the_same_conditions(tiny_args
     with pytest.raises(UserError, match="use --recompute"), microbatch.explain_out_of_memory(cfg, CPU, 1):
         raise_out_of_memory()
 
-    # With less to hold, or another number of ranks, the limit says nothing; nor does a damaged file.
-    assert (
-        microbatch.choose_micro_batch_size(parse_config("quickstart", *tiny_args, *auto, "--recompute"), CPU, None) == 8
-    )
+    # With less to hold, another network or another precision, the limit says nothing; nor does a damaged file.
+    for flags in (["--recompute"], ["--model.n-layer", 1]):
+        changed = parse_config("quickstart", *tiny_args, *auto, *flags)
+        assert microbatch.choose_micro_batch_size(changed, CPU, None) == 8
     assert microbatch.find_limit(cfg, dataclasses.replace(CPU, dtype=torch.bfloat16)) == microbatch.MAX_AUTO_SEQUENCES
     (tmp_path / "run" / microbatch.LIMIT_FILE).write_text("[]")
     assert microbatch.choose_micro_batch_size(cfg, CPU, None) == 8

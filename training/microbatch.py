@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ BALLAST_FRACTION = 0.04
 
 # A start that ran out of memory with `auto` writes this file to the run folder; it limits the next starts.
 LIMIT_FILE = "micro_batch_limit.json"
-# Besides the network, these settings decide how much memory a sequence takes. A limit applies only as long as these
-# settings, the card, the precision and the number of ranks are the same as when it was found.
+# Besides the network, these settings decide how much memory a sequence takes. A limit applies only as long as the
+# network, these settings, the card, the precision and the number of ranks are the same as when it was found.
 LIMIT_SETTINGS = ("sequence_length", "optimizer", "weights", "compile", "recompute", "zero_stage")
 
 MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model"
@@ -68,6 +69,7 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, rehearse: Callable[[i
 
 def sequences_per_rank(cfg: TrainConfig, world_size: int) -> int:
     """Sequences of a step that each rank takes. Raises UserError if they do not split evenly."""
+    # The error suggests the nearest batch that splits.
     sequences = cfg.sequences_per_step
     if sequences % world_size != 0:
         nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
@@ -174,14 +176,19 @@ def explain_out_of_memory(cfg: TrainConfig, rt: Runtime, B: int) -> Iterator[Non
     With --micro-batch-size auto it is a RetryableError, after which train.sh starts the run again: a limit in the run
     folder makes the new start take at most half. A number given by the user would fail again, so that is a UserError.
     """
+    # The caller's block is a step, or an evaluation. Other errors pass.
     try:
         yield
     except RuntimeError as e:
         if not is_out_of_memory(e):
             raise
+
+        # What happened, on which rank, with which sizes; of torch's message the first line, which has the bytes.
         where = f"rank {rt.rank} ({machine.device_name(rt.device)})"
         problem = f"out of memory on {where} with a micro-batch of {B} sequences of {cfg.sequence_length} tokens"
         detail = f"{str(e).strip().splitlines()[0]:.160}"
+
+        # What to do, and whether a restart does it.
         fix, next_start_fits = lower_micro_batch(cfg, rt, B)
         error = RetryableError if next_start_fits else UserError
         raise error(f"{problem} ({detail}); {fix}") from None
@@ -192,6 +199,8 @@ def lower_micro_batch(cfg: TrainConfig, rt: Runtime, B: int) -> tuple[str, bool]
     with `auto` it takes at most half, because this function stores that limit in the run folder."""
     # The largest size that is at most half of B and divides the rank's share.
     half = next((d for d in divisors(sequences_per_rank(cfg, rt.world_size)) if 2 * d <= B), 0)
+
+    # A single sequence cannot be halved. A number that the user gave is not changed. For `auto`, store the limit.
     if not half:
         return MEMORY_FIX, False
     if cfg.micro_batch_size != "auto":
@@ -202,7 +211,12 @@ def lower_micro_batch(cfg: TrainConfig, rt: Runtime, B: int) -> tuple[str, bool]
 
 def limit_conditions(cfg: TrainConfig, rt: Runtime) -> dict[str, Any]:
     """The conditions under which a limit is found. It applies only while all of them are the same."""
-    conditions = {"card": machine.device_name(rt.device), "world_size": rt.world_size, "dtype": dtype_name(rt.dtype)}
+    conditions = {
+        "card": machine.device_name(rt.device),
+        "world_size": rt.world_size,
+        "dtype": dtype_name(rt.dtype),
+        "model": asdict(cfg.model),
+    }
     return conditions | {name: getattr(cfg, name) for name in LIMIT_SETTINGS}
 
 
