@@ -556,6 +556,27 @@ def test_ranks_that_drift_apart_end_the_run_and_the_newest_checkpoint_stays(tiny
     assert_curves_close(load_curve(run), load_curve(train_quickstart(tiny_args, tmp_path / "undisturbed")))
 
 
+def test_every_rank_says_whether_the_state_of_rank_0_is_kept(tiny_args, tmp_path):
+    """Only rank 0 writes, and torchrun may show the error of any rank."""
+    cfg = parse_config("quickstart", *tiny_args)
+    texts_of_rank_0 = {}
+
+    def end(rank, writer):
+        """The message of a rank. Rank 1 is told what rank 0 has said before."""
+
+        def gather_texts(topic, text):
+            return [texts_of_rank_0.setdefault(topic, text), text]
+
+        rt = SimpleNamespace(rank=rank, device=torch.device("cpu"), gather_texts=gather_texts, barrier=lambda hours: 0)
+        return str(replicas.error_after_saving(cfg, rt, 6, "the weights of rank 1 differ", writer))
+
+    failed = checkpoint.CheckpointWriter(tmp_path / "ranks-differ")
+    failed.error = UserError("the weights are not finite")
+    message = end(0, failed)
+    assert "rank 0's state could not be kept" in message and "the weights are not finite" in message
+    assert end(1, checkpoint.CheckpointWriter(tmp_path / "ranks-differ")) == message
+
+
 def test_muon_on_unlike_cards_asks_for_zero(tiny_args, capsys):
     rt = SimpleNamespace(device=torch.device("cpu"), gather_texts=lambda *_: ["RTX 3090", "RTX 3090", "RTX 2080 Ti"])
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import shlex
 import socket
 from collections import Counter
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ FOLDER = "ranks-differ"
 def weight_sums(named: dict[str, nn.Parameter]) -> Tensor:
     """For each parameter the sum of its bit patterns, read as 32-bit integers: (parameters,) int64, on their device.
     Sums of integers are exact in any order, so equal weights have equal sums on any card."""
+    # One sum for each parameter, so that a parameter that differs can be named.
     sums = []
     for p in named.values():
         # Any shape, float32 -> (numbers,) int32: the same bits, so that not even a change of the last one is lost.
@@ -48,6 +48,7 @@ def find_difference(rt: Runtime, named: dict[str, nn.Parameter]) -> str:
     same. One collective transfers 8 bytes per parameter and rank. Every rank must call it; all get the same answer."""
     if rt.world_size == 1:
         return ""
+
     # In a healthy run all ranks have the same sums, and nothing else is exchanged.
     sums_by_rank = torch.stack(rt.all_gather(weight_sums(named))).tolist()  # (ranks, parameters)
     copies = [tuple(sums) for sums in sums_by_rank]
@@ -73,15 +74,19 @@ def error_after_saving(
     """The error that ends a run whose ranks differ, once `writer` has saved rank 0's state in FOLDER. A restart gives
     all ranks the weights of the newest checkpoint, so it can be retried; but different cards would drift apart again,
     so for them the error is final. Every rank must call it."""
-    # Wait for rank 0's write; the other ranks have nothing to wait for.
-    outcome = "rank 0's state could not be kept"
-    with suppress(UserError, OSError):
+    # Only rank 0 writes, and knows how that ended. The others wait for it, and repeat in their errors what it says:
+    # torchrun may show the error of any rank.
+    try:
         writer.wait()
         kept = model_path(writer.run_dir, step)
         command = f"--resume {shlex.quote(str(kept))}"
         outcome = f"rank 0's state is kept as {kept}, in case you want to continue from that: {command}"
+    except (UserError, OSError) as e:
+        outcome = f"rank 0's state could not be kept: {e}"
     rt.barrier(hours=2)
+    outcome = rt.gather_texts("the state that rank 0 keeps", outcome)[0]
 
+    # Different cards explain the difference, and will differ again. Equal ones should not have differed.
     problem = f"{difference} at step {step}, so this step is not saved as a checkpoint of the run"
     fix = "the same command with --resume auto continues from the newest checkpoint, where all ranks were equal"
     if len(set(cards_by_rank(rt))) > 1:
@@ -99,6 +104,7 @@ def check_cards(cfg: TrainConfig, rt: Runtime) -> None:
     """Raise UserError on every rank if the ranks have different cards and use Muon, which multiplies matrices in
     bfloat16: other kernels on each architecture would certainly give other updates. With AdamW, print a note. Every
     rank must call it."""
+    # Equal cards round alike. With ZeRO-1, one rank computes each update for all.
     cards = cards_by_rank(rt)
     if len(set(cards)) == 1 or cfg.zero_stage == 1:
         return
@@ -108,6 +114,8 @@ def check_cards(cfg: TrainConfig, rt: Runtime) -> None:
     for rank, card in enumerate(cards):
         ranks_by_card.setdefault(card, []).append(rank)
     found = ", ".join(f"{card} (rank {', '.join(map(str, ranks))})" for card, ranks in ranks_by_card.items())
+
+    # Muon's updates would differ in every step, AdamW's may stay equal.
     match cfg.optimizer:
         case "muon":
             problem = f"--optimizer muon on different cards: {found}. Each card would round its updates differently"
