@@ -80,6 +80,8 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
         largest = min(shards.SHARD_TOKENS, source_bytes / 24, (args.limit_tokens or source_bytes) / 10)
         rounded = float(f"{largest:.0e}")
         shard_tokens = max(1, int(rounded))
+
+    # Of the settings, the manifest has those that decide about the bytes of the shards.
     source = {**source, "column": args.text_column}
     if args.split_on:
         source["split_on"] = args.split_on
@@ -246,6 +248,8 @@ def print_summary(out: Path, manifest: Manifest, seconds: float) -> None:
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({seconds:.1f} s)")
+
+    # The first shard is for validation, so one shard is not enough to train.
     if len(manifest.shards) == 1:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
         return
@@ -323,6 +327,8 @@ def verify_folder(folder: Path) -> None:
     except OSError as e:
         problem = f"{folder} has no {shards.MANIFEST}, and it cannot be written: {e.strerror}"
         raise UserError(f"{problem}; copy the folder to a disk that you can write to") from None
+
+    # Say that the folder has a new file.
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     found = f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {folder}"
@@ -392,6 +398,7 @@ def make_command(folder: Path, manifest: Manifest) -> str | None:
 def main() -> None:
     import tyro
 
+    # --verify only checks a folder.
     start_time = time.monotonic()
     args = tyro.cli(Args, description=__doc__)
     if args.verify:
@@ -403,7 +410,7 @@ def main() -> None:
     counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
     require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
 
-    # One process at a time fills a folder.
+    # So are flags that do not go with the source.
     name, paths = sources.choose_source(args.source)
     is_local = bool(paths)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
@@ -411,6 +418,9 @@ def main() -> None:
     has_text = any(choose_reader(path) is read_text for path in paths)
     require(has_text or args.split_on is None, f"--split-on is for plain text files, and {name} has none; leave it out")
     require(args.split_on != "", "--split-on '' would split everywhere; give the text between documents")
+
+    # One process at a time fills a folder. A temporary error of the disk is raised as it is, for a restart; any other
+    # one is for the user to fix.
     out = args.out or Path("data") / name
     try:
         with lock_folder(out):

@@ -227,6 +227,8 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     import torch
 
     model = model.to(device, dtype)
+
+    # A GPU needs no packing.
     if device.type == "cpu":
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
             # From now on the layer multiplies by the packed copy.
@@ -238,6 +240,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
 
 
 def main() -> None:
+    # What was asked for. Mistakes are reported before anything heavy is imported.
     args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     check_args(args)
     prompt = read_prompt(args)

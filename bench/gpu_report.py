@@ -94,6 +94,7 @@ ON_A_GPU = Sizes(
     hellaswag=("--limit", "400"),
     sampling=("--only", "ours", "memory", "transformers"),
 )
+# With --toy: one narrow layer, in steps of eight short sequences.
 TOY_NETWORK = (
     "--optimizer=adamw --sequence-length=32 --total-batch-size=256 --model.vocab-size=50304 --model.n-layer=1 "
     "--model.n-head=2 --model.n-embd=32 --model.block-size=32 --no-compile"
@@ -122,6 +123,7 @@ class PartFailed(Exception):
 
 def end_group(process: subprocess.Popen) -> None:
     """End a command that was started in a session of its own, and every process that it has started."""
+    # SIGINT first, so that a training run can leave its process group; SIGKILL if that takes too long.
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -155,10 +157,13 @@ class Report:
         report's time. Raises PartFailed."""
         environment = os.environ | self.sizes.environment | (environment or {})
         limit = max(1, min(limit, self.seconds_left()))
+
+        # The outputs go to files: a pipe that nobody reads would stop the command when it is full.
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 command, stdout=output, stderr=errors, env=environment, cwd=ROOT, start_new_session=True
             )
+            # Whatever happens, no process is left behind that would disturb the next measurement.
             try:
                 exit_code = process.wait(limit)
                 problem = f"exit code {exit_code}" if exit_code else ""
@@ -166,6 +171,7 @@ class Report:
                 problem = f"stopped after {limit:.0f} s"
             finally:
                 end_group(process)
+            # Of a command that failed, report what it printed last.
             output.seek(0)
             errors.seek(0)
             text = output.read()
@@ -182,20 +188,25 @@ class Report:
         """Write the file: the summary of all parts so far, then their sections."""
         table = ["| part | result | s |", "|---|---|---|", *self.summary]
         text = "\n".join(["# GPU report", "", *table, "", *self.sections])
+
         # The report will be public: hide the user's paths.
         for private, public in ((str(ROOT), "."), (str(Path.home()), "~")):
             text = text.replace(private, public)
+
+        # All or nothing: if this is interrupted, the file of the part before stays.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.path) as f:
             f.write(text.encode(errors="replace"))
 
 
 def as_code(text: str) -> str:
+    """A block of Markdown that shows the text as it is."""
     return f"```\n{text.strip()}\n```"
 
 
 def list_gpus() -> list[str]:
     """The names of this machine's NVIDIA GPUs, as the driver lists them. Asking torch would use their memory."""
+    # Without a driver there is no nvidia-smi.
     try:
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -208,8 +219,12 @@ def list_gpus() -> list[str]:
 
 
 def machine_part(report: Report) -> str:
+    """What is measured: versions, cores, cards and the links between them."""
+    # In a process of its own, because torch would keep memory of the card that the other parts need.
     code = "import torch; from system import machine; print(machine.versions(), 'CUDA', torch.version.cuda)"
     lines = [report.run(sys.executable, "-c", code, limit=120), f"{os.cpu_count()} CPU cores"]
+
+    # The cards as the driver sees them. A low power limit, low clocks or few PCIe lanes may explain slow steps.
     if list_gpus():
         fields = "name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.max,pcie.link.width.current"
         lines.append(report.run("nvidia-smi", f"--query-gpu={fields}", "--format=csv", limit=60))
@@ -219,6 +234,7 @@ def machine_part(report: Report) -> str:
 
 
 def data_part(report: Report) -> str:
+    """Make tokens to train on, unless --data-dir has some."""
     if any(report.args.data_dir.glob("*train*")):
         return f"shards of `{report.args.data_dir}`"
     command = [sys.executable, "fineweb.py", "--source", "stdlib", "--out", str(report.args.data_dir)]
@@ -233,6 +249,7 @@ def train_flags(report: Report, preset_and_flags: str, *more: str) -> list[str]:
 
 def measure_step(report: Report, preset_and_flags: str, limit: float) -> dict:
     """What the child of bench.train prints about this project's step."""
+    # The child is one process of bench.train. The last line that it prints is JSON.
     steps = str(report.sizes.timed_steps)
     arguments = train_flags(report, preset_and_flags, "--steps", steps, "--child", "ours")
     command = [sys.executable, "-m", "bench.train", *arguments]
@@ -248,8 +265,10 @@ def predict_step(report: Report, preset_and_flags: str) -> predict.Prediction:
 
 def step_row(preset_and_flags: str, predicted: predict.Prediction | None, measured: dict) -> str:
     """A row of the table of steps: each figure as predicted -> measured."""
+    # MFU is known if the card has a data sheet.
     rate = measured["tokens"] / measured["ms"] * 1e3
     mfu = f"{rate * measured['flops_per_token'] / measured['peak_flops']:.1%}" if measured["peak_flops"] else "?"
+    # What was predicted, beside what was measured.
     pairs = [
         (predicted and predicted.micro_batch_size, measured["B"]),
         (predicted and f"{predicted.memory_bytes / 2**30:.1f}", f"{measured['peak_gb'] * 1e9 / 2**30:.1f}"),
@@ -257,6 +276,8 @@ def step_row(preset_and_flags: str, predicted: predict.Prediction | None, measur
         (predicted and f"{predicted.mfu:.1%}", mfu),
     ]
     cells = [f"{before or '?'} → {after}" for before, after in pairs]
+
+    # What is only measured. The last part of a step is the optimizer's update.
     update_ms = statistics.median(parts[-1] for parts in measured["times"])
     cells += [f"{update_ms:,.1f}", f"{rate:,.0f}", f"{measured['first_s']:.0f}", f"{measured['loss']:.4f}"]
     return f"| `{preset_and_flags}` | {' | '.join(cells)} |"
@@ -291,6 +312,7 @@ def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
         except PartFailed as e:
             lines.append(f"| `{row}` | failed, see below |")
             problems.append(str(e))
+    # The table, then each problem once. The part has failed only if nothing was measured.
     text = "\n".join(lines + [f"\n{as_code(problem)}" for problem in dict.fromkeys(problems)])
     if not measured_any:
         raise PartFailed(f"no step was measured\n{text}")
@@ -298,14 +320,18 @@ def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
 
 
 def steps_part(report: Report) -> str:
+    """A step of the usual presets, predicted and measured."""
     return steps_table(report, report.sizes.steps, limit=240)
 
 
 def larger_part(report: Report) -> str:
+    """A step of the larger presets that fit."""
     return steps_table(report, report.sizes.larger, limit=180)
 
 
 def tests_part(report: Report) -> str:
+    """Run the tests that need a GPU, and show the name and outcome of each."""
+    # In one process (-n 0), because several would share the card's memory.
     command = [
         sys.executable,
         "-m",
@@ -321,6 +347,7 @@ def tests_part(report: Report) -> str:
 
 
 def resume_part(report: Report) -> str:
+    """Kill a run and resume it: whether it ends with the same bits."""
     preset, *flags = report.sizes.preset.split()
     flags.append(report.sizes.micro_batch)
     data = ["--data-dir", str(report.args.data_dir)]
@@ -328,6 +355,7 @@ def resume_part(report: Report) -> str:
 
 
 def hellaswag_part(report: Report) -> str:
+    """Rows scored per second."""
     # Use the downloaded rows or else, to measure only the speed, made-up rows of usual lengths.
     rows = hellaswag_eval.DEFAULT_PATH
     note = ""
@@ -343,10 +371,12 @@ def hellaswag_part(report: Report) -> str:
 
 
 def sampling_part(report: Report) -> str:
+    """Tokens generated per second."""
     return report.bench("generate", "--rounds", "1", *report.sizes.sampling, limit=180)
 
 
 def two_ranks_part(report: Report) -> str:
+    """Train on one card and on two: how much faster two are, and whether their curves agree."""
     if not report.args.toy and len(list_gpus()) < 2:
         return "This machine has one card."
 
@@ -363,10 +393,13 @@ def two_ranks_part(report: Report) -> str:
             command += ["--max-steps", steps, *"--val-every 0 --hellaswag-every 0 --sample-every 0".split()]
             command += ["--save-every", 0, *flags, report.sizes.micro_batch]
             report.run(*map(str, command), limit=240)
+
+            # The first steps warm up, so the time is that of the second half.
             rows = [row for row in metrics_file.read_metrics(out / "metrics.jsonl") if "train_loss" in row]
             curves[ranks] = [row["train_loss"] for row in rows]
             step_ms[ranks] = statistics.median(row["step_ms"] for row in rows[steps // 2 :])
 
+    # Two ranks sum the gradients in another order, so the losses may differ by rounding.
     largest = max(abs(a - b) for a, b in zip(curves[1], curves[2], strict=True))
     speedup = step_ms[1] / step_ms[2]
     times = f"One rank: {step_ms[1]:,.0f} ms a step; two: {step_ms[2]:,.0f} ms, {speedup:.2f} times as fast."
@@ -375,32 +408,39 @@ def two_ranks_part(report: Report) -> str:
 
 
 def profile_part(report: Report) -> str:
+    """The kernels that take most of a step."""
     preset = f"{report.sizes.preset} {report.sizes.micro_batch}"
     return report.bench("train", *train_flags(report, preset, "--steps", "2", "--only", "ours", "--profile"), limit=180)
 
 
 def attention_part(report: Report) -> str:
+    """The attention kernels that torch has, compared."""
     return report.bench("attention")
 
 
 def head_part(report: Report) -> str:
+    """The ways to compute the head and its loss, compared."""
     return report.bench("head", "--rounds", "1", "--rows", "65536", "--width", "768", "--columns", "50257")
 
 
 def checkpoint_part(report: Report) -> str:
+    """How long a save stalls training."""
     size = ["--sequence-length", "1024", "--micro-batch-size", "64"]
     return report.bench("checkpoint", "--dir", str(report.args.out_dir), *size)
 
 
 def longer_part(report: Report) -> str:
-    # Longer contexts, then recomputation.
+    """A step with longer contexts, then with recomputation."""
     contexts = tuple(f"{report.sizes.preset} --sequence-length={T} --model.block-size={T}" for T in (2048, 4096))
     return steps_table(report, (*contexts, f"{report.sizes.preset} --recompute"), limit=180)
 
 
 def tuning_part(report: Report) -> str:
+    """A step with bfloat16 weights, with Muon, and with kernels that Inductor has tuned on this card."""
     rows = tuple(f"{report.sizes.preset} {flag}" for flag in ("--weights=bfloat16", "--optimizer=muon"))
     table = steps_table(report, rows, limit=150)
+
+    # The commands of the report inherit the variable.
     os.environ["TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"] = "1"
     tuned = steps_table(report, (report.sizes.preset,), limit=240)
     del os.environ["TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"]
@@ -408,11 +448,13 @@ def tuning_part(report: Report) -> str:
 
 
 def recipes_part(report: Report) -> str:
+    """The val losses of three recipes, on the same tokens in the same order."""
     out = str(report.args.out_dir / "recipes")
     size = "--size 124m --steps 480 --seeds 1 --share 0.4 --recipes adamw speedrun record8".split()
     return report.bench("recipes", "--data-dir", str(report.args.data_dir), "--out", out, "--report", out, *size)
 
 
+# What runs without --only, in this order: what is most wanted comes first, in case the time runs out.
 PARTS: dict[str, Callable[[Report], str]] = {
     "machine": machine_part,
     "data": data_part,
@@ -440,6 +482,7 @@ MORE_PARTS: dict[str, Callable[[Report], str]] = {
 @contextmanager
 def part_of(report: Report, name: str) -> Iterator[list[str]]:
     """Write into the report what the part appends to the list, or why it failed."""
+    # The caller's block is the part itself. Its errors end here, so that the next part runs.
     start_time = time.monotonic()
     lines: list[str] = []
     result = "done"
@@ -462,12 +505,14 @@ def part_of(report: Report, name: str) -> Iterator[list[str]]:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
+    # Refuse what cannot work before half an hour has passed.
     all_parts = PARTS | MORE_PARTS
     for name in args.only:
         require(name in all_parts, f"--only {name!r} must be one of {', '.join(all_parts)}")
     hint = "to test the report itself on the CPU: python -m bench.gpu_report --toy"
     require(args.toy or list_gpus(), f"nvidia-smi lists no GPU here; {hint}")
 
+    # One part after the other, as long as there is time.
     report = Report(args, ON_A_CPU if args.toy else ON_A_GPU, time.monotonic())
     print(f"this takes up to {args.seconds / 60:.0f} minutes; the report grows in {report.path}", flush=True)
     for name in args.only or PARTS:

@@ -73,6 +73,7 @@ def peak_flops(device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
+
     # "NVIDIA H100 80GB HBM3" contains "H100", "NVIDIA H100 PCIe" also "H100 PCIe", which is longer and right.
     driver_name = torch.cuda.get_device_name(device)
     not_a_variant = r"(?! (Ti|D|SUPER|Laptop|Max-Q)\b)(?!.*\bMIG\b)"

@@ -35,6 +35,7 @@ from tokens.tokenizer import EOT
 
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
 MANIFEST = "manifest.json"
+# NAME_train_000001.npy: name, split, index. The name has no slash, so it stays in its folder.
 SHARD_NAME = re.compile(
     r"(?P<stem>(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?)\.(npy|bin)"
 )
@@ -54,6 +55,7 @@ CHECKED_TOKENS = 1 << 24  # tokens checked at a time, so that checking a shard n
 
 def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
+    # The mistakes that are most likely: a path to one shard, and a folder that is yet to be made.
     data_dir = Path(data_dir)
     require(not data_dir.is_file(), f"{data_dir} is a file, but a folder of shards is needed; use {data_dir.parent}")
     require(data_dir.is_dir(), f"data folder {data_dir} does not exist; make it with: {_make_command(data_dir)}")
@@ -71,6 +73,7 @@ def shard_files(data_dir: str | Path) -> list[Path]:
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none."""
+    # Those of one split.
     paths = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
     rule = f"named like NAME_{split}_000001.npy or .bin"
     require(paths, f"data folder {data_dir} has no {split} shard ({rule}); make it with: {_make_command(data_dir)}")
@@ -106,6 +109,7 @@ def _read_header(path: Path) -> tuple[int, int]:
                 case _:
                     raise ValueError(f"suffix {path.suffix!r} is neither .npy nor .bin")
 
+    # A volume that fails for a moment is asked again.
     try:
         size, offset, count = retry_io(read, path)
 
@@ -114,6 +118,8 @@ def _read_header(path: Path) -> tuple[int, int]:
         is_complete = count > 0 and size == expected_size
         promise = f"{count:,} tokens ({expected_size:,} bytes)"
         require(is_complete, f"its header promises {promise} but it has {size:,} bytes")
+
+    # An error that may pass is not the file's fault; any other one is, whatever its kind.
     except OSError as e:
         if may_pass(e):
             raise
@@ -129,8 +135,10 @@ def _read_header(path: Path) -> tuple[int, int]:
 def _read_npy_header(f: BinaryIO) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) that numpy's header states. The header is parsed as literals,
     so nothing is unpickled."""
+    # The header says how long it is. A damaged length cannot make numpy read more than this.
     header = io.BytesIO(f.read(MAX_NPY_HEADER_BYTES))
     major_version = np.lib.format.read_magic(header)[0]
+
     # numpy writes version 1 for such arrays; others may write 2.
     if major_version == 1:
         shape, _, dtype = np.lib.format.read_array_header_1_0(header)
@@ -164,6 +172,7 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
 
     Not memory-mapped: a mapped file that is truncated, or whose volume fails, ends the process with SIGBUS.
     """
+    # The header says how many bytes follow.
     offset, count = _read_header(Path(path))
     size = offset + 2 * count
 
@@ -176,6 +185,8 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
         if may_pass(e):
             raise
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
+
+    # Between the header and the tokens, the file may have been replaced by a shorter one.
     data = buffer[:read_bytes]
     require(len(data) == size, f"{path} was cut to {len(data):,} bytes while being read; remove it, {REPAIR}")
 
@@ -237,10 +248,13 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
 def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -> None:
     """Raise UserError naming shard, position and id if an id in `tokens` (n,) is not below vocab_size."""
     for start in range(0, len(tokens), CHECKED_TOKENS):
+        # Most parts are good, which their largest id tells.
         part = tokens[start : start + CHECKED_TOKENS]
         if part.max() < vocab_size:
             continue
-        position = int(np.argmax(part >= vocab_size))  # of the first one that is too large
+
+        # Report the first id that is too large, with its position in the shard.
+        position = int(np.argmax(part >= vocab_size))
         rule = f"ids must be below the vocabulary size, {vocab_size}"
         problem = f"token {start + position:,} is id {part[position]}, but {rule}"
         raise UserError(f"{path}: {problem}; remove it, {REPAIR}")
@@ -304,6 +318,7 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
 
 def _check_manifest(manifest: Manifest) -> None:
     """Raise UserError, or another error for fields of the wrong type, unless every field that is used is usable."""
+    # What this version can read.
     is_known = manifest.version == 1 and manifest.tokenizer == "gpt2" and manifest.format in ("npy", "bin")
     require(is_known, "only version 1, tokenizer gpt2 and the formats npy and bin are supported")
 
@@ -382,8 +397,10 @@ def create_manifest(data_dir: str | Path) -> Manifest:
         entries.append(Shard(path.name, tokens, documents, sha256, end={}))
     require(not problems, "\n".join(problems))
 
-    # Another process may have written one in the meantime.
+    # Reading took minutes, and another process may have written one in the meantime.
     _refuse_existing_manifest(data_dir)
+
+    # The largest shard stands for their common size; the last one of a folder is smaller.
     source = {"name": "an unknown source", "subset": "", "column": "", "revision": "", "files": []}
     shard_tokens = max(shard.tokens for shard in entries)
     manifest = Manifest(source, formats.pop(), shard_tokens, complete=True, shards=entries)

@@ -219,6 +219,7 @@ def find_cards(text: str) -> tuple[CardGroup, ...]:
     hour of one GPU: "2080Ti@0.08+2x3090@0.22". Raises UserError for an unknown card or a bad price."""
     groups = []
     for part in text.split("+"):
+        # "2x3090@0.22" is a count and a name, then a price.
         name, at, price = part.partition("@")
         is_price = re.fullmatch(r"\s*[0-9]*\.?[0-9]+\s*", price)
         require(is_price or not at, f"--card {text!r}: {price!r} is not a price in dollars; write it as in 3090@0.22")
@@ -300,6 +301,7 @@ def recomputed_flops_per_token(cfg: TrainConfig, model: GPT) -> float:
     """FLOPs per token that --recompute adds: one more forward pass of all blocks, a third of their three passes."""
     if not cfg.recompute:
         return 0.0
+    # A forward pass: two FLOPs per weight, and the products of the attention, which has no weights.
     blocks = sum(p.numel() for p in model.transformer.h.parameters())
     attention = 4 * cfg.model.n_layer * cfg.model.n_embd * cfg.sequence_length  # scores, and their sums of values
     return 2 * blocks + attention
@@ -391,6 +393,7 @@ def activation_bytes_per_token(cfg: TrainConfig, residual_size: int) -> int:
     | input of the activation   | 4 C               | 2             |
     | output of the activation  | 4 C               | 2             |
     """
+    # The sum of the table's rows.
     L, C = cfg.model.n_layer, cfg.model.n_embd
     bfloat16_numbers = (2 + 3 + 1) * C + rotated_numbers(cfg.model) + mlp_numbers(cfg.model)
     block = 2 * C * residual_size + bfloat16_numbers * BFLOAT16
@@ -427,6 +430,7 @@ def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[i
     """Sequences in a forward pass: --micro-batch-size, or what its `auto` would find on cards with this much memory; 0
     if not even that fits. Raises UserError if the step's sequences do not split evenly over the ranks and the
     micro-batches."""
+    # `auto` leaves memory free and tries several sizes; a number that was asked for may fill the card.
     usable_bytes = card_bytes - CONTEXT_BYTES
     if cfg.micro_batch_size == "auto":
         usable_bytes -= microbatch.ballast_bytes(card_bytes)
@@ -441,7 +445,9 @@ def choose_micro_batch_size(cfg: TrainConfig, ranks: int, memory_of: Callable[[i
 
 def price_per_gpu(p: Prediction, gpu_hour_usd: float) -> float:
     """Dollars for an hour of one GPU, on average: the price that --card names for its kind, or else --gpu-hour-usd."""
+    # The price of each kind of GPU.
     prices = [gpu_hour_usd if group.hour_usd is None else group.hour_usd for group in p.groups]
+
     # Without the price of one kind there is no price: the sum of the others would look complete.
     if not all(prices):
         return 0.0
@@ -455,6 +461,7 @@ def report(cfg: TrainConfig, p: Prediction, max_steps: int) -> str:
     gpu_hours = seconds / 3600 * p.ranks
     cost = format_cost(seconds, p.ranks, price_per_gpu(p, cfg.gpu_hour_usd))
 
+    # What is predicted, on what: memory, time and price.
     cards = " + ".join(f"{group.count} x {group.name}" for group in p.groups)
     split = f"{p.ranks} x {p.micro_steps} x {p.micro_batch_size} x {cfg.sequence_length}"
     lines = [

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from system.cli import UserError
 from tokens import shards
 
+# The figures: a row for each evaluation of each reference.
 REFERENCE_CSV = Path(__file__).with_name("reference.csv")  # its `#` lines name the sources
 TOKENS_PER_STEP = 524_288  # of every public run in the file
 # The data of the public runs of each preset in the table.
@@ -85,6 +86,7 @@ class Reference(NamedTuple):
 
     def _interpolate(self, losses: tuple[float, ...], step: float) -> float:
         """The loss at a step from the losses at the evaluations, linearly."""
+        # The evaluations on either side of the step, which is not before the first one.
         before = max(index for index, evaluated in enumerate(self.step) if evaluated <= step)
         after = min(before + 1, len(self.step) - 1)
         steps_between = self.step[after] - self.step[before] or 1  # 1 at the last evaluation: nothing to interpolate
@@ -93,6 +95,7 @@ class Reference(NamedTuple):
     def judge(self, step: int, val_loss: float) -> str | None:
         """One line on how a run compares at `step` with `val_loss` (nats per token), or None where expected_range is
         None. A loss that is too low is off track as well: no honest run is that good, so something must leak."""
+        # There is no verdict where the public runs have no range.
         interval = self.expected_range(step)
         if interval is None:
             return None
@@ -112,6 +115,7 @@ class Reference(NamedTuple):
 @cache
 def read_references() -> list[Reference]:
     """All references of REFERENCE_CSV. Of a preset with several, the first has the preset's own number of steps."""
+    # Lines that begin with # are comments.
     text = REFERENCE_CSV.read_text()
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
 
@@ -183,12 +187,15 @@ def find_reference(
 
     The first three may be anything that a config.json holds, or None.
     """
+    # A step of another size is another step. type() and not isinstance(): True is an int.
     if tokens_per_step != TOKENS_PER_STEP or type(max_steps) is not int:
         return None
 
+    # Another data set has another loss.
     if shard_name and preset in DATASETS and difference_in_data(preset, shard_name):
         return None
 
+    # The same preset for about the same number of steps.
     for reference in read_references():
         tolerance = MAX_STEPS_TOLERANCE * reference.max_steps
         if reference.preset == preset and abs(max_steps - reference.max_steps) <= tolerance:

@@ -175,10 +175,13 @@ def set_metrics_aside(run_dir: Path) -> None:
 def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
     """The settings that all ranks must have been started with, by flag: all but those in MAY_DIFFER. Of a path only
     the kind is compared, because ranks with different kinds would wait for each other."""
+    # The fields of the network are flags of their own: --model.n-layer.
     settings = cfg.to_dict()
     network = settings.pop("model")
     flags = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
     flags |= {f"model.{name}": value for name, value in network.items()}
+
+    # A rank that downloads its data, or loads weights, waits for the others where a rank that does not would not.
     flags["data_dir"] = cfg.data_dir if cfg.data_dir.startswith("hf://") else "a folder"
     flags["init_from"] = "scratch" if cfg.init_from == "scratch" else "weights"
     return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
