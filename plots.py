@@ -3,11 +3,13 @@
     python plots.py log/quickstart                       # writes log/quickstart/curves.png
     python plots.py log/gpt2-124m --reference            # with public runs of this recipe behind the curves
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
+    python plots.py --reference                          # the public runs alone: public-runs.png
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
 Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
 while a run is still writing, without a display, and without importing torch. If the runs have different numbers of
-tokens per step, the x axis counts tokens. plots.ipynb calls read_curves and draw.
+tokens per step, the x axis counts tokens. plots.ipynb calls read_curves and draw; docs/ has the picture of the public
+runs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from system.cli import UserError, print0, printable, require, run_cli
 from system.files import atomic_write
 from training import metrics_file, trackers
 from training.reference import (
+    DATASETS,
     TOKENS_PER_STEP,
     Reference,
     difference_in_data,
@@ -243,9 +246,7 @@ def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference], refe
     # OpenAI's models, with their names at the left end of the lines.
     for name, accuracy in OPENAI_HELLASWAG.items():
         if best > accuracy - 0.05:  # a line far above every run would flatten them
-            ax.axhline(accuracy, color=GREY, ls=":", lw=1.2)
-            text = f"{name}: {accuracy}"
-            ax.annotate(text, (0.01, accuracy), (0, 3), ax.get_yaxis_transform(), "offset points", fontsize=8.5)
+            draw_openai_hellaswag(ax, name)
     fit_y_axis(ax)
 
     # The accuracies of the public runs. They come last, so that a longer band does not change the range of y.
@@ -254,6 +255,14 @@ def draw_hellaswag(ax, runs: list[PlottedRun], references: list[Reference], refe
             low, high = zip(*reference.hellaswag, strict=True)
             x = np.array(reference.step) * reference_step_size
             ax.fill_between(x, low, high, color=GREY, alpha=0.4, lw=0, zorder=0)
+
+
+def draw_openai_hellaswag(ax, name: str) -> None:
+    """A horizontal line at the accuracy of one of OpenAI's models, with its name."""
+    accuracy = OPENAI_HELLASWAG[name]
+    ax.axhline(accuracy, color=GREY, ls=":", lw=1.2)
+    text = f"{name}: {accuracy}"
+    ax.annotate(text, (0.01, accuracy), (0, 3), ax.get_yaxis_transform(), "offset points", fontsize=8.5)
 
 
 def draw_curve(ax, runs: list[PlottedRun], key: str) -> None:
@@ -303,7 +312,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     """Draw runs into one image.
 
     Args:
-        run_dirs: their folders; the same folder twice is one run.
+        run_dirs: their folders; the same folder twice is one run. None with `reference`: the public runs alone.
         out: the image; its suffix sets the format.
         reference: draw the public runs of their recipes (training/reference.py) behind them.
 
@@ -312,6 +321,8 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     from matplotlib.figure import Figure
 
     # The runs, and the public runs behind them.
+    if reference and not run_dirs:
+        return draw_public_runs(Path(out))
     dirs = list(dict.fromkeys(Path(d).resolve() for d in run_dirs))
     require(dirs, "no run folder given; give one or more: python plots.py log/quickstart")
     runs = []
@@ -369,6 +380,48 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     return out
 
 
+def draw_public_runs(out: Path) -> Path:
+    """Draw the public runs of all presets (training/reference.csv) over tokens: the curves that a run of the preset
+    should follow. Returns `out`. Raises UserError if no image of this format can be written."""
+    from matplotlib.figure import Figure
+
+    references = read_references()
+    figure = Figure(figsize=(12, 5.6), dpi=110, layout="constrained")
+    loss_ax, hellaswag_ax = figure.subplots(1, 2, width_ratios=(2, 1))
+
+    # Val loss: the range of the runs, and its middle as a line. A second epoch has the color of the
+    # first, and dashes.
+    presets = list(dict.fromkeys(reference.preset for reference in references))
+    for reference in references:
+        color = COLORS[presets.index(reference.preset)]
+        tokens = np.array(reference.step) * TOKENS_PER_STEP  # (evaluations,)
+        low, high = np.array(reference.low), np.array(reference.high)
+        style = "--" if reference.step[0] > 0 else "-"
+        runs = "1 run" if reference.runs == 1 else f"{reference.runs} runs"
+        label = f"{reference.preset}, {reference.max_steps:,} steps on {DATASETS[reference.preset]} ({runs})"
+        last = f"{low[-1]:.3f}" if reference.runs == 1 else f"{low[-1]:.3f} to {high[-1]:.3f}"
+        loss_ax.fill_between(tokens, low, high, color=color, alpha=0.3, lw=0)
+        loss_ax.plot(tokens, (low + high) / 2, color=color, ls=style, lw=1.6, label=f"{label}: {last}")
+
+        # HellaSwag, where it was published.
+        if reference.hellaswag:
+            accuracy = np.array(reference.hellaswag)  # (evaluations, 2)
+            hellaswag_ax.plot(tokens, accuracy.mean(axis=1), color=color, ls=style, lw=1.6)
+
+    # The first steps, from 11 down, would flatten the rest.
+    loss_ax.set_ylim(2.95, 4.5)
+    loss_ax.legend(loc="upper right", fontsize=9)
+    loss_ax.set(title="Val loss of public runs", ylabel=PANELS["Loss"][1])
+    draw_openai_hellaswag(hellaswag_ax, "OpenAI GPT-2 124M")
+    hellaswag_ax.set(title="HellaSwag", ylabel=PANELS["HellaSwag"][1])
+    for ax in (loss_ax, hellaswag_ax):
+        ax.set(xlabel="tokens", xlim=(0, None))
+        format_axes(ax, is_wide=ax is loss_ax, over_tokens=True)
+
+    save_figure(figure, out)
+    return out
+
+
 def format_axes(ax, is_wide: bool, over_tokens: bool) -> None:
     """Round numbers of steps (10,000) or tokens (2.5B), more of them in a panel that has a row of its own; a faint
     grid; no frame at the top and the right."""
@@ -413,7 +466,8 @@ def main(
     Args:
         run_dirs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c); several are
             overlaid.
-        reference: draw the band of public runs of the same recipe behind the curves of a run from scratch.
+        reference: draw the band of public runs of the same recipe behind the curves of a run from scratch; without run
+            folders, the public runs alone.
         out: the image; default: RUN_DIR/curves.png for one run, curves.png here for several.
         tensorboard: draw nothing, but write RUN_DIR/tensorboard of each.
     """
@@ -424,7 +478,8 @@ def main(
 
     # The picture of one run belongs to its folder; one of several runs belongs to none of theirs.
     default_folder = run_dirs[0] if len(run_dirs) == 1 else Path()
-    print0(f"wrote {draw(run_dirs, out or default_folder / 'curves.png', reference)}")
+    default_name = "curves.png" if run_dirs else "public-runs.png"
+    print0(f"wrote {draw(run_dirs, out or default_folder / default_name, reference)}")
 
 
 if __name__ == "__main__":

@@ -292,6 +292,19 @@ def test_a_run_that_gets_no_verdict_has_no_public_runs_behind_it(figure, tmp_pat
     assert ("no public runs are drawn behind" in printed and reason in printed) if reason else printed == ""
 
 
+def test_without_a_run_the_public_runs_of_every_preset_are_drawn(figure):
+    fig = figure([], reference=True)
+    lines = [line for line in find_panel(fig, "Val loss of public runs").lines if len(line.get_xdata()) > 2]
+    assert len(lines) == len(read_references())
+    for line, reference in zip(lines, read_references(), strict=True):
+        assert line.get_label().startswith(f"{reference.preset}, {reference.max_steps:,} steps")
+        assert line.get_xdata()[-1] == reference.step[-1] * 524_288
+        assert reference.low[-1] <= line.get_ydata()[-1] <= reference.high[-1]
+    # A curve for each reference with HellaSwag, and OpenAI's horizontal line.
+    hellaswag = find_panel(fig, "HellaSwag").lines
+    assert len(hellaswag) == 1 + sum(bool(reference.hellaswag) for reference in read_references())
+
+
 def test_command_line(run_script, tmp_path, monkeypatch):
     """Also without a screen and with a matplotlib backend that cannot work here."""
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
