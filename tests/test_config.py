@@ -78,6 +78,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_presets_resolve_to_the_numbers_of_their_recipes(name):
     """Printed, too: pytest -s -k recipes shows every preset's resolved values."""
+    # What follows from several fields, under the names that RECIPES has for it.
     cfg = PRESETS[name]
     derived = {
         "total_steps": cfg.total_steps(10_300_000_000 // 1024),
@@ -88,10 +89,19 @@ def test_presets_resolve_to_the_numbers_of_their_recipes(name):
     source, pairs = RECIPES[name]
     print(f"\n{name}, after {source}:")
     for pair in pairs.split():
+        # The preset's value: a field of the config, or of its network, as model.n_layer.
         field, expected = pair.split("=")
-        value = derived[field] if field in derived else functools.reduce(getattr, field.split("."), cfg)
+        if field in derived:
+            value = derived[field]
+        else:
+            value = functools.reduce(getattr, field.split("."), cfg)
         print(f"  {field} {value}")
-        is_same = value == pytest.approx(float(expected)) if isinstance(value, float) else str(value) == expected
+
+        # Floats are equal to rounding, everything else as it is printed.
+        if isinstance(value, float):
+            is_same = value == pytest.approx(float(expected))
+        else:
+            is_same = str(value) == expected
         assert is_same, f"{name}: {field} is {value}, {source} has {expected}"
 
 
@@ -195,12 +205,14 @@ def read_help(capsys, *words) -> str:
 def test_help_lists_every_flag_of_every_field_once_in_a_group(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     names = [name for group in GROUPS.values() for name in group.replace("|", " ").split()]
+
+    # Every field has a place, and only one.
     config_fields = {f.name for f in dataclasses.fields(TrainConfig)} - {"preset", "model"}
     network_fields = {f"model.{f.name}" for f in dataclasses.fields(GPTConfig)}
     fix = "give every field of a config a place in GROUPS of training/help.py"
     assert sorted(names) == sorted(config_fields | network_fields), fix
 
-    # Also both forms of every switch, which are tyro's.
+    # The help has the flag of every field, and both forms of every switch, which are tyro's.
     text = read_help(capsys, "quickstart", "--help")
     flags = set(re.findall(r"--[a-z][a-z0-9.-]*", text))
     expected = {flag_name(name) for name in names} | set(switches())
@@ -390,6 +402,8 @@ def test_a_config_of_an_older_version_is_refused_if_it_used_what_is_gone(change,
 def test_a_checkpoint_of_an_older_version_resumes_to_the_same_bits(tiny_args, tmp_path):
     """It has settings that are gone, turned off, and random states, which nothing draws from."""
     uninterrupted = train_quickstart(tiny_args, tmp_path / "uninterrupted", "--max-steps", "6")
+
+    # A run that ended at step 3, whose train state looks as an older version would have saved it.
     run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "6")
     for step in (4, 5, 6):
         checkpoint.model_path(run, step).unlink(missing_ok=True)

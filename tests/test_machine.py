@@ -126,6 +126,8 @@ def test_the_peak_of_a_cpu_is_unknown():
 
 def test_windows_is_refused_with_one_message_that_names_wsl():
     """Before the modules are imported that it lacks."""
+    # Every script in turn, in an interpreter that has what Windows has. What imports these modules themselves is
+    # imported before they are taken away.
     code = """if True:
         import asyncio, ctypes, pathlib, runpy, shutil, subprocess, sys, numpy, tyro, os
         sys.modules["fcntl"] = sys.modules["resource"] = None
@@ -148,13 +150,16 @@ def test_a_run_on_the_cpu_is_not_told_that_there_is_no_cuda_runtime(monkeypatch)
     """The warning that a torch built for CUDA gives where nvcc is installed and no GPU is."""
     from torch.utils import cpp_extension
 
+    # A machine with nvcc, and a handler that keeps what torch's logger is given.
     logger = logging.getLogger("torch.utils.cpp_extension")
+    handler = logging.handlers.BufferingHandler(10)
     monkeypatch.setenv("CUDA_HOME", "/usr/local")
     monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "handlers", [handler := logging.handlers.BufferingHandler(10)])
+    monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logger.level)  # back to this afterwards
     logger.setLevel(logging.WARNING)
 
+    # torch warns, until the CPU was chosen.
     cpp_extension._find_cuda_home()
     assert len(handler.buffer) == 1
 

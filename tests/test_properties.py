@@ -137,8 +137,12 @@ def draw_value(hint):
     """A strategy for values of a field's type, with odd ones often among them."""
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if options := get_args(hint):  # a union, such as int | Literal["auto"]
+
+    # A union, such as int | Literal["auto"]: values of any of its types.
+    options = get_args(hint)
+    if options:
         return st.one_of(*map(draw_value, options))
+
     integers = st.integers(-2, 2000) | st.integers()
     floats = st.floats(allow_infinity=False) | st.floats(0, 1)
     return {int: integers, float: floats, bool: st.booleans(), str: st.text(max_size=8)}[hint]
@@ -154,14 +158,17 @@ def draw_changes(cls):
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(PRESETS)), draw_changes(TrainConfig))
 def test_any_values_make_a_valid_config_or_are_refused(preset, changes):
-    """And one that is accepted survives its way through a checkpoint, and has a number of steps and learning rates."""
+    """The values are those of up to four fields of a preset, odd ones often among them."""
     try:
         cfg = dataclasses.replace(PRESETS[preset], **changes)
     except UserError as e:
+        # Refused with a message, also where the values come from a checkpoint.
         assert str(e)
         with pytest.raises(UserError):
             TrainConfig.from_dict({**PRESETS[preset].to_dict(), **changes})
         return
+
+    # Accepted: it survives its way through a checkpoint, and a run can be planned from it.
     assert TrainConfig.from_dict(cfg.to_dict()) == cfg
     total_steps = cfg.total_steps(cfg.sequences_per_step)
     assert total_steps >= 1 and cfg.sequences_per_step >= 1
