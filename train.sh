@@ -8,8 +8,9 @@
 #   ./train.sh stop log/gpt2-124m               # save and stop the run of that folder
 #   PUSH_TO=me/gpt2-124m REMOVE_POD=1 BUDGET_USD=30 GPU_HOUR_USD=2.5 ./train.sh
 #
-# A run folder (OUT) that holds checkpoints is resumed, never started over. OUT/train-<time>.log records every decision,
-# and OUT/status.json records how the trainer ended. Environment variables:
+# A run folder (OUT) that holds checkpoints is resumed, never started over. OUT/train-<time>.log records every decision
+# of one start, OUT/train.log is a link to the newest of these logs, and OUT/status.json records how the trainer ended.
+# Environment variables:
 #   NPROC         number of processes. Default: one per GPU, or one on a machine without GPUs.
 #   START_WAIT    seconds for which the log is shown after the start. Default: 15.
 #   MAX_RESTARTS  how often to restart after a failure. Default: 3. An error that you must fix is not restarted.
@@ -61,6 +62,28 @@ is_supervisor() { [[ $1 =~ ^[0-9]+$ ]] && grep -qzsFx "OUT=$OUT" "/proc/$1/envir
 
 # Print the path of the run's newest weights, or nothing.
 find_newest_weights() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | tail -n 1; }
+
+# Print words as a shell takes them, such as a command to paste.
+quote() {
+    local words
+    printf -v words ' %q' "$@"
+    echo "${words:1}"
+}
+
+# The same for somebody who is in the current folder, whose path is left out.
+to_paste() { quote "${@#"$PWD"/}"; }
+
+# Print the command that calls this script. After `bash train.sh`, $0 has no slash, and the shell would not find it.
+self() { [[ $0 == */* ]] && printf '%q\n' "$0" || printf 'bash %q\n' "$0"; }
+
+# Print the log to follow: OUT/train.log, or the newest log itself where the file system has no symbolic links.
+find_log() {
+    if [[ -L $OUT/train.log ]]; then
+        echo "$OUT/train.log"
+    else
+        { compgen -G "$OUT/train-*.log" || true; } | sort | tail -n 1
+    fi
+}
 
 # Print what this machine costs in a number of hours and a unit, as in "$480.00 a day (8 x $2.50 an hour)".
 describe_cost() { # HOURS UNIT
@@ -132,11 +155,14 @@ from tokens import shards
 from training import checkpoint, presets
 
 def main():
+    # The same checks as in the trainer, in its order: arguments, data, GPU.
     cfg = presets.parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
     if not cfg.data_dir.startswith("hf://"):
         for split in ("train", "val") if cfg.val_every else ("train",):
             shards.find_shards(cfg.data_dir, split)
     refuse_unusable_gpu(cfg.device)
+
+    # What the rest of train.sh needs to know.
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
     sizes = os.environ.get("PUSH_TO") and hub.planned_sizes(cfg)
     flags = "--model-bytes %d --optimizer-bytes %d --saves %d" % sizes if sizes else ""
@@ -148,8 +174,10 @@ END
 
 # Start the run that the arguments describe.
 launch() {
-    local typed_command="$0 $*" preset=() defaults=(--resume auto) checkpoint='' matches args
+    local typed_command preset=() defaults=(--resume auto) checkpoint='' matches args
     local lock_status=0 settings time_limit gpus sizes where='' budget_seconds='' log_file at_end first_line
+    local resume resume_words
+    typed_command="$(self)${*:+ $(quote "$@")}"
     check_environment
 
     # Defaults that the user's own flags override, because they come later. A budget replaces the time limit that a
@@ -157,6 +185,7 @@ launch() {
     [[ -z ${GPU_HOUR_USD:-} ]] || defaults+=(--gpu-hour-usd "$GPU_HOUR_USD")
     [[ -z ${BUDGET_USD:-} ]] || defaults+=(--time-limit '')
 
+    # The first argument may be a checkpoint or a preset.
     if [[ ${1:--} != -* && $1 == *.pt ]]; then
         # CHECKPOINT.pt [EPOCHS]: a name without a folder is looked for under log/. Resume from the folder, not from the
         # file: the run may have newer checkpoints.
@@ -172,8 +201,19 @@ launch() {
     fi
     args=("${preset[@]}" "${defaults[@]}" "$@")
 
+    # What the trainer makes of these arguments, and whether it would accept them.
     settings=$(resolve_settings "${args[@]}") || exit 1
     { read -r OUT && read -r RESUME && read -r time_limit && read -r sizes && read -r gpus; } <<<"$settings"
+
+    # How to resume this run after a stop. A command that says where to begin (at a checkpoint, or --resume none) would
+    # begin there again, which the trainer refuses once the run folder has a newer checkpoint: then name the run folder.
+    resume="the same command"
+    if [[ $RESUME != auto ]]; then
+        resume_words=("${preset[@]}" "$@")
+        [[ $(realpath -m "$RESUME") == "$OUT" ]] || resume_words+=(--resume "$OUT")
+        resume="$(self) $(to_paste "${resume_words[@]}")    # with the same variables"
+    fi
+
     # With another --out-dir this is a new run, which starts from exactly the checkpoint that was named.
     [[ -z $checkpoint || $OUT == "${checkpoint%/*}" ]] || args+=(--resume "$checkpoint")
 
@@ -185,6 +225,7 @@ launch() {
         "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" $sizes || exit 1
     fi
 
+    # The number of ranks: NPROC, or one per GPU, or one on a machine without GPUs.
     gpus=${NPROC:-$gpus}
     NPROC=$((gpus > 0 ? gpus : 1))
     ((gpus > 0)) || where=" on the CPU"
@@ -201,17 +242,27 @@ launch() {
     mkdir -p "$OUT"
     exec 9>>"$OUT/train.lock"
     flock -n 9 2>/dev/null || lock_status=$?
+
     # flock exits with 1 if somebody else holds the lock, and with another code if the file system has no locks, such as
     # Lustre mounted without -o flock. In the second case, look for the run's processes on this machine; the trainer
     # also takes a lock of its own, which works on such a file system (system/files.py).
     if ((lock_status == 1)) || [[ $lock_status != 0 && -n $(list_run_processes) ]]; then
         die "$OUT already has a run (processes: $(list_run_processes | tr '\n' ' ')): one run per folder." \
-            "Stop it with: $0 stop ${OUT@Q}, or give another --out-dir"
+            "Stop it with: $(self) stop $(to_paste "$OUT"), or give another --out-dir"
     fi
     ((lock_status == 0)) || echo "warning: the file system of $OUT has no flock; only the trainer locks the folder" >&2
+
+    # The log begins with the command as it was typed.
     log_file=$OUT/train-$(date +%Y%m%d-%H%M%S).log
     log "$typed_command" 2>/dev/null >>"$log_file"
     [[ -s $log_file ]] || die "cannot write to $log_file: is the disk full?"
+
+    # OUT/train.log links to this log, also when the folder is moved. A file of that name that is no link is the user's.
+    if [[ -L $OUT/train.log || ! -e $OUT/train.log ]]; then
+        rm -f "$OUT/train.log.part"
+        { ln -s "${log_file##*/}" "$OUT/train.log.part" && mv -fT "$OUT/train.log.part" "$OUT/train.log"; } 2>/dev/null ||
+            rm -f "$OUT/train.log"
+    fi
 
     # Say now, while somebody is there to read it, what will happen at the end.
     choose_stop_command
@@ -220,18 +271,29 @@ launch() {
     first_line=$(($(wc -l <"$log_file") + 1))
 
     # Start the supervisor (this script with --detached) in a session of its own, which a logout does not end.
-    export OUT RESUME NPROC BUDGET_SECONDS=$budget_seconds LOG_FILE=$log_file
+    export OUT RESUME NPROC BUDGET_SECONDS=$budget_seconds
     setsid bash "${BASH_SOURCE[0]}" --detached "${args[@]}" </dev/null >>"$log_file" 2>&1 &
     echo $! >"$OUT/train.pid"
     exec 9>&-
 
     # Say how to follow and stop the run, show its first seconds, and report one that has failed by then.
     echo "started: $NPROC process(es)$where, run folder $OUT, pid $!"
-    echo "follow:  tail -f ${log_file@Q}"
-    echo "stop:    $0 stop ${OUT@Q}    # it saves first; the same command resumes from there"
+    echo "follow:  tail -F $(to_paste "$(find_log)")"
+    echo "stop:    $(self) stop $(to_paste "$OUT")    # it saves first"
+    echo "resume:  $resume"
     [[ -z $at_end ]] || echo "$at_end"
     ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n "+$first_line" -f -s 0.2 --pid=$! "$log_file" || true
-    kill -0 $! 2>/dev/null || wait $! || die "the run ended at once; see its log: $log_file"
+    kill -0 $! 2>/dev/null || wait $! || die_at_once
+}
+
+# Report a run that has ended within its first seconds. torchrun prints a long traceback after the trainer's error, so
+# the last line repeats the error.
+die_at_once() {
+    local reason
+    STATUS_FILE=$OUT/status.json
+    reason=$(read_status reason)
+    echo "the run ended at once; its log: $(to_paste "$(find_log)")" >&2
+    die "${reason:-it crashed: see its log}"
 }
 
 # Set STOP_CMD, unless the user has. On RunPod, stopping a pod ends the price of its GPUs and keeps /workspace, whether
@@ -239,9 +301,12 @@ launch() {
 # are lost.
 choose_stop_command() {
     local mounted_at
+
+    # Only if it may be needed, and on a disk that outlives a stop.
     [[ -z ${STOP_CMD:-} && ${REMOVE_POD:-0} == 1 && -n ${RUNPOD_POD_ID:-} ]] && hash runpodctl 2>/dev/null || return 0
     mounted_at=$(df --output=target "$OUT" 2>/dev/null | tail -n 1)
     [[ $mounted_at == /workspace* ]] || return 0
+
     # The first command is that of runpodctl's version 2, the second that of version 1.
     export STOP_CMD="runpodctl pod stop $RUNPOD_POD_ID || runpodctl stop pod $RUNPOD_POD_ID"
 }
@@ -264,11 +329,14 @@ describe_hours() { awk -v h="$1" 'BEGIN { if (h < 1) printf "%g minutes", 60 * h
 # Print what will happen when training has ended, and what it costs.
 describe_end() {
     local unsaved='this machine stays: it would hold the only copy' kind mounted_at budget=''
+
+    # The push, for how long it is tried again, and what these tries may cost beyond the budget.
     if [[ -n ${PUSH_TO:-} ]]; then
         [[ -z ${BUDGET_USD:-} ]] || budget=", which BUDGET_USD does not cover: up to $(describe_cost "$(retry_hours)" more)"
         echo "at the end: push to $PUSH_TO; a push that fails is tried again for" \
             "$(describe_hours "$(retry_hours)") (PUSH_RETRY_HOURS)$budget"
     fi
+
     # PERSISTENT=1 lets this script remove the machine without a push: say where the run folder is.
     if [[ ${PERSISTENT:-0} == 1 ]]; then
         kind=$(df --output=fstype "$OUT" 2>/dev/null | tail -n 1)
@@ -277,6 +345,8 @@ describe_end() {
         [[ ! $kind =~ ^(overlay|tmpfs)$ ]] || echo "warning: $kind is usually the machine's own storage, which is lost" \
             "with it: leave out PERSISTENT=1, or put the run folder on the volume (--out-dir)"
     fi
+
+    # What becomes of the machine, also if the push fails.
     if [[ ${REMOVE_POD:-0} == 1 ]]; then
         [[ -z ${STOP_CMD:-} ]] || unsaved="this machine is stopped, with the weights on its disk ($STOP_CMD)"
         [[ ${PERSISTENT:-0} != 1 ]] || unsaved="this machine is removed all the same: PERSISTENT=1"
@@ -290,25 +360,32 @@ describe_end() {
 # Ask the run of folder $1 to save and stop.
 stop_run() {
     local pid
-    (($# == 1)) || die "give the run folder, as in $0 stop log/gpt2-124m"
+    (($# == 1)) || die "give the run folder, as in $(self) stop log/gpt2-124m"
     OUT=$(realpath -m "$1")
     STATUS_FILE=$OUT/status.json
+
+    # The supervisor removes train.pid at its end: without that file nothing runs, and the status says how it ended.
     if [[ ! -e $OUT/train.pid ]]; then
         case $(read_status) in
             finished) echo "nothing to stop: the run in $OUT has finished" ;;
             stopped) echo "nothing to stop: the run in $OUT has saved and stopped already" ;;
-            *_error) echo "nothing to stop: the run in $OUT has ended with an error; see ${OUT@Q}/train-*.log" ;;
+            *_error) echo "nothing to stop: the run in $OUT has ended with an error; see $(to_paste "$(find_log)")" ;;
             *) die "$OUT has no train.pid: train.sh has no run there" ;;
         esac
         return
     fi
+
+    # Signal the supervisor, and nobody else: it stops the ranks (handle_stop_signal).
     pid=$(cat "$OUT/train.pid")
     is_supervisor "$pid" || die "process $pid, named in $OUT/train.pid, is not this run's: the run was killed (by a" \
         "reboot, for example), or it is on another machine: then stop it there. Nothing was stopped"
     kill "$pid"
-    echo "process $pid was asked to stop; it saves first: tail -f ${OUT@Q}/train-*.log"
-    echo "to move the run, once it has stopped: python hub.py push-model ${OUT@Q} ${PUSH_TO:-OWNER/NAME} --with-optimizer;" \
-        "on the next machine: python hub.py pull-model ${PUSH_TO:-OWNER/NAME} log/${OUT##*/}, then the same start command"
+
+    # What to do next: watch it save, or move the run.
+    echo "process $pid was asked to stop; it saves first: tail -F $(to_paste "$(find_log)")"
+    echo "to move the run, once it has stopped:" \
+        "$(to_paste "${HUB[@]}" push-model "$OUT" "${PUSH_TO:-OWNER/NAME}" --with-optimizer); on the next machine:" \
+        "python hub.py pull-model ${PUSH_TO:-OWNER/NAME} $(to_paste "log/${OUT##*/}"), then the same start command"
 }
 
 # ---- in the background: train, restart, publish, give the machine back ----
@@ -324,6 +401,8 @@ handle_stop_signal() {
     local rank_pids
     log "asked to stop: the trainer saves and exits"
     stop_requested=1
+
+    # Without a child the caller's loop sees stop_requested. A child without children is no torchrun: end it.
     [[ -n $child_pid ]] || return 0
     mapfile -t rank_pids < <(list_children "$child_pid")
     kill -TERM "${rank_pids[@]:-$child_pid}" || true
@@ -337,6 +416,7 @@ run_child() {
     # A signal may have come just before child_pid was set: its handler then had nothing to stop.
     ((!stop_requested)) || kill -TERM "$child_pid" || true
     wait "$child_pid" || exit_code=$?
+
     # A signal ends `wait`, not the child: wait again until the child has ended.
     while kill -0 "$child_pid" 2>/dev/null; do
         wait "$child_pid" && exit_code=0 || exit_code=$?
@@ -360,17 +440,21 @@ stop_leftover_processes() {
 }
 
 # Print how the trainer ended, as its status file says (write_status in system/cli.py): finished, stopped, user_error or
-# system_error. Print nothing if there is no such file: then the trainer crashed before it could write one.
-read_status() {
-    "$PY" -I -c 'import json, sys; print(json.load(open(sys.argv[1]))["status"])' "$STATUS_FILE" 2>/dev/null || true
+# system_error; with `reason`, why. Print nothing if there is no such file: then the trainer crashed before it could
+# write one.
+read_status() { # [reason]
+    "$PY" -I -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$STATUS_FILE" "${1:-status}" \
+        2>/dev/null || true
 }
 
 # Run the trainer, and restart it after a failure, until it finishes, is stopped, or has failed more than MAX_RESTARTS
 # times. Sets outcome.
 run_training() {
-    local first_weights command attempt exit_code failures=0 max_restarts=${MAX_RESTARTS:-3}
+    local first_weights command attempt exit_code reason failures=0 max_restarts=${MAX_RESTARTS:-3}
     first_weights=$(find_newest_weights)
     command=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC" "$HERE/train_gpt2.py" "$@")
+
+    # One pass for each start of the trainer.
     while [[ -z $outcome ]]; do
         attempt=("${command[@]}")
         # A restart resumes from a checkpoint of this run. Until there is one, the user's own --resume applies.
@@ -378,12 +462,15 @@ run_training() {
         # The budget covers all restarts: what is left of it is the next time limit.
         [[ -z $BUDGET_SECONDS ]] ||
             attempt+=(--time-limit "$((BUDGET_SECONDS > SECONDS ? BUDGET_SECONDS - SECONDS : 1))")
+
+        # Train. The status of an earlier start must not be mistaken for that of this start.
         log "start $((failures + 1)): ${attempt[*]}"
-        # The status of an earlier start must not be mistaken for that of this start.
         rm -f "$STATUS_FILE" || true
         exit_code=0
         run_child env TRAIN_RUN_DIR="$OUT" TRAIN_STATUS_FILE="$STATUS_FILE" "${attempt[@]}" || exit_code=$?
         stop_leftover_processes
+
+        # Decide by the stop request, the exit code and the status what comes next: the end, or a restart.
         if ((stop_requested)); then
             outcome=stopped
             break
@@ -391,7 +478,10 @@ run_training() {
         case "$exit_code $(read_status)" in
             "0 stopped") outcome="ended early: see the line above" ;; # by --time-limit, or a signal to the ranks alone
             "0 "*) outcome=finished ;;
-            *" user_error") outcome="failed: see the error above" ;; # the same command would fail again
+            *" user_error") # the same command would fail again; torchrun has printed a traceback since: repeat the error
+                reason=$(read_status reason)
+                outcome="failed: ${reason:-see the error above}"
+                ;;
             *) # a system error, which may pass, or a crash
                 if ((failures >= max_restarts)); then
                     outcome="failed: exit code $exit_code, no restarts left"
@@ -415,6 +505,8 @@ push_periodically() {
         newest=$(find_newest_weights)
         # Weights without their optimizer state cannot be resumed: push complete checkpoints only.
         [[ $newest != "$last_pushed" && -f ${newest/model_/optim_} ]] || continue
+
+        # In a subshell, because push_once replaces its shell.
         log "pushing ${newest##*/} to $PUSH_TO while training continues"
         # --temporary: a later push may remove this checkpoint, because resuming needs only the newest one.
         if (push_once "$(push_seconds)" nice "${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" \
@@ -433,10 +525,19 @@ push_seconds() {
         echo "$PUSH_TIMEOUT"
         return
     fi
+
+    # 600 seconds, and the size of all files at 10 MB/s, which is 1e7 bytes a second.
     newest=$(find_newest_weights)
     files=("$newest" "${newest/model_/optim_}")
     [[ ${PUSH:-newest} != all ]] || files=("$OUT"/model_*.pt "$OUT"/optim_*.pt)
     { stat --format %s "${files[@]}" 2>/dev/null || true; } | awk '{n += $1} END {printf "%d", 600 + n / 1e7}'
+}
+
+# Print the command that saves a token of the Hub. It is read in the log, perhaps in a shell without .venv/bin on PATH.
+log_in_command() {
+    local hf=${PY%/*}/hf
+    [[ -x $hf ]] || hf=hf
+    echo "$(quote "$hf") auth login"
 }
 
 # Replace this (sub)shell with the command of a push, which is ended after $1 seconds.
@@ -452,17 +553,20 @@ push_once() { # SECONDS COMMAND...
 # succeeds.
 push_at_end() {
     local push=("${HUB[@]}" push-model "$OUT" "$PUSH_TO" "${PUBLIC[@]}" --steps "${PUSH:-newest}")
-    local try=0 pause=10 limit now deadline exit_code log_bytes advice
+    local try=0 pause=10 limit now deadline exit_code advice
+
     # A run that is not finished needs its optimizer state to be resumed elsewhere; a finished one, for more epochs.
     [[ $outcome == finished && ${PUSH_OPTIMIZER:-0} != 1 ]] || ! compgen -G "$OUT/optim_*.pt" >/dev/null || push+=(--with-optimizer)
+
+    # How long a try may take, and when the last one may begin.
     limit=$(push_seconds)
     deadline=$(awk -v now="$(date +%s)" -v hours="$(retry_hours)" 'BEGIN {printf "%d", now + hours * 3600}')
 
     while true; do
+        # One try, which a stop request interrupts.
         try=$((try + 1))
         log "push to $PUSH_TO, try $try, for at most $limit seconds"
         exit_code=0
-        log_bytes=$(stat --format %s "$LOG_FILE" 2>/dev/null || echo 0)
         run_child push_once "$limit" "${push[@]}" || exit_code=$?
         if ((exit_code == 0)); then
             nothing_to_lose="the weights are at $PUSH_TO"
@@ -476,19 +580,21 @@ push_at_end() {
             log "that push did not end in $limit seconds"
             limit=$((limit * 2))
         fi
+
+        # Give up at the deadline. The pauses double, up to ten minutes.
         now=$(date +%s)
         ((now + pause <= deadline)) || break
-        # This try's part of the log has the Hub's answer. Another token helps only if this one was refused.
+
+        # Another token helps only if this one was refused: 77 (the exit codes are listed in system/cli.py).
         advice=''
-        ! tail -c "+$((log_bytes + 1))" "$LOG_FILE" | grep -E 'answered 40[13]' >/dev/null ||
-            advice=". If the token has expired, run on this machine: hf auth login"
+        ((exit_code != 77)) || advice=". If the token has expired, run on this machine: $(log_in_command)"
         log "that push failed: the reason is above. Next try in $pause seconds, the last one in" \
             "$(((deadline - now + 59) / 60)) minutes$advice"
         run_child sleep "$pause" || true
         ((!stop_requested)) || break
         pause=$((pause * 2 < 600 ? pause * 2 : 600))
     done
-    log "the push failed; to push by hand: ${push[*]}"
+    log "the push failed; to push by hand: $(quote "${push[@]}")"
 }
 
 # Say why this machine stays, what that costs, and how to end it.
@@ -534,11 +640,13 @@ stop_machine() {
 
 # After training: publish the weights, then remove the machine if nothing can be lost by that.
 publish_and_remove() {
+    # Whoever stopped the run by hand decides what comes next.
     if ((stop_requested)); then
         keep_machine "stopped on request; nothing is pushed"
         return
     fi
 
+    # Find the reason, if there is one, why removing this machine loses nothing.
     if [[ -z $(find_newest_weights) ]]; then
         nothing_to_lose="there is no checkpoint to lose"
     else
@@ -548,6 +656,7 @@ publish_and_remove() {
         fi
     fi
 
+    # The user's wishes come first, then the safety of the weights.
     if ((stop_requested)); then
         keep_machine "asked to stop while it pushed"
     elif [[ ${REMOVE_POD:-0} != 1 ]]; then
@@ -570,10 +679,13 @@ supervise() {
     STARTED_FILE=$OUT/train.pid # written at this start: its time is the start's
     trap handle_stop_signal TERM INT
     trap '' HUP # a logout
+
     # Keep compiled code in the project's folder, which may be on a network volume: the next pod then has it, too.
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache}
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+
+    # What the budget of dollars is in seconds.
     [[ -z $BUDGET_SECONDS ]] || log "budget: $BUDGET_USD USD at $GPU_HOUR_USD an hour for each of $NPROC GPUs:" \
         "$BUDGET_SECONDS seconds, with restarts"
 
@@ -586,6 +698,7 @@ supervise() {
         set +m
     fi
 
+    # Train, end the pusher, publish. Without train.pid, `stop` knows that nothing runs.
     run_training "$@"
     [[ -z $pusher_pid ]] || { kill -- "-$pusher_pid"; wait "$pusher_pid"; } 2>/dev/null || true
     publish_and_remove
@@ -596,11 +709,17 @@ supervise() {
 # ---- main ----
 
 hash flock setsid realpath || die "on Linux install util-linux and coreutils; elsewhere run python train_gpt2.py itself"
+
+# The project's Python or, where it was installed otherwise, that of the shell.
 PY=$HERE/.venv/bin/python
 [[ -x $PY ]] || PY=$(command -v python || command -v python3) || die "no python on PATH; run: make install"
+
+# The words of every call of hub.py, and the flag of those that may publish.
 HUB=("$PY" "$HERE/hub.py")
 PUBLIC=()
 [[ ${PUSH_PUBLIC:-0} != 1 ]] || PUBLIC=(--public)
+
+# The first word says what to do; --help prints the comment at the top of this file.
 case ${1:-} in
     -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" ;;
     --detached) supervise "${@:2}" ;;

@@ -181,7 +181,7 @@ def write_status(status: str, reason: str = "") -> None:
         # Ranks may fail for different reasons. If one of them must be fixed by the user, a restart is of no use.
         if status == "system_error" and _read_status(path) == "user_error":
             return
-        part.write_text(json.dumps({"status": status, "reason": reason}) + "\n")
+        part.write_text(json.dumps({"status": status, "reason": printable(reason)}) + "\n")
         os.replace(part, path)
 
 

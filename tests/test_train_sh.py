@@ -6,6 +6,7 @@ where the words of `plan` are explained: what each start of the trainer does.
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ def test_a_start_says_how_to_follow_and_stop_it_and_runs_to_the_end(pod):
     done = pod.start("gpt2-124m", "--max-steps", "5")
     log = pod.wait_until_ended()
 
-    assert "2 process(es)," in done.stdout and "tail -f" in done.stdout and "train.sh stop " in done.stdout
+    assert "2 process(es)," in done.stdout and "resume:  the same command\n" in done.stdout
     assert pod.starts() == ["gpt2-124m --resume auto --max-steps 5"]
     assert "train.sh gpt2-124m --max-steps 5\n" in log  # the command as it was typed
     assert "--standalone --nproc_per_node=2" in log and "training finished" in log
@@ -135,13 +136,112 @@ def test_a_file_system_without_flock_is_told_from_one_whose_lock_is_held(pod):
     assert second.returncode == 1 and "already has a run" in second.stderr and len(pod.starts()) == 1
 
 
+# ------------------------------------------------------------------------- the commands that a start prints
+
+
+def read_commands(pod, *start, cwd=None, env=None):
+    """Start a run with the words of a shell, which trains until it is stopped. Returns the commands after "follow:",
+    "stop:" and "resume:" in its output."""
+    (pod.root / "plan").write_text("hang")
+    how = {"cwd": cwd or pod.root, "env": {**pod.env, **(env or {})}, "text": True, "timeout": 60}
+    output = subprocess.check_output(start, stdin=subprocess.DEVNULL, **how)
+    lines = [line.partition(":") for line in output.splitlines()]
+    return {name: command.strip() for name, _, command in lines if name in ("follow", "stop", "resume")}
+
+
+@pytest.mark.parametrize("command", [["./train.sh"], ["bash", "train.sh"], ["bash", "../train.sh"]])
+def test_the_printed_commands_work_when_pasted(pod, command):
+    """In the folder where the user is, also with blanks in names."""
+    folder = pod.root / "my work" if ".." in command[-1] else pod.root
+    folder.mkdir(exist_ok=True)
+    out = f"{folder.relative_to(pod.root)}/two runs/a"
+    printed = read_commands(pod, *command, "gpt2-124m", "--out-dir", "two runs/a", cwd=folder)
+    pod.wait_for_ranks(out)
+
+    def paste(words):
+        return subprocess.run(["bash", "-c", words], cwd=folder, env=pod.env, capture_output=True, text=True)
+
+    follow = paste(f"timeout 1 {printed['follow']}")
+    assert follow.stdout.startswith("20") and "start 1:" in follow.stdout and not follow.stderr
+    stopped = paste(printed["stop"])
+    assert stopped.returncode == 0, stopped.stderr
+    assert "training stopped" in pod.wait_until_ended(out)
+
+    # `stop` names the log, and the command that moves the run: it calls this project's hub.py
+    told = stopped.stdout
+    follow = paste(f"timeout 1 {told[told.index('tail -F') :].splitlines()[0]}")
+    assert "training stopped" in follow.stdout and not follow.stderr
+    push = told[told.index("stopped: ") + len("stopped: ") : told.index("; on the next")]
+    assert paste(push.replace("OWNER/NAME", "me/x")).returncode == 0
+    assert pod.read("pushed") == f"push-model {shlex.split(push)[3]} me/x --with-optimizer\n"
+    assert (folder / shlex.split(push)[3]).samefile(pod.root / out)
+
+
+@pytest.mark.parametrize(
+    "typed, resumed",
+    [
+        ("model_00500.pt 2 --max-lr 1e-4", "--resume log/mine --epochs 2 --max-lr 1e-4"),
+        ("log/mine/model_00500.pt 2 --out-dir fork", "--resume log/mine --epochs 2 --out-dir fork --resume fork"),
+        ("--resume log/mine/model_00500.pt", "--resume log/mine/model_00500.pt --resume log/mine"),
+        ("overfit --resume none", "overfit --resume none --resume log/overfit"),
+    ],
+)
+def test_a_start_from_a_checkpoint_names_the_command_that_resumes_it(pod, typed, resumed):
+    """The same command would begin at that checkpoint again, which the trainer refuses."""
+    run = pod.root / "log" / "mine"
+    run.mkdir(parents=True)
+    (run / "model_00500.pt").touch()
+
+    done = pod.start(*typed.split(), plan="finish")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("resume:")]
+    command, _, note = line.removeprefix("resume:").partition("#")
+    assert shlex.split(command)[1:] == resumed.split() and note == " with the same variables"
+
+
+@pytest.fixture
+def run_with_old_log(pod):
+    """A run folder with the log of an earlier start."""
+    run = pod.root / "log" / "gpt2-124m"
+    run.mkdir(parents=True)
+    (run / "train-20200101-000000.log").write_text("the old start\n")
+    return run
+
+
+def test_the_newest_log_has_one_name_from_start_to_start(pod, run_with_old_log):
+    (run_with_old_log / "train.log").symlink_to("train-20200101-000000.log")
+
+    done = pod.start()
+    pod.wait_until_ended()
+
+    assert "tail -F log/gpt2-124m/train.log\n" in done.stdout
+    old, new = sorted(run_with_old_log.glob("train-*.log"))
+    assert os.readlink(run_with_old_log / "train.log") == new.name and "training finished" in new.read_text()
+    assert old.read_text() == "the old start\n"
+    assert not list(run_with_old_log.glob("*.part*"))
+
+
+@pytest.mark.parametrize("obstacle", ["no symbolic links", "a file of the user's own"])
+def test_without_such_a_name_the_log_itself_is_followed(pod, run_with_old_log, obstacle):
+    if obstacle == "no symbolic links":
+        pod.add_tool("ln", "#!/bin/sh\necho 'ln: Operation not permitted' >&2\nexit 1\n")
+    else:
+        (run_with_old_log / "train.log").write_text("from nohup\n")
+
+    done = pod.start()
+    pod.wait_until_ended()
+
+    _, new = sorted(run_with_old_log.glob("train-*.log"))
+    assert f"tail -F log/gpt2-124m/{new.name}\n" in done.stdout and not done.stderr
+    assert pod.read("log/gpt2-124m/train.log") == ("" if obstacle == "no symbolic links" else "from nohup\n")
+
+
 # ------------------------------------------------------------------------- logout and stop
 
 
 def test_stop_stops_this_run_and_nobody_else(pod):
     started = pod.start(plan="save-hang")
     pod.wait_for_ranks()
-    assert f"stop {pod.root}/log/gpt2-124m " in started.stdout.replace("'", "")
+    assert "train.sh stop log/gpt2-124m " in started.stdout
     stopped = pod.start("stop", "log/gpt2-124m")
     assert "asked to stop" in stopped.stdout and "training stopped" in pod.wait_until_ended()
 
@@ -225,14 +325,18 @@ def test_gives_up_after_max_restarts(pod):
 def test_an_error_of_the_user_is_not_restarted_and_shown_at_once(pod):
     done = pod.start(plan="user-error", START_WAIT="20", check=False)
 
-    assert done.returncode == 1 and "--max-lr -1 must be positive" in done.stdout and "ended at once" in done.stderr
+    assert done.returncode == 1 and "--max-lr -1 must be positive" in done.stdout
     assert len(pod.starts()) == 1
+    # torchrun prints a traceback after the error: the last line of the terminal, and of the training, repeats it
+    where, error = done.stderr.splitlines()
+    assert "ended at once" in where and error == "error: --max-lr -1 must be positive"
+    assert "training failed: --max-lr -1 must be positive\n" in pod.wait_until_ended()
 
 
 def test_an_error_of_the_user_on_one_rank_outranks_the_system_error_of_another(pod):
     pod.start(plan="one-rank-user-error finish")
 
-    assert "training failed: see the error above" in pod.wait_until_ended()
+    assert "training failed: --max-lr -1 must be positive" in pod.wait_until_ended()
     assert len(pod.starts()) == 1
 
 
