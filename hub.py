@@ -66,6 +66,7 @@ def check(
         steps: which checkpoints are pushed at the end.
         periodic: checkpoints are also pushed during training, with their optimizer state; each replaces the last.
     """
+    # Opening the repository for a write makes it if it is missing, and tries the token.
     with open_to_write(repo, "model", public) as (api, repo):
         print0(f"{repo} exists, and this token may push to it")
         if model_bytes is None:
@@ -76,6 +77,8 @@ def check(
         stored = sum(getattr(entry, "size", 0) for entry in tree)
         planned = pushed_bytes(model_bytes, optimizer_bytes, saves, steps, periodic)
         print0(f"pushes: at most {planned / 1e9:.1f} GB in {repo}, which holds {stored / 1e9:.1f} GB now")
+
+        # Public storage has no such limit. What the account's other repositories hold cannot be seen from here.
         limit = f"a free account may store {FREE_PRIVATE_BYTES / 1e9:.0f} GB in all its private repositories"
         if not public and stored + planned > FREE_PRIVATE_BYTES:
             fix = "push fewer checkpoints (PUSH=newest), free space on the Hub, or make sure that your plan has more"
@@ -106,6 +109,7 @@ def planned_sizes(cfg: TrainConfig) -> tuple[int, int, int] | None:
     if cfg.save_every and not cfg.data_dir.startswith("hf://"):
         tokens = sum(path.stat().st_size // 2 for path in shards.find_shards(cfg.data_dir, "train"))
         saves = math.ceil(cfg.total_steps(tokens // cfg.sequence_length) / cfg.save_every)
+    # --keep deletes the others.
     if cfg.keep:
         saves = min(saves, cfg.keep + 1)  # and the best
     return model_bytes, optimizer_bytes, saves
@@ -115,6 +119,7 @@ def pushed_bytes(model_bytes: int, optimizer_bytes: int, saves: int, steps: str,
     """The most bytes that the pushes of a run store at a time, computed before there are any files (list_pushed_files
     lists the files themselves). The last push is counted with the optimizer, because a run that stops early is pushed
     with it, and with the export, which is as large as one more model."""
+    # How many model files the last push has.
     match steps:
         case "newest":
             models = 1
@@ -168,6 +173,7 @@ def push_model(
             push(repo, "model", folder, card="", public=public)
         return
 
+    # A temporary push is for resuming alone, so it needs no export.
     with_export = export and not temporary
     require(with_export or gguf is None, f"--gguf {gguf} is made from the export, which this push leaves out")
     with staging_folder(path if path.is_dir() else path.parent) as folder:
@@ -175,6 +181,8 @@ def push_model(
 
         # Loading the model also checks it: a damaged checkpoint is not pushed. push() replaces REPO in the card.
         run = model_card.read_run(folder / described)
+
+        # The export has a config.json of its own.
         if (folder / "config.json").is_file():
             (folder / "config.json").rename(folder / RUN_CONFIG)
         layout = None
@@ -185,6 +193,8 @@ def push_model(
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(folder.parent / "export", ignore_errors=True)
                 print0(f"warning: the export could not be written ({error}); the checkpoint is pushed without it")
+
+        # The page of the model.
         has_curves = (folder / "curves.png").is_file()
         card = model_card.make_card(run, "REPO", layout, license, has_checkpoint=True, has_curves=has_curves)
 
@@ -195,10 +205,11 @@ def push_model(
         def is_superseded(name: str) -> bool:
             return 0 <= step_of(name) < newest
 
+        # Upload everything, and mark what a later push may remove.
         marks = pushed if temporary else set()
         push(repo, "model", folder, card, public, temporary=marks, is_superseded=is_superseded)
 
-    # The Hub then has nothing to resume from, which another machine may need.
+    # Without the optimizer state the Hub has nothing to resume from, which another machine may need.
     run_dir = path if path.is_dir() else path.parent
     if not with_optimizer and any(run_dir.glob("optim_*.pt")):
         command = shlex.join(["python", "hub.py", "push-model", str(run_dir), repo, "--with-optimizer"])
@@ -243,6 +254,7 @@ def hold_checkpoints(path: Path, folder: Path, steps: str, with_optimizer: bool)
             hold_files(files, folder)
             return described.name
         except FileNotFoundError:
+            # Begin anew with an empty folder.
             for held in folder.iterdir():
                 held.unlink()
     raise UserError(f"{path} deletes its checkpoints as fast as they can be listed; use a larger --keep")
@@ -269,9 +281,11 @@ def list_pushed_files(path: Path, steps: str, with_optimizer: bool) -> tuple[Pat
             case _:
                 raise ValueError(f"--steps {steps!r} must be newest, best or all")
 
-    # What belongs to them: the curves, the config and, if asked for, what --resume needs.
+    # What belongs to them: the metrics, the curves and the config.
     others = [described.with_name(name) for name in ("metrics.jsonl", "curves.png", "config.json")]
     files = models | {p for p in others if p.is_file()}
+
+    # Resuming needs the newest step with its optimizer state, whichever models are pushed.
     if with_optimizer:
         optim = newest.with_name(newest.name.replace("model_", "optim_"))
         # A run that is training may have deleted both meanwhile: the caller then chooses again.
@@ -314,6 +328,8 @@ def pull_model(repo: str, out_dir: Path, revision: str | None = None, every_step
         wanted = chosen + others
         has_weights = any(name.endswith((".pt", ".safetensors")) for name in wanted)
         require(has_weights, f"{repo} has no model (model_00000.pt or model.safetensors); is the name right?")
+
+        # Download, with the Hub's hashes. The run's config gets the name that it has in a run folder.
         fetch(dict.fromkeys(wanted))
         if RUN_CONFIG in wanted:
             (out_dir / RUN_CONFIG).rename(out_dir / "config.json")
@@ -331,6 +347,7 @@ def best_model(run_dir: Path) -> Path | None:
         if row["step"] in saved and isinstance(row.get("val_loss"), float):
             val_losses[row["step"]] = row["val_loss"]
 
+    # A run that never evaluated a step that it saved.
     if not val_losses:
         print0(f"no step saved in {run_dir} has a val loss: its newest step is used as the best")
         return None
@@ -362,12 +379,16 @@ def export(path: Path, out_dir: Path, gguf: GgufType | None = None, license: str
     run = model_card.read_run(checkpoint.newest_model(path) if path.is_dir() else path)
     if gguf:
         check_convertible(run.model.config)
+
+    # The model, its card, and the GGUF.
     layout = convert.save_hf(run.model, out_dir)
     name = out_dir.resolve().name
     card = model_card.make_card(run, name, layout, license, has_checkpoint=False, has_curves=False)
     (out_dir / "README.md").write_text(card)
     if gguf:
         write_gguf(run.model, out_dir, out_dir / f"{name}-{gguf}.gguf", gguf)
+
+    # How to use it.
     print0(f"{out_dir} is ready; try: {sampling_command(out_dir)}")
     if layout.needs_code:
         print0("transformers has no class for this network: load it with trust_remote_code=True (see its README.md)")
@@ -390,6 +411,7 @@ def import_old(old: Path, out_dir: Path) -> None:
     # Read the old file before the folder is made: a bad file leaves no empty folder.
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
+
     # There is no train state to convert: such a model starts a new run with --init-from.
     target = checkpoint.model_path(out_dir, step)
     checkpoint.write(target, checkpoint.model_file(model, step))
