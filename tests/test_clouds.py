@@ -15,6 +15,7 @@ from training.presets import parse
 
 TWO_MACHINES = (ROOT / "docs" / "two-machines.md").read_text()
 CONTAINER = (ROOT / "docs" / "container.md").read_text()
+LAMBDA = (ROOT / "docs" / "lambda.md").read_text()
 
 # ------------------------------------------------------------------------- Slurm
 
@@ -207,3 +208,24 @@ def test_the_torch_of_an_image_takes_the_place_of_the_pinned_one(tmp_path):
     assert not (tmp_path / ".venv" / "pinned").exists() and (tmp_path / ".venv" / ".installed").exists()
     assert not re.search(r"^torch\b", (tmp_path / ".venv" / "requirements.txt").read_text(), re.M)
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m torch.distributed.run --standalone a b"
+
+
+# ------------------------------------------------------------------------- Lambda
+
+
+def test_the_call_that_terminates_an_instance_at_lambda_survives_its_quotes(tmp_path):
+    """train.sh runs SHUTDOWN_CMD with bash -c. The key is not in the variable, which train.sh prints in its log."""
+    settings = re.search(r"^    export SHUTDOWN_CMD='.*?'$", LAMBDA, re.M | re.S).group()
+    curl = tmp_path / "curl"
+    curl.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words\n')
+    curl.chmod(0o755)
+
+    script = f'{settings.replace("ID", "0920582c", 1)}\nbash -c "$SHUTDOWN_CMD"\n! echo "$SHUTDOWN_CMD" | grep secret'
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LAMBDA_API_KEY": "secret"}
+    subprocess.run(["bash", "-e", "-c", script], env=env, check=True)
+
+    *flags, url = (tmp_path / "words").read_text().splitlines()
+    assert url.startswith("https://") and url.endswith("/api/v1/instance-operations/terminate")
+    assert flags[flags.index("-u") + 1] == "secret:"
+    assert json.loads(flags[flags.index("-d") + 1]) == {"instance_ids": ["0920582c"]}
+    assert flags[flags.index("-H") + 1] == "Content-Type: application/json"
