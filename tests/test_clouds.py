@@ -47,6 +47,7 @@ def run_slurm_job(folder, exit_code=0, stand_ins=STAND_INS, job_id="7", **env):
     command = ["bash", str(ROOT / "cloud" / "slurm.sbatch"), "gpt2-350m", "--out-dir", "/shared/log/x"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == exit_code, done.stderr
+    (folder / "log").write_text(done.stdout)
     return [shlex.split(line) for line in (folder / "calls").read_text().splitlines() if "python" not in line]
 
 
@@ -118,6 +119,10 @@ def test_slurm_queues_a_job_again_whose_time_was_over_and_no_other(tmp_path, sta
     calls = run_slurm_job(tmp_path, 0 if requeued else exit_code, STATUS=written, CODE=str(exit_code))
 
     assert (["scontrol", "requeue", "7"] in calls) == requeued
+    # the last line of the log says how a job ended that is not queued again
+    if not requeued:
+        how = f"{status} {reason}".rstrip() if status else "the trainer crashed, see above"
+        assert (tmp_path / "log").read_text().splitlines()[-1].rstrip() == f"the job ends: {how}"
 
 
 def test_slurm_waits_for_a_status_that_the_network_file_system_shows_late(tmp_path):
