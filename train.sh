@@ -385,7 +385,7 @@ stop_run() {
     echo "process $pid was asked to stop; it saves first: tail -F $(to_paste "$(find_log)")"
     echo "to move the run, once it has stopped:" \
         "$(to_paste "${HUB[@]}" push-model "$OUT" "${PUSH_TO:-OWNER/NAME}" --with-optimizer); on the next machine:" \
-        "python hub.py pull-model ${PUSH_TO:-OWNER/NAME} $(to_paste "log/${OUT##*/}"), then the same start command"
+        "python hub.py pull-model ${PUSH_TO:-OWNER/NAME} $(to_paste "$OUT"), then the same start command"
 }
 
 # ---- in the background: train, restart, publish, give the machine back ----

@@ -175,6 +175,9 @@ def test_the_printed_commands_work_when_pasted(pod, command):
     assert paste(push.replace("OWNER/NAME", "me/x")).returncode == 0
     assert pod.read("pushed") == f"push-model {shlex.split(push)[3]} me/x --with-optimizer\n"
     assert (folder / shlex.split(push)[3]).samefile(pod.root / out)
+    # the next machine pulls into the folder that the same start command resumes
+    pull = told[told.index("pull-model") : told.index(", then the same start command")]
+    assert shlex.split(pull) == ["pull-model", "OWNER/NAME", "two runs/a"]
 
 
 @pytest.mark.parametrize(
