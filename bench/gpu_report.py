@@ -35,7 +35,7 @@ from pathlib import Path
 
 import tyro
 
-from system import cli
+from system import cli, machine
 from system.cli import UserError, require
 from system.files import atomic_write
 from training import hellaswag_eval, metrics_file, predict
@@ -44,6 +44,7 @@ from training.presets import parse
 ROOT = Path(__file__).resolve().parent.parent
 REPORT_SECONDS = 28 * 60
 TAIL_LINES = 25  # of what a failed command printed
+TEST_TAIL_LINES = 200  # of failed tests: each has a traceback
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,15 @@ class Report:
     def seconds_left(self) -> float:
         return self.args.seconds - (time.monotonic() - self.start_time)
 
-    def run(self, *command: str, limit: float = 600, environment: dict[str, str] | None = None) -> str:
+    def run(
+        self,
+        *command: str,
+        limit: float = 600,
+        environment: dict[str, str] | None = None,
+        tail_lines: int = TAIL_LINES,
+    ) -> str:
         """What a command prints to its standard output. It gets `limit` seconds at most, and what is left of the
-        report's time. Raises PartFailed."""
+        report's time. Raises PartFailed with the last `tail_lines` of its output."""
         environment = os.environ | self.sizes.environment | (environment or {})
         limit = max(1, min(limit, self.seconds_left()))
 
@@ -176,7 +183,7 @@ class Report:
             errors.seek(0)
             text = output.read()
             if problem:
-                lines = (text + errors.read()).strip().splitlines()[-TAIL_LINES:]
+                lines = (text + errors.read()).strip().splitlines()[-tail_lines:]
                 raise PartFailed(f"{problem}: {' '.join(command)}\n" + "\n".join(lines))
             return text
 
@@ -326,24 +333,27 @@ def steps_part(report: Report) -> str:
 
 def larger_part(report: Report) -> str:
     """A step of the larger presets that fit."""
-    return steps_table(report, report.sizes.larger, limit=180)
+    return steps_table(report, report.sizes.larger, limit=240)
 
 
 def tests_part(report: Report) -> str:
     """Run the tests that need a GPU, and show the name and outcome of each."""
-    # In one process (-n 0), because several would share the card's memory.
+    # In one process (-n 0), because several would share the card's memory. -vv, because pyproject.toml has a -q, which
+    # takes away one v: with names, the report shows how far tests came that ran out of time.
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-n",
         "0",
-        "-v",
+        "-vv",
+        "--durations=0",
         "--no-header",
         "tests/test_cuda.py",
         *report.sizes.tests,
     ]
-    return as_code("\n".join(report.run(*command, limit=420).splitlines()[-40:]))
+    output = report.run(*command, limit=540, tail_lines=TEST_TAIL_LINES)
+    return as_code("\n".join(output.splitlines()[-60:]))
 
 
 def resume_part(report: Report) -> str:
@@ -511,6 +521,8 @@ def main() -> None:
         require(name in all_parts, f"--only {name!r} must be one of {', '.join(all_parts)}")
     hint = "to test the report itself on the CPU: python -m bench.gpu_report --toy"
     require(args.toy or list_gpus(), f"nvidia-smi lists no GPU here; {hint}")
+    if not args.toy:
+        machine.refuse_unusable_gpu("cuda")
 
     # One part after the other, as long as there is time.
     report = Report(args, ON_A_CPU if args.toy else ON_A_GPU, time.monotonic())

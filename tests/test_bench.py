@@ -9,6 +9,7 @@ import torch
 from helpers import make_documents, make_hellaswag_rows, make_shards, write_jsonl, write_parquet
 
 from bench import generate, gpu_report
+from system import machine
 from system.cli import UserError
 from training import predict
 
@@ -97,6 +98,18 @@ def test_a_machine_without_a_gpu_is_told_how_to_try_the_report(tmp_path, monkeyp
         gpu_report.main()
 
 
+def test_a_torch_that_cannot_use_the_gpu_ends_the_report_before_its_first_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_report", "--out-dir", str(tmp_path / "out")])
+    monkeypatch.setattr(gpu_report, "list_gpus", lambda: ["NVIDIA H100"])
+    monkeypatch.setattr(machine, "GPU_FILES", (str(tmp_path),))  # a file that is there
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"built without CUDA; .* make clean install"):
+        gpu_report.main()
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("error, is_measured", [
     (predict.DoesNotFit("one sequence is too large"), False), (UserError("no data sheet fits this card"), True),
 ])  # fmt: skip
@@ -125,5 +138,12 @@ def test_the_report_of_a_toy_on_the_cpu_has_every_part(run_in_fork, tmp_path):
         ["done"] * len(gpu_report.PARTS)
     ), text
     assert "failed" not in text, text
-    for words in ("| same bits | same bits |", "2 passed", "Largest difference in loss: 0.0e+00", "| ours |"):
+    # -vv: the name of each test.
+    for words in (
+        "| same bits | same bits |",
+        "are_those_of_the_cpu PASSED",
+        "2 passed",
+        "Largest difference in loss: 0.0e+00",
+        "| ours |",
+    ):
         assert words in text, text
