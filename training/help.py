@@ -3,7 +3,12 @@
     print(help_text(PRESETS["quickstart"], everything=False, presets=list(PRESETS)))
 
 Called by training/presets.py. tyro parses the flags, but its own help is one long list; the groups are defined here.
-The text of a flag is the docstring of its field in training/config.py, or the comment beside the field in model.py.
+The text of a flag is the docstring of its field in training/config.py, or the comment beside the field in model.py:
+
+    optimizer:
+      --max-lr 0.0006             Peak learning rate.
+      --no-compile                torch.compile; off: starts at once, but trains slower.
+    ^ a flag, its value           ^ COLUMN: the text
 """
 
 from __future__ import annotations
@@ -40,18 +45,27 @@ COLUMN = 30  # of the terminal, where the texts begin
 
 
 def help_text(defaults: TrainConfig, everything: bool, presets: list[str]) -> str:
-    """All flags, or the common ones, with the values of `defaults`."""
+    """The help to print: all flags if `everything`, else the common ones, with their values in `defaults`. `presets`
+    are the names that the help lists."""
+    # What to type. The lines are as wide as the terminal, as long as they are comfortable to read.
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
     lines = ["usage: python train_gpt2.py [PRESET] [--flag value ...]"]
     lines += textwrap.wrap(f"presets: {', '.join(presets)} (the first is the default)", width)
     lines += [f"flags, with their values in {defaults.preset}:"]
 
-    # Each group has a heading and its flags.
-    help_by_name = field_help(TrainConfig) | {f"model.{name}": text for name, text in field_help(GPTConfig).items()}
+    # The texts of all flags, of the run and of the network.
+    help_by_name = field_help(TrainConfig)
+    help_by_name |= {f"model.{name}": text for name, text in field_help(GPTConfig).items()}
+
+    # Each group has a heading and its flags. The short help has no empty lines, so that it fits on one screen.
     for title, names in GROUPS.items():
         common, _, others = names.partition("|")
-        lines += ["", f"{title}:"] if everything else [f"{title}:"]
-        for name in (common + others if everything else common).split():
+        shown = common
+        if everything:
+            shown += others
+            lines.append("")
+        lines.append(f"{title}:")
+        for name in shown.split():
             lines += describe_flag(name, defaults, help_by_name[name], everything, width)
 
     # Say where the other flags and the other programs are.
@@ -63,8 +77,11 @@ def help_text(defaults: TrainConfig, everything: bool, presets: list[str]) -> st
 
 
 def describe_flag(name: str, defaults: TrainConfig, text: str, everything: bool, width: int) -> list[str]:
-    """The lines of a flag: its name and value, then its text."""
-    # The value that this preset has, and the type.
+    """The lines of a flag: its name and value, then `text`, wrapped to `width` characters.
+
+    `name` is that of a field of TrainConfig, or "model." and that of a field of GPTConfig. `everything`: for --help.
+    """
+    # The value of this field in `defaults`, and its type.
     owner: TrainConfig | GPTConfig = defaults
     if name.startswith("model."):
         owner = defaults.model
@@ -72,7 +89,8 @@ def describe_flag(name: str, defaults: TrainConfig, text: str, everything: bool,
     value = getattr(owner, field)
     hint = get_type_hints(type(owner))[field]
 
-    # A switch takes no value. --help shows both forms; -h shows the form that changes the default.
+    # A switch takes no value. --help shows both of its forms; -h shows the form that changes the default. Any other
+    # flag is shown with its value, as one would type it; TEXT stands for a value that is empty or needs quotes.
     flag = flag_name(name)
     if hint is bool and everything:
         flag = f"{flag}, {flag_name(name, off=True)}"
@@ -82,11 +100,13 @@ def describe_flag(name: str, defaults: TrainConfig, text: str, everything: bool,
     else:
         is_word = re.fullmatch(r"[^\s']+", str(value))
         flag = f"{flag} {value if is_word else 'TEXT'}"
+
+    # A flag that takes one of a few words lists them, unless its text mentions them all.
     choices = [str(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else []
     if not all(choice in re.findall(r"\w+", text) for choice in choices):
         text = f"{text} ({', '.join(choices)})"
 
-    # The text beside the flag, or below it if the flag is long.
+    # The text begins beside the flag, or below it if the flag is long.
     body = textwrap.wrap(text.strip(), max(20, width - COLUMN)) or [""]
     first = f"  {flag}"
     if len(first) >= COLUMN:
@@ -105,26 +125,29 @@ def flag_name(name: str, off: bool = False) -> str:
 @cache
 def switches() -> dict[str, tuple[str, str]]:
     """{flag: (the form that turns it on, the form that turns it off)} for both forms of every switch."""
-    # The switches are the fields of type bool, of the run and of the network.
+    # The names of the fields of type bool, of the run and of the network.
     names = [name for name, hint in get_type_hints(TrainConfig).items() if hint is bool]
     names += [f"model.{name}" for name, hint in get_type_hints(GPTConfig).items() if hint is bool]
+
+    # Both forms of each, to look up either.
     forms = [(flag_name(name), flag_name(name, off=True)) for name in names]
     return {flag: form for form in forms for flag in form}
 
 
 def field_help(config_class: type) -> dict[str, str]:
     """{field: its docstring, or else the comment on its line, or an empty text} of a dataclass."""
-    # Comments and docstrings of fields exist in the source alone, so parse that.
+    # At run time a field has neither its comment nor the string below it, so parse the source.
     source = inspect.getsource(config_class)
     source_lines = source.splitlines()
     (class_node,) = ast.parse(source).body
     names = {field.name for field in fields(config_class)}
 
+    # Go through the statements of the class, each with the one after it, and pick the fields: `name: type = default`.
     texts: dict[str, Any] = {}
     for node, following in zip(class_node.body, [*class_node.body[1:], None], strict=True):
         if not (isinstance(node, ast.AnnAssign) and node.target.id in names):
             continue
-        # A string literal right after a field is its docstring.
+        # A string literal right after a field is its docstring. Otherwise take the comment at the end of its line.
         match following:
             case ast.Expr(value=ast.Constant(value=str(docstring))):
                 text = docstring

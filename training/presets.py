@@ -150,9 +150,11 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     changes need flags.
     """
     # A first word that is not a flag is a preset.
-    preset, flags = None, argv
+    preset = None
+    flags = argv
     if argv and not argv[0].startswith("-"):
-        preset, flags = argv[0], argv[1:]
+        preset = argv[0]
+        flags = argv[1:]
     if preset is not None and preset not in PRESETS:
         similar = difflib.get_close_matches(preset, PRESETS, 1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "."
@@ -172,11 +174,16 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
         defaults = replace(defaults, max_steps=0)
 
     # -h asks for help only if no value follows: in llm.c, `-h 1` turns HellaSwag on.
-    has_value = "-h" in flags and not [*flags, "-"][flags.index("-h") + 1].startswith("-")
-    if "--help" in flags or ("-h" in flags and not has_value):
-        print0(help_text(defaults, "--help" in flags, list(PRESETS)))
+    wants_long_help = "--help" in flags
+    wants_short_help = False
+    if "-h" in flags:
+        words_after = flags[flags.index("-h") + 1 :]
+        wants_short_help = not words_after or words_after[0].startswith("-")
+    if wants_long_help or wants_short_help:
+        print0(help_text(defaults, wants_long_help, list(PRESETS)))
         raise SystemExit(0)
 
+    # Parse the flags over the defaults.
     refuse_values_of_switches(flags)
     cfg = tyro.cli(TrainConfig, default=defaults, args=flags, prog="train_gpt2.py [PRESET]", add_help=False)
 
@@ -188,17 +195,24 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
 
 def refuse_values_of_switches(flags: list[str]) -> None:
     """Raise UserError for a switch that is given a value, as in `--compile=False` of nanoGPT or `--compile 0`."""
+    # Each word with the one after it.
     for word, following in pairwise([*flags, "--"]):
         name, equals, value = word.partition("=")
         switch = name.replace("_", "-")
         if switch not in switches():
             continue
-        if not equals and following.startswith("-"):
-            continue
+
+        # The value is after the equals sign, or the next word if that is no flag.
+        typed = word
+        if not equals:
+            if following.startswith("-"):
+                continue
+            value = following
+            typed = f"{word} {following}"
 
         # Suggest what was probably meant: --compile=False turns it off, --no-compile=False turns it on.
-        typed = word if equals else f"{word} {following}"
         on, off = switches()[switch]
-        is_false = (value if equals else following).lower() in ("0", "false", "no", "off")
-        meant = off if is_false == (switch == on) else on
+        meant = switch
+        if value.lower() in ("0", "false", "no", "off"):
+            meant = off if switch == on else on
         raise UserError(f"{typed}: a switch takes no value; write {meant}; {OTHER_TRAINERS}")
