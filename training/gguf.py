@@ -34,10 +34,14 @@ said, "and the figures in it are wrong." def mean(values): return sum(values) / 
 
 
 def check_convertible(config: GPTConfig) -> None:
-    """Raise UserError unless llama.cpp's converter is installed and supports this network."""
+    """Raise UserError unless llama.cpp's converter is installed and supports this network. hub.py calls it before it
+    writes an export."""
+    # Of the networks that model.py computes, the converter knows GPT-2 alone.
     layout = hf_layouts.layout_of(config)
     problem = f"llama.cpp's converter supports GPT-2, but this network is a {layout.class_name}"
     require(layout.model_type == "gpt2", f"{problem}; leave out --gguf; transformers and infer.py run the model")
+
+    # A GGUF has the tokenizer in it, and an export has a tokenizer only if the vocabulary is GPT-2's.
     problem = f"a GGUF needs GPT-2's vocabulary, but this model has {config.vocab_size} tokens"
     require(config.vocab_size > tokenizer.EOT, f"{problem}; leave out --gguf")
     find_converter()
@@ -45,51 +49,62 @@ def check_convertible(config: GPTConfig) -> None:
 
 def find_converter() -> str:
     """The path of the converter: beside this Python, or on PATH. Raises UserError if there is none."""
-    places = [None, str(Path(sys.executable).parent)]
+    # shutil.which searches PATH if it is given no folder.
+    folders = [None, str(Path(sys.executable).parent)]
     for name in CONVERTERS:
-        for place in places:
-            path = shutil.which(name, path=place)
+        for folder in folders:
+            path = shutil.which(name, path=folder)
             if path:
                 return path
     raise UserError(f"a GGUF needs llama.cpp's converter, which is not installed; {INSTALL_CONVERTER}")
 
 
 def write_gguf(model: GPT, folder: Path, path: Path, kind: GgufType) -> None:
-    """Convert the export of `model` in `folder` to the file `path`. Raises UserError if the converter fails."""
+    """Convert the export of `model` in `folder` to the file `path`, whose matrices are stored as `kind`. Raises
+    UserError if the converter is missing, does not support the network, or fails."""
+    # Run the converter. If it is a .py file, run it with this Python.
     check_convertible(model.config)
     command = [find_converter(), str(folder), "--outfile", str(path), "--outtype", kind]
     if command[0].endswith(".py"):
         command.insert(0, sys.executable)
-    done = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
 
-    # A converter that fails prints a traceback, whose last line says what is wrong.
-    if done.returncode or not path.is_file():
+    # If it fails, leave no incomplete file. It prints a traceback, whose last line says what is wrong.
+    if result.returncode or not path.is_file():
         path.unlink(missing_ok=True)
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        reason = lines[-1][:300] if lines else f"exit code {done.returncode}"
+        lines = (result.stderr or result.stdout).strip().splitlines()
+        reason = lines[-1][:300] if lines else f"exit code {result.returncode}"
         raise UserError(f"{command[0]} could not convert {folder}: {reason}")
+
+    # llama.cpp computes the tanh approximation in every GPT-2.
     if model.config.activation == "gelu_erf":
         print0(f"warning: {gelu_note(model)}")
 
 
 def exact_gelu_error(model: GPT) -> float:
     """The error of a runtime that computes GELU's tanh approximation for a `model` with the exact GELU (nanoGPT's): the
-    largest difference of a log-probability, over SAMPLE_TEXT and the whole vocabulary."""
+    largest difference of a log-probability, in nats, over SAMPLE_TEXT and the whole vocabulary."""
     import torch
 
     from model import GPT
 
-    # Run the same weights with the other activation function, too.
-    approximate = GPT.from_state_dict(replace(model.config, activation="gelu"), model.state_dict()).eval()
+    # The same weights, with the activation function of llama.cpp's GPT-2.
+    approximate_model = GPT.from_state_dict(replace(model.config, activation="gelu"), model.state_dict()).eval()
+
+    # Run both on the text, as far as it fits into the context.
     ids = tokenizer.encoding().encode_ordinary(SAMPLE_TEXT)[: model.config.block_size]
     idx = torch.tensor([ids])  # (1, T)
     with torch.no_grad():
-        exact, other = (network(idx)[0].float().log_softmax(-1) for network in (model, approximate))  # (1, T, V)
-    return (exact - other).abs().max().item()
+        exact_logits, _ = model(idx)  # (1, T, V)
+        approximate_logits, _ = approximate_model(idx)
+
+    # Compare the log-probabilities of every token at every position.
+    difference = exact_logits.float().log_softmax(-1) - approximate_logits.float().log_softmax(-1)
+    return difference.abs().max().item()
 
 
 def gelu_note(model: GPT) -> str:
-    """The note for those who run a model with the exact GELU in llama.cpp."""
+    """The note for those who run a model with the exact GELU in llama.cpp. It takes two forward passes to write."""
     error = exact_gelu_error(model)
     return (
         "this model uses the exact GELU (nanoGPT's), but llama.cpp's GPT-2 computes the tanh approximation: "

@@ -4,7 +4,10 @@
     metrics.log_step(run, result, lr, seconds)
 
 Called by train_gpt2.py. metrics.jsonl holds one object a line, `step` always, and no step twice;
-training/metrics_file.py reads it. Trackers (TensorBoard, wandb) get the same values.
+training/metrics_file.py reads it. Trackers (TensorBoard, wandb) get the same values. For the same step:
+
+    metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
+    the console     step   250/19073 | loss: 5.800000 | lr 2.1000e-04 | norm: 0.7000 | dt: ... | eta: 12h30m
 """
 
 from __future__ import annotations
@@ -41,11 +44,13 @@ class MetricsLogger:
         self.throughput = Throughput(train_step)
         self.start_time = time.monotonic()
         self.last_print_time: float | None = None
+
+        # The other ranks get a tracker that does nothing, and no file.
         self.tracker = Tracker()
         if not self.is_main:
             return
 
-        # Drop the lines of steps that this run will repeat.
+        # Drop the lines of steps that this run will repeat. The new file replaces the old one at once.
         path = self.cfg.run_dir / "metrics.jsonl"
         old_rows = read_metrics(path)
         kept = [json.dumps(row) + "\n" for row in old_rows if row["step"] < run.start_step]
@@ -58,7 +63,7 @@ class MetricsLogger:
 
     def log_step(self, run: RunState, result: StepResult, lr: float, seconds: float) -> None:
         """Log the step that has just been done in `seconds`: its line in metrics.jsonl and, at most about once a
-        second, on the console."""
+        second, on the console. `lr` is the scheduled value of --max-lr. Raises what `write` raises."""
         # Add the measurements of the step to those made before it, such as the val loss.
         run.measured |= {"train_loss": result.loss, "lr": lr, "grad_norm": result.norm}
         run.measured |= self.throughput.update(seconds)
@@ -74,14 +79,16 @@ class MetricsLogger:
     def _console_line(self, run: RunState) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
         # Step, loss, rate, norm and speed are always known.
-        m = run.measured
+        row = run.measured
         parts = [
-            f"step {run.step:5d}/{run.max_steps} | loss: {m['train_loss']:.6f} | lr {m['lr']:.4e}",
-            f"norm: {m['grad_norm']:.4f} | dt: {m['step_ms']:.2f}ms | tok/sec: {m['tokens_per_second']:,.0f}",
+            f"step {run.step:5d}/{run.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}",
+            f"norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms | tok/sec: {row['tokens_per_second']:,.0f}",
         ]
-        # The MFU is known for cards with a data sheet, the ETA after two steps, the cost if the price is given.
-        if m["mfu"]:
-            parts.append(f"mfu: {m['mfu']:.1%}")
+
+        # The MFU is known for cards with a data sheet, the ETA after two steps, the cost if the price is given. The
+        # step of this line is done, but not counted yet.
+        if row["mfu"]:
+            parts.append(f"mfu: {row['mfu']:.1%}")
         eta_s = self.throughput.eta_s(run.max_steps - run.step - 1)
         if math.isfinite(eta_s):
             parts.append(f"eta: {format_duration(eta_s)}")
@@ -95,7 +102,8 @@ class MetricsLogger:
         if the cause may be temporary."""
         if not self.is_main:
             return
-        # JSON has no NaN and no infinity, which a refused update may contain.
+
+        # JSON has no NaN and no infinity, which a refused update may contain: write null.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in measured.items()}
         line = json.dumps(row).encode() + b"\n"
 
@@ -103,7 +111,7 @@ class MetricsLogger:
         with self._explain_errors(len(line)):
             self.file.append(line)
 
-        # The tracker gets the values that it can plot.
+        # The tracker gets every value that is known.
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
         self.tracker.log_scalars(measured["step"], values)
 
@@ -133,6 +141,7 @@ class MetricsLogger:
             raise UserError(f"{problem}; fix that, then continue with --resume auto") from None
 
     def close(self) -> None:
+        """Close the file and the tracker. Every rank may call it."""
         if self.is_main:
             self.file.close()
             self.tracker.close()
@@ -143,15 +152,19 @@ class Throughput:
     rank must make one."""
 
     def __init__(self, train_step: TrainStep):
-        # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022), which may be
-        # of several kinds. One without a data sheet leaves it unknown.
+        # The work of a step.
         self.tokens_per_step = train_step.cfg.total_batch_size
         self.flops_per_token = train_step.model.flops_per_token(train_step.cfg.sequence_length)
+
+        # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022), which may be
+        # of several kinds. One without a data sheet, whose peak is 0 here, leaves it unknown.
         rt = train_step.rt
         peaks = [float(text) for text in rt.gather_texts("the cards' peaks", str(cards.peak_flops(rt.device) or 0))]
         self.peak_flops = sum(peaks) if all(peaks) else 0
+
+        # The steps of this start, and the moving average of the time that one takes.
         self.steps_seen = 0
-        self.average_s = 0.0  # moving average of the step time
+        self.average_s = 0.0
 
     def update(self, seconds: float) -> dict[str, Any]:
         """Count a step that took `seconds`; return step_ms, tokens_per_second and mfu."""

@@ -4,7 +4,18 @@
     text = make_card(run, "my-gpt2", layout, license="mit", has_checkpoint=False, has_curves=True)
 
 Called by hub.py for an export and for a model's page on the Hub. The Hub reads the YAML header between the two lines of
----: license, dataset, an example prompt for the widget, and the figures, which it calls model-index.
+---: license, dataset, an example prompt for the widget, and the figures, which it calls model-index. The parts:
+
+    ---
+    license: mit                                      make_header
+    ...
+    ---
+    # my-gpt2
+    A GPT of 124,439,808 parameters: 12 layers, ...   make_card
+    | val_loss | 3.07 |
+    Trained by
+        python train_gpt2.py gpt2-124m                training_command
+    transformers runs it as `GPT2LMHeadModel`, ...    describe_use
 """
 
 from __future__ import annotations
@@ -53,10 +64,11 @@ class Run:
 
 
 def read_run(weights: Path) -> Run:
-    """The model in a .pt file, and what the files beside it say about its run at that step."""
+    """The model in a .pt file, and what the files beside it say about its run at that step. Files that are missing or
+    were edited leave gaps in the card. Raises UserError if the .pt file holds no model."""
     from training import checkpoint
 
-    # Start with the facts that the file itself has, such as its step.
+    # Begin with the facts that the file itself has, such as its step.
     model, figures = checkpoint.load(weights)
     step = figures["step"]
 
@@ -72,9 +84,12 @@ def read_run(weights: Path) -> Run:
     if tokens_per_step:
         figures["tokens"] = step * tokens_per_step
 
-    # The dataset and the prompt, for which the run's config.json may be missing or edited.
-    data_dir = saved.get("data_dir")
-    dataset, is_hub_dataset = find_dataset(data_dir) if isinstance(data_dir, str) else ("", False)
+    # The dataset.
+    dataset, is_hub_dataset = "", False
+    if isinstance(saved.get("data_dir"), str):
+        dataset, is_hub_dataset = find_dataset(saved["data_dir"])
+
+    # The prompt for the examples: that of the run's samples.
     prompt = saved.get("sample_prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         prompt = "Hello, I'm a language model,"
@@ -82,19 +97,25 @@ def read_run(weights: Path) -> Run:
 
 
 def find_dataset(data_dir: str) -> tuple[str, bool]:
-    """The source of the tokens in a run's data_dir, and whether it is a dataset of the Hub."""
+    """The source of the tokens in a run's data_dir, and whether it is a dataset of the Hub. ("", False) if unknown."""
+    # The run pulled its shards from the Hub.
     if data_dir.startswith("hf://"):
         return data_dir.removeprefix("hf://").removeprefix("datasets/"), True
-    # The shards may no longer be on this machine.
+
+    # Otherwise the manifest beside the shards names the source. The shards may no longer be on this machine.
     try:
         manifest = shards.read_manifest(data_dir)
     except UserError:
         return "", False
     if manifest is None:
         return "", False
-    # The revision of a dataset of the Hub is a git commit; that of local files is shorter.
-    name, revision = str(manifest.source.get("name", "")), str(manifest.source.get("revision", ""))
-    return name, bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name) and re.fullmatch(r"[0-9a-f]{40}", revision))
+
+    # A dataset of the Hub is called OWNER/NAME, and its revision is a git commit; that of local files is shorter.
+    name = str(manifest.source.get("name", ""))
+    revision = str(manifest.source.get("revision", ""))
+    has_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    has_commit = re.fullmatch(r"[0-9a-f]{40}", revision)
+    return name, bool(has_hub_name and has_commit)
 
 
 def training_command(saved: dict[str, Any]) -> str:
@@ -103,6 +124,7 @@ def training_command(saved: dict[str, Any]) -> str:
     from training.config import TrainConfig
     from training.presets import PRESETS
 
+    # The settings of the run and those of its preset.
     try:
         cfg = TrainConfig.from_dict(saved)
         preset = PRESETS[cfg.preset]
@@ -113,23 +135,30 @@ def training_command(saved: dict[str, Any]) -> str:
     flags = different_flags(cfg, preset, "")
     if cfg.init_from == "scratch" or cfg.model != preset.model:
         flags += different_flags(cfg.model, preset.model, "model.")
+
+    # What started the ranks: torchrun, if there were several.
     ranks = saved.get("world_size")
     program = "python" if ranks in (None, 1) else f"torchrun --standalone --nproc_per_node={ranks}"
     return shlex.join([*program.split(), "train_gpt2.py", cfg.preset, *flags])
 
 
 def different_flags(config: TrainConfig | GPTConfig, default: TrainConfig | GPTConfig, prefix: str) -> list[str]:
-    """The flags that turn one config into another, such as ["--max-steps", "50", "--no-compile"]."""
+    """The flags that turn `default` into `config`, such as ["--max-steps", "50", "--no-compile"]. `prefix` is "model."
+    for those of the network."""
     flags = []
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in NOT_IN_COMMAND or value == getattr(default, field.name):
             continue
-        name = f"{prefix}{field.name}".replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{prefix}{'' if value else 'no-'}{field.name.replace('_', '-')}")
+
+        # A switch takes no value: it is turned on by its name, and off by "no-" before it.
+        name = field.name.replace("_", "-")
+        if value is True:
+            flags.append(f"--{prefix}{name}")
+        elif value is False:
+            flags.append(f"--{prefix}no-{name}")
         else:
-            flags += [f"--{name}", str(value)]
+            flags += [f"--{prefix}{name}", str(value)]
     return flags
 
 
@@ -143,11 +172,13 @@ def make_card(run: Run, name: str, layout: Layout | None, license: str, has_chec
     config = run.model.config
     lines = ["---", make_header(run, name, layout, license).rstrip(), "---", f"# {name}", ""]
 
-    # The network, and how it was trained.
+    # The network and its figures.
     shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context {config.block_size}"
     lines += [f"A GPT of {run.model.num_params():,} parameters: {shape}.", ""]
     known = {key: run.figures[key] for key in FIGURES if isinstance(run.figures.get(key), int | float)}
     lines += ["| | |", "|-|-|", *(f"| {key} | {value:,} |" for key, value in known.items()), ""]
+
+    # How it was trained.
     if has_curves:
         lines += ["![Loss over tokens](curves.png)", ""]
     if run.dataset:
@@ -165,9 +196,10 @@ def make_card(run: Run, name: str, layout: Layout | None, license: str, has_chec
 
 
 def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str:
-    """The YAML that the Hub reads."""
+    """The YAML that the Hub reads, without the lines of ---. The arguments are those of make_card."""
     from huggingface_hub import EvalResult, ModelCardData
 
+    # What the model can be found by. custom_code: transformers runs it only with trust_remote_code=True.
     tags = ["gpt2"] if layout is None or layout.model_type == "gpt2" else ["gpt"]
     if layout and layout.needs_code:
         tags.append("custom_code")
@@ -191,6 +223,8 @@ def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str
                 metric_value=value,
             )
         )
+
+    # The Hub shows the figures only with the model's name. The widget is the box on the page to try the model in.
     data = ModelCardData(
         license=license,
         library_name="transformers" if layout else None,
@@ -206,7 +240,8 @@ def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str
 
 def describe_use(run: Run, name: str, layout: Layout) -> list[str]:
     """The lines that say which class of transformers runs the export, and what a user types."""
-    # The user must allow code from the folder. This holds for the tokenizer, too, which reads the model's config.
+    # Which class it is. The user must allow code from the folder, even for the tokenizer alone, because that reads the
+    # model's config.
     trust = ", trust_remote_code=True" if layout.needs_code else ""
     if layout.needs_code:
         code = "`model.py` behind `modeling_gpt.py`, both in this folder"
@@ -214,16 +249,18 @@ def describe_use(run: Run, name: str, layout: Layout) -> list[str]:
     else:
         lines = [f"transformers runs it as `{layout.class_name}`, without code from this folder."]
 
-    # A model with another vocabulary comes without a tokenizer.
-    lines += ["", "    from transformers import pipeline", ""]
-    if run.model.config.vocab_size > tokenizer.EOT:
-        call = f'    pipe = pipeline("text-generation", model="{name}"{trust})'
-        lines += [call, f"    print(pipe({run.prompt!r})[0]['generated_text'])", ""]
+    # What to type. A model with another vocabulary comes without a tokenizer, which a pipeline needs.
+    has_tokenizer = run.model.config.vocab_size > tokenizer.EOT
+    if has_tokenizer:
+        lines += ["", "    from transformers import pipeline", ""]
+        lines += [f'    pipe = pipeline("text-generation", model="{name}"{trust})']
+        lines += [f"    print(pipe({run.prompt!r})[0]['generated_text'])", ""]
     else:
-        vocabulary = f"The {run.model.config.vocab_size} tokens are not GPT-2's, so this folder has no tokenizer."
-        lines = [*lines[:-2], "    from transformers import AutoModelForCausalLM", ""]
-        lines += [f'    model = AutoModelForCausalLM.from_pretrained("{name}"{trust})', "", vocabulary, ""]
-    if run.model.config.activation == "gelu_erf" and layout.model_type == "gpt2":
-        note = gguf.gelu_note(run.model) if run.model.config.vocab_size > tokenizer.EOT else ""
-        lines += [f"Note: {note}.", ""] if note else []
+        lines += ["", "    from transformers import AutoModelForCausalLM", ""]
+        lines += [f'    model = AutoModelForCausalLM.from_pretrained("{name}"{trust})', ""]
+        lines += [f"The {run.model.config.vocab_size} tokens are not GPT-2's, so this folder has no tokenizer.", ""]
+
+    # transformers has the exact GELU, but llama.cpp has not.
+    if run.model.config.activation == "gelu_erf" and layout.model_type == "gpt2" and has_tokenizer:
+        lines += [f"Note: {gguf.gelu_note(run.model)}.", ""]
     return lines

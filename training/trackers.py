@@ -28,15 +28,24 @@ class Tracker:
     def __init__(self, first_unlogged_step: int = 0):
         self.first_unlogged_step = first_unlogged_step
 
-    def log_scalars(self, step: int, values: dict[str, float]) -> None: ...
-    def log_text(self, step: int, text: str) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+    def log_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Add a point at `step` to the curve of each of `values`: {key of metrics.jsonl: value}."""
+
+    def log_text(self, step: int, text: str) -> None:
+        """Show the samples of `step`."""
+
+    def flush(self) -> None:
+        """Write what is still buffered. Called before every save."""
+
+    def close(self) -> None:
+        """Write what is still buffered; nothing is logged afterwards."""
 
 
 def tensorboard_tag(key: str) -> str:
-    """Where TensorBoard shows a curve. TensorBoard opens the first two groups of tags, and these are the only two."""
-    return f"{'loss' if key.endswith(('_loss', '_bpb')) else 'run'}/{key}"
+    """Where TensorBoard shows the curve of a key of metrics.jsonl: GROUP/KEY. TensorBoard opens the first two groups,
+    so there are only two."""
+    group = "loss" if key.endswith(("_loss", "_bpb")) else "run"
+    return f"{group}/{key}"
 
 
 class TensorBoardTracker(Tracker):
@@ -51,11 +60,14 @@ class TensorBoardTracker(Tracker):
         self.writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start_step)
         atexit.register(self.writer.close)  # after an error too, when the last points matter most
 
-        # The settings, as TensorBoard's hyperparameters. Its own add_hparams would start another run, and would first
-        # write a list of columns, after which TensorBoard no longer looks for the settings in which runs differ.
+        # The settings in one flat dict. TensorBoard takes numbers and texts.
         settings = cfg.to_dict()
         settings |= {f"model.{name}": value for name, value in settings.pop("model").items()}
         values = {name: value if type(value) in (int, float) else str(value) for name, value in settings.items()}
+
+        # Show them as hyperparameters. SummaryWriter.add_hparams would write three records to another run. The first of
+        # them is a list of columns, after which TensorBoard no longer looks for the settings in which runs differ, so
+        # write only the second one, which has the values.
         _, session_start_info, _ = hparams(values, {})
         self.writer.file_writer.add_summary(session_start_info)
 
@@ -82,11 +94,14 @@ class WandbTracker(Tracker):
         super().__init__(first_unlogged_step)
         import wandb
 
-        # The project and id are kept with the run, so that a restart without the variable continues the same run.
+        # The project and id are kept with the run as PROJECT/ID, so that a restart without the variable continues the
+        # same run. A new run gets a random id.
         id_file = cfg.run_dir / "wandb_id"
         if start_step == 0 or not id_file.exists():
             id_file.write_text(f"{os.environ.get('WANDB_PROJECT', 'gpt2')}/{secrets.token_hex(4)}")
         project, _, run_id = id_file.read_text().rpartition("/")
+
+        # Start this run at wandb, or continue it.
         self.run = wandb.init(
             project=project or "gpt2",  # WANDB_PROJECT may be set but empty
             id=run_id,
@@ -111,18 +126,22 @@ class WandbTracker(Tracker):
 def make_tracker(cfg: TrainConfig, start_step: int, last_logged_step: int) -> Tracker:
     """The tracker of a run that starts or resumes at `start_step`. `last_logged_step`: the newest in metrics.jsonl, -1
     if there is none; a tracker that has followed the run so far has been sent everything up to it."""
-    # Each tracker leaves a file or folder in the run folder, which shows whether it has followed the run so far.
+    # The class, and the file or folder that it makes in the run folder.
     match cfg.tracker:
         case "none":
             return Tracker()
         case "tensorboard":
-            tracker_class, trace = TensorBoardTracker, "tensorboard"
+            tracker_class = TensorBoardTracker
+            file_name = "tensorboard"
         case "wandb":
-            tracker_class, trace = WandbTracker, "wandb_id"
+            tracker_class = WandbTracker
+            file_name = "wandb_id"
         case _:
             raise ValueError(f"no tracker {cfg.tracker!r}: add a case to make_tracker in training/trackers.py")
 
-    # A tracker that is new to this run gets all steps of this start.
-    was_followed = start_step > 0 and (cfg.run_dir / trace).exists()
-    first_unlogged_step = max(start_step, last_logged_step + 1) if was_followed else start_step
+    # If that file exists, this tracker has followed the run so far, and has the steps that the run now repeats. A
+    # tracker that is new to the run gets all steps of this start.
+    first_unlogged_step = start_step
+    if start_step > 0 and (cfg.run_dir / file_name).exists():
+        first_unlogged_step = max(start_step, last_logged_step + 1)
     return tracker_class(cfg, start_step, first_unlogged_step)
