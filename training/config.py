@@ -1,9 +1,11 @@
 """The settings of a run: one frozen dataclass owns every default, and the command line is generated from it.
 
     cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
+    cfg = replace(cfg, max_lr=1e-3)     # the rules of __post_init__ are checked again
 
-training/presets.py holds the presets and parses the command line. A field's docstring is its help text. Adding a field
-adds a flag: give it a place in training/help.py, and decide below whether it may change on resume.
+Every module of a run takes its settings from it. training/presets.py holds the presets and parses the command line. A
+field's docstring is its help text. Adding a field adds a flag: give it a place in training/help.py, and decide below
+whether it may change on resume.
 """
 
 from __future__ import annotations
@@ -181,10 +183,11 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule, or ValueError for a value outside its Literal."""
+        # What the message suggests if the batch is not a whole number of sequences.
         T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
         nearest_batch = max(1, round(tokens / max(T, 1))) * T
 
-        # (field, whether its rule holds, the rule)
+        # (field, whether its rule holds, the rule). The order counts: the first rule that is broken is reported.
         rules = [
             ("sequence_length", T >= 1, "must be at least 1"),
             ("sequence_length", T <= self.model.block_size, f"exceeds the model's context: add --model.block-size {T}"),
@@ -197,6 +200,8 @@ class TrainConfig:
             ("card", self.dry_run or not self.card, "only predicts a run, it does not train: add --dry-run"),
             ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
         ]  # fmt: skip
+
+        # Rules that many fields share.
         not_negative = """
             max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep grad_clip
             skip_bad_steps weight_decay vector_weight_decay muon_lr muon_weight_decay adam_eps embed_lr_scale
@@ -205,6 +210,8 @@ class TrainConfig:
         rules += [(name, getattr(self, name) >= 0, "must not be negative") for name in not_negative]
         for name in ("beta1", "beta2", "muon_momentum"):
             rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))
+
+        # "--cooldown 2.0 must be a fraction of the steps, between 0 and 1"
         for name, holds, rule in rules:
             require(holds, f"--{name.replace('_', '-')} {getattr(self, name)} {rule}")
 
@@ -215,10 +222,12 @@ class TrainConfig:
 
     @property
     def run_dir(self) -> Path:
+        """The folder of the run: checkpoints, metrics.jsonl, config.json, logs."""
         return Path(self.out_dir or f"log/{self.preset}")
 
     @property
     def sequences_per_step(self) -> int:
+        """How many sequences a step trains on, over all ranks and micro-steps."""
         return self.total_batch_size // self.sequence_length
 
     def total_steps(self, sequences_per_epoch: int) -> int:
@@ -232,11 +241,15 @@ class TrainConfig:
         steps = self.epochs * sequences_per_epoch // self.sequences_per_step
         if steps > 0:
             return steps
+
+        # Too little data for a single step.
         data = f"--epochs {self.epochs} of this data ({sequences_per_epoch} sequences of {self.sequence_length} tokens)"
         batch = f"one step of --total-batch-size {self.total_batch_size}"
         raise UserError(f"{data} is less than {batch}; lower it, or set --max-steps")
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings as checkpoints and config.json store them: {field: value}, with the network as a dict of its
+        own under "model"."""
         return dataclasses.asdict(self)
 
     @staticmethod
@@ -246,6 +259,8 @@ class TrainConfig:
         # Old checkpoints lack new fields, and have some that were removed.
         known = {f.name for f in dataclasses.fields(TrainConfig)}
         values = {k: v for k, v in saved.items() if k in known}
+
+        # `saved` comes from a file, so its values may be anything.
         try:
             for name, off in REMOVED.items():
                 require(saved.get(name, off) == off, f"{name} no longer exists: use the version that saved it")
@@ -266,14 +281,19 @@ def check_choices(config: object) -> None:
 def config_drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
     """Differences between a checkpoint's config and this run's, each "field: old -> new": those that may change, and
     those that shape the result."""
-    harmless, refused = [], []
+    harmless: list[str] = []
+    refused: list[str] = []
+
+    # The network, field by field, so that the message names what differs.
+    for field in dataclasses.fields(GPTConfig):
+        old_value, new_value = getattr(old.model, field.name), getattr(new.model, field.name)
+        if old_value != new_value:
+            refused.append(f"model.{field.name}: {old_value} -> {new_value}")
+
+    # All other settings.
     for field in dataclasses.fields(TrainConfig):
-        a, b = getattr(old, field.name), getattr(new, field.name)
-        # The network is compared field by field, so that the message names what differs.
-        if field.name == "model":
-            networks = [(name, value, vars(b)[name]) for name, value in vars(a).items()]
-            refused += [f"model.{name}: {x} -> {y}" for name, x, y in networks if x != y]
-        elif a != b:
+        old_value, new_value = getattr(old, field.name), getattr(new, field.name)
+        if field.name != "model" and old_value != new_value:
             changes = harmless if field.name in MAY_CHANGE else refused
-            changes.append(f"{field.name}: {a} -> {b}")
+            changes.append(f"{field.name}: {old_value} -> {new_value}")
     return harmless, refused

@@ -6,7 +6,12 @@ Logits (B * T, V) are the largest tensor of a step: for GPT-2 124M with 64 seque
 GB in float32. So the rows are processed in chunks. Each chunk computes its logits, their loss and gradient, and both
 matrix products of the backward pass; then the next chunk reuses the memory. Nothing is computed twice. Liger Kernel
 (Hsu et al. 2024) does this with its own kernels; here a small compiled graph computes the softmax, and the library's
-matmul does the rest. Called by training/step.py for training and validation.
+matmul does the rest. Called by training/step.py for training and validation. For each chunk of R rows:
+
+    x (R, C)  --- @ weight.T --->  logits (R, V)  --- chunk_loss --->  loss, added to the total
+                                        |
+                                        v  overwritten
+    d_x (R, C)  <-- @ weight ---  d_logits (R, V)  --- d_logits.T @ x --->  added to d_weight (V, C)
 """
 
 import math
@@ -50,7 +55,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
     Columns from vocab_size on are padding. Rows whose target is -100 are left out. With `backward`, the gradient
     overwrites `logits`, which are not needed again.
     """
-    # The soft-cap and its vector-Jacobian product. Without a cap both are the identity.
+    # The soft-cap, in float32, and its vector-Jacobian product. Without a cap both are the identity.
     capped, softcap_vjp = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
 
     # Give the padding a probability of 0, and therefore a gradient of 0. Slicing it off would be simpler, but then the
@@ -59,16 +64,19 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
     if len(columns) > vocab_size:
         capped = capped.masked_fill(columns >= vocab_size, -math.inf)
 
-    # cross-entropy = logsumexp(logits) - logit of the target, for the rows that count.
-    counts = (targets >= 0).float()[:, None]  # (R, 1)
-    targets = targets.clamp(min=0)[:, None]  # (R, 1)
-    normalizer = capped.logsumexp(-1, keepdim=True)  # (R, 1)
-    loss = ((normalizer - capped.gather(-1, targets)) * counts).sum()
+    # Which rows count: 1, or 0 where the target is -100. There any column will do as the target.
+    included = (targets >= 0).float()[:, None]  # (R,) -> (R, 1)
+    targets = targets.clamp(min=0)[:, None]  # (R,) -> (R, 1)
+
+    # cross-entropy = logsumexp(logits) - logit of the target, summed over the rows that count.
+    normalizer = capped.logsumexp(-1, keepdim=True)  # (R, P) -> (R, 1)
+    target_logits = capped.gather(-1, targets)  # (R, P) -> (R, 1)
+    loss = ((normalizer - target_logits) * included).sum()
 
     # d loss / d logits = softmax(logits) - one_hot(target), back through the soft-cap.
     if backward:
-        one_hot = (columns == targets).float()  # (R, P)
-        d_capped = ((capped - normalizer).exp() - one_hot) * counts
+        one_hot = (columns == targets).float()  # (P,) == (R, 1) -> (R, P)
+        d_capped = ((capped - normalizer).exp() - one_hot) * included  # (R, P)
         (d_logits,) = softcap_vjp(d_capped)
         logits.copy_(d_logits)
     return loss
@@ -85,6 +93,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, cap, backward, chunk_loss):
+        """The mean loss. `cap` is the soft-cap, 0 for none; `backward` is whether a backward pass will follow."""
         # Autocast does not cast the inputs of a custom function.
         device_type = x.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
@@ -99,11 +108,17 @@ class ChunkedHeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if backward else None  # (P, C)
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if backward and bias is not None else None
 
+        # Chunk by chunk: R rows of x, their targets, and the part of d_x that is theirs.
         n = num_chunks(len(x), device_type)
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_x.chunk(n), strict=True):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)
-            logits = rows @ cast_weight.T if bias is None else torch.addmm(cast_bias, rows, cast_weight.T)
+            if bias is None:
+                logits = rows @ cast_weight.T
+            else:
+                logits = torch.addmm(cast_bias, rows, cast_weight.T)
+
+            # Their loss and, with `backward`, their gradient, and from it the other gradients.
             total += chunk_loss(logits, row_targets, cap, backward, V)
             if backward:
                 d_logits = logits  # chunk_loss has overwritten them
@@ -128,6 +143,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
+        """The gradients of the mean loss, times grad_output, for the arguments of forward."""
         # grad_output is 1, times the loss scale in float16, over the number of micro-batches.
         *gradients_of_sum, count = ctx.saved_tensors
         scale = grad_output / count
@@ -136,7 +152,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 
 def mean_loss(model: GPT, x: Tensor, targets: Tensor, chunk_loss: Callable = chunk_loss) -> Tensor:
-    """Mean cross-entropy, in nats per token, of hidden states (B, T, C) and targets (B, T)."""
+    """Mean cross-entropy, in nats per token, of hidden states x (B, T, C), as GPT.hidden returns them, and targets
+    (B, T). Targets of -100 are left out. Without gradients (torch.no_grad) none are computed."""
     x = model.transformer.ln_f(x).flatten(0, 1)  # (B, T, C) -> (B * T, C)
     head, cap = model.lm_head, model.config.softcap
     backward = torch.is_grad_enabled()

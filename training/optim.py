@@ -1,6 +1,6 @@
 """The optimizers of a run: which parameters each updates, which state it keeps, and how the state is saved and loaded.
 
-    optimizers = build_optimizers(master_weights.named, cfg, rt)
+    optimizers = build_optimizers(master_weights.named, cfg, rt)     # [AdamW], or [AdamW, Muon]
 
 Called by training/step.py. The algorithms are torch's AdamW and training/muon.py; ZeRO-1 is torch's. To add an
 optimizer: its name in TrainConfig.optimizer, its parameters in parameter_groups, its class in OPTIMIZERS, its settings
@@ -22,10 +22,12 @@ from training.muon import Muon, mark_matrices
 
 
 def scalar_shape(p: Tensor) -> tuple[int, ...]:
+    """The shape of a state that is one number for each parameter."""
     return ()
 
 
 def parameter_shape(p: Tensor) -> tuple[int, ...]:
+    """The shape of a state that is one number for each element of a parameter."""
     return tuple(p.shape)
 
 
@@ -46,11 +48,12 @@ OPTIMIZER_STATE: dict[type, dict[str, Callable[[Tensor], tuple[int, ...]]]] = {
 def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict[str, Any]]]:
     """Every parameter in exactly one group, by the optimizer that takes it, as {"adamw": [...], "muon": [...]}.
 
-    AdamW decays matrices but not vectors (biases, gains), as in other GPT-2 reproductions. With --optimizer muon the
-    matrices of the blocks go to Muon and the rest stays with AdamW. The schedule multiplies each group's `peak_lr`.
+    named: the parameters by their names in the model, each once. AdamW decays matrices but not vectors (biases, gains),
+    as in other GPT-2 reproductions. With --optimizer muon the matrices of the blocks go to Muon and the rest stays with
+    AdamW. The schedule multiplies each group's `peak_lr`.
     """
-    # Muon takes the matrices of the blocks, such as "transformer.h.3.mlp.c_fc.weight"; rest_optimizer takes all other
-    # parameters.
+    # Muon takes the matrices of the blocks, such as "transformer.h.3.mlp.c_fc.weight"; the optimizer called
+    # rest_optimizer takes all other parameters.
     match cfg.optimizer:
         case "adamw":
             rest_optimizer = "adamw"
@@ -68,9 +71,12 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
     matrices = [name for name in rest if name not in embeddings and named[name].dim() >= 2]
     vectors = [name for name in rest if named[name].dim() < 2]
     assert sorted(muon_names + embeddings + matrices + vectors) == sorted(named), "a parameter is in no group or in two"
+
+    # Muon must know that queries, keys and values are three matrices in one parameter.
     for name in muon_names:
         mark_matrices(name, named[name])
 
+    # A list of one group, as torch's optimizers take it; empty if no parameter is in it.
     def group(names: list[str], weight_decay: float, peak_lr: float) -> list[dict[str, Any]]:
         if not names:
             return []
@@ -85,7 +91,9 @@ def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[s
         ],
         "muon": group(muon_names, cfg.muon_weight_decay, cfg.muon_lr),
     }
-    groups = {name: found for name, found in groups.items() if found}
+
+    # Leave out an optimizer without parameters. If that is --optimizer itself, this function does not handle it yet.
+    groups = {name: param_groups for name, param_groups in groups.items() if param_groups}
     if cfg.optimizer not in groups:
         raise ValueError(f"no parameters for optimizer {cfg.optimizer!r}: change parameter_groups in training/optim.py")
     return groups
@@ -99,7 +107,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def optimizer_settings(name: str, cfg: TrainConfig) -> dict[str, Any]:
-    """What the class of an optimizer is constructed with, besides the groups and their learning rates."""
+    """What the class of an optimizer is constructed with, besides the groups and their learning rates. Raises
+    ValueError for a name without a case."""
     match name:
         case "adamw":
             return {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True}
@@ -112,7 +121,8 @@ def optimizer_settings(name: str, cfg: TrainConfig) -> dict[str, Any]:
 
 def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The run's optimizers, with their state. With --zero-stage 1 each rank keeps only the state of its share of the
-    parameters (ZeRO, Rajbhandari et al. 2020), by torch's ZeroRedundancyOptimizer."""
+    parameters (ZeRO, Rajbhandari et al. 2020), by torch's ZeroRedundancyOptimizer. Raises ValueError, with what to add,
+    for a choice that this module does not handle."""
     # ZeRO-1 has nothing to share on one rank.
     match cfg.zero_stage:
         case 0:
@@ -175,8 +185,8 @@ def state_shapes(optimizer_type: type, p: Tensor) -> dict[str, tuple[int, ...]]:
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of this rank's parameters, as zeros, where it is missing."""
-    # torch's optimizers would create the state in their first step. Created here, it takes its memory at once, and a
-    # checkpoint of step 0 has it, too.
+    # torch's optimizers would create the state in their first step. Created here, it takes its memory before the size
+    # of the micro-batch is chosen, and a checkpoint of step 0 has it, too.
     inner = unwrap(optimizer)
     for p in all_params(inner):
         if not inner.state[p]:
@@ -218,11 +228,13 @@ def gather_sharded_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict:
     inner = unwrap(optimizer)
     params = all_params(optimizer)
 
-    # Which rank has the state of which parameter: (ranks, parameters) -> the owner of each.
+    # Which rank has the state of which parameter. Each rank knows its own: (parameters,) of 0 and 1. Stacked they are
+    # (ranks, parameters), with one 1 in each column, whose row is the owner.
     is_mine = torch.tensor([p in inner.state for p in params], device=rt.device, dtype=torch.int32)
     owners = torch.stack(rt.all_gather(is_mine)).argmax(dim=0).tolist()
 
-    # Each owner broadcasts its state; rank 0 keeps a copy in host memory.
+    # Each owner broadcasts its state, one tensor at a time. Rank 0 keeps a copy in host memory, the others keep
+    # nothing. State dicts number the parameters in this order.
     for i, (p, owner) in enumerate(zip(params, owners, strict=True)):
         shapes = state_shapes(type(inner), p)
         if owner == rt.rank:
@@ -245,7 +257,7 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
     for optimizer, state in zip(optimizers, states, strict=True):
         check_state(optimizer, state)
 
-        # A state dict also holds the settings of the run that saved it; this run's own are put back below.
+        # Load it. A state dict also holds the settings of the run that saved it; this run's own are put back below.
         own_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizer.load_state_dict(state)
 
@@ -257,8 +269,10 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
                 tensors.update({name: tensor.to(p.device) for name, tensor in tensors.items()})
             optimizer.state.clear()
 
+        # Put back this run's settings.
         for group, settings in zip(optimizer.param_groups, own_settings, strict=True):
             group.update(settings)
+
         # Before November 2026, checkpoints of step 0 had no state.
         create_state(optimizer)
 
@@ -272,6 +286,8 @@ def check_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
     missing = set(range(len(params))) - state["state"].keys()
     if state["state"] and missing:
         raise ValueError(f"it has no state for parameter {min(missing)}")
+
+    # Each parameter's tensors have the names and shapes that the table says.
     for i, tensors in state["state"].items():
         shapes = state_shapes(optimizer_type, params[i])
         if tensors.keys() != shapes.keys():
