@@ -53,7 +53,7 @@ EXPORT_FILES = ("config.json", "generation_config.json", "model.safetensors", "t
 
 
 def is_hf_folder(path: str | Path) -> bool:
-    """Whether a folder holds weights as transformers saves them; a run folder does not."""
+    """Whether a folder holds weights as transformers saves them, in one file or in parts; a run folder does not."""
     path = Path(path)
     return any(path.glob("*.safetensors*")) or any(path.glob("pytorch_model*.bin*"))
 
@@ -64,12 +64,15 @@ def download_model(name: str) -> Path:
     HF_ENDPOINT, HF_TOKEN and HF_HOME apply. Raises UserError if `name` cannot be the name of a repository, or if the
     download fails.
     """
+    # A name that no repository can have is a mistyped path: do not ask the Hub.
     problem = f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME)"
     require(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name), f"{problem}; check the path")
     hint = f". There is no folder {name!r} here; for weights that are here: --init-from FOLDER, or infer.py FOLDER"
+
     # Download only the config and the weights: no code, no tokenizer, no files of other frameworks.
     with open_hub(name, hint=hint) as (api, name):
         folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
+
         # Old repositories have only pickled weights, which torch's restricted unpickler reads.
         if not is_hf_folder(folder):
             folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin*"]))
@@ -89,6 +92,13 @@ def read_hf_config(folder: Path) -> tuple[Layout, GPTConfig]:
         raise UserError(f"{folder}/config.json describes no network of model.py: {e!s:.300}") from None
 
 
+def find_weight_files(folder: Path, one_file: str, parts: str) -> list[Path]:
+    """The file of a folder that has all of the weights, or else those that have a part each; empty if there are none.
+    Parts are found by the pattern of their names; the index file is not needed."""
+    path = folder / one_file
+    return [path] if path.is_file() else sorted(folder.glob(parts))
+
+
 def read_hf_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder under the names in its files. If there are several kinds of files, it reads the kind that
     transformers would: model.safetensors, else its parts, else pickled files, with torch's restricted unpickler. Raises
@@ -96,20 +106,22 @@ def read_hf_weights(folder: Path) -> dict[str, Tensor]:
     import torch
     from safetensors.torch import load_file
 
-    # Weights in parts are found by their file names; the index file is not needed.
-    one_file = folder / "model.safetensors"
-    parts = [one_file] if one_file.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
-    read = load_file
-    if not parts:
-        one_file = folder / "pytorch_model.bin"
-        parts = [one_file] if one_file.is_file() else sorted(folder.glob("pytorch_model-*-of-*.bin"))
-        read = lambda path: torch.load(path, map_location="cpu", weights_only=True)  # noqa: E731
-    if not parts:
+    # Find the files. Old repositories have pickled ones.
+    files = find_weight_files(folder, "model.safetensors", "model-*-of-*.safetensors")
+    are_pickled = not files
+    if are_pickled:
+        files = find_weight_files(folder, "pytorch_model.bin", "pytorch_model-*-of-*.bin")
+    if not files:
         raise FileNotFoundError("neither model.safetensors nor pytorch_model.bin is there")
 
+    # Collect their tensors in float32, without the causal masks.
     weights = {}
-    for path in parts:
-        for name, tensor in read(path).items():
+    for path in files:
+        if are_pickled:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            content = load_file(path)
+        for name, tensor in content.items():
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} in {path.name} is not a tensor")
             if not name.endswith(MASK_BUFFERS):
@@ -127,11 +139,13 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     folder = Path(name_or_dir)
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
+
+    # Which network it is, and whether it has weights at all.
     layout, config = read_hf_config(folder)
     require(is_hf_folder(folder), f"{folder} has no weights (model.safetensors); give the folder of a saved GPT-2")
     from model import GPT
 
-    # Read the weights, and convert them to our names and shapes.
+    # Read the weights, and convert them to the names and shapes of model.py.
     fix = "download or export it again"
     try:
         weights = layout.from_hf_weights(read_hf_weights(folder))
@@ -142,9 +156,9 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     except Exception as e:  # safetensors, torch, zip and pickle each raise their own kinds
         raise UserError(f"cannot read the weights in {folder} ({describe(e)}); {fix}") from e
 
-    # Missing or extra weights mean another network, and so do tensors of another shape.
+    # Missing or extra weights mean another network, and so do tensors of another shape, which from_state_dict refuses.
     bad_names = sorted(weight_names(config, weights) ^ weights.keys())
-    problem = f"the weights in {folder} do not match its config.json: {', '.join(bad_names[:3])}"
+    problem = f"the weights in {folder} do not match its config.json: {', '.join(bad_names[:3]):.300}"
     require(not bad_names, f"{problem}; {fix}")
     try:
         return GPT.from_state_dict(config, weights).eval()
@@ -169,6 +183,8 @@ def weight_names(config: GPTConfig, weights: dict[str, Tensor]) -> set[str]:
         names = GPT(replace(config, n_layer=1)).state_dict().keys()
     block = [name.removeprefix("transformer.h.0.") for name in names if name.startswith("transformer.h.")]
     others = {name for name in names if not name.startswith("transformer.h.")}
+
+    # The names of the blocks once for each layer. One layer more than `weights` has shows that layers are missing.
     layers_there = len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})
     layers = min(config.n_layer, layers_there + 1)
     return others | {f"transformer.h.{i}.{name}" for i in range(layers) for name in block}
@@ -194,7 +210,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> Layout:
     if unknown:
         raise RuntimeError(f"no layout for the weights {', '.join(unknown[:3])}: see training/hf_layouts.py")
 
-    # Rename the weights for transformers. A tied head is stored only as the embedding.
+    # Convert the weights for transformers. A tied head is stored only as the embedding.
     layout = hf_layouts.layout_of(model.config)
     config, weights = hf_layouts.without_padding(model.config, state)
     if config.tied_head:
@@ -211,14 +227,21 @@ def save_hf(model: GPT, out_dir: str | Path) -> Layout:
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
         part = Path(temporary, "part")
         part.mkdir()
+
+        # The weights and the config.
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         write_json(part / "config.json", hf_config)
         # safetensors makes a file that only its owner can read. Give it the permissions of the user's other new files.
         shutil.copymode(part / "config.json", part / "model.safetensors")
+
+        # What transformers' generation takes by default: the tokens that end a text, and a length that fits a short
+        # context.
         generation = {name: token for name, token in special_tokens.items() if token is not None}
         if config.block_size < 2 * PIPELINE_TOKENS:
             generation["max_length"] = config.block_size
         write_json(part / "generation_config.json", generation)
+
+        # The tokenizer and the code, where they apply.
         if config.vocab_size > tokenizer.EOT:
             save_hf_tokenizer(part, config.block_size)
         if layout.needs_code:
@@ -228,11 +251,13 @@ def save_hf(model: GPT, out_dir: str | Path) -> Layout:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as JSON, indented."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
-    """Write GPT-2's tokenizer for transformers, with the tokenizers library that transformers uses."""
+    """Write GPT-2's tokenizer for transformers, with the tokenizers library that transformers uses. max_length: the
+    model's context, in tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # Build it from the two vocabulary files, which encoding() checks against their known hashes.
@@ -247,6 +272,7 @@ def save_hf_tokenizer(folder: Path, max_length: int) -> None:
     hf_tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     hf_tokenizer.save(str(folder / "tokenizer.json"))
 
+    # The settings that transformers reads beside it. GPT-2 has one special token, for all purposes.
     special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": max_length}
     write_json(folder / "tokenizer_config.json", settings | special_tokens)
@@ -276,6 +302,7 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     """
     path = Path(path)
     require(path.is_file(), f"no checkpoint {path}; check the path")
+
     # A file of another kind can make both calls fail in many ways: give one message for all of them.
     try:
         return build_old(read_old(path))
@@ -288,7 +315,8 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
 
 
 def read_old(path: Path) -> dict[str, Any]:
-    """Read an old checkpoint with torch's restricted unpickler, and PickledConfig in place of the config's class."""
+    """Read an old checkpoint with torch's restricted unpickler, and PickledConfig in place of the config's class.
+    Raises UnpicklingError if the file names any other class or function."""
     import torch
 
     # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
@@ -319,8 +347,10 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
 
     # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`.
     is_nanogpt = "model_args" in saved
-    config = saved.get("config", PickledConfig())
-    network_args = saved.get("model_args") or (config if isinstance(config, dict) else vars(config))
+    network_args = saved.get("model_args")
+    if not network_args:
+        config = saved.get("config", PickledConfig())
+        network_args = config if isinstance(config, dict) else vars(config)
 
     # The network that the tensors fit. OpenAI's models all have heads of 64 channels.
     config = GPTConfig(
@@ -333,6 +363,7 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023
         tied_head=torch.equal(weights["lm_head.weight"], wte),
     )
+
     # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
     return GPT.from_state_dict(config, weights).eval(), int(step)

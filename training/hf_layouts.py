@@ -6,7 +6,20 @@
 
 Called by training/convert.py, which reads and writes the files. A network that transformers has a class for is exported
 for that class. Any other network is exported with its code: model.py, wrapped by the class in training/modeling_gpt.py.
-Every layout converts in both directions, and a round trip preserves every bit.
+Every layout converts in both directions, and a round trip preserves every bit. The names and shapes of the weights:
+
+    model.py                             GPT2LMHeadModel   NanoChatForCausalLM
+    -----------------------------------  ----------------  ---------------------------------------------------
+    transformer.wte.weight (V, C)        the same          model.embed_tokens.weight
+    transformer.wpe.weight               the same          (RoPE has no weight)
+    transformer.h.0.attn.c_attn (3C, C)  (C, 3C)           model.layers.0.self_attn.{q,k,v}_proj: three of (C, C)
+    transformer.h.0.attn.c_proj (C, C)   transposed        model.layers.0.self_attn.o_proj
+    transformer.h.0.mlp.c_fc (4C, C)     (C, 4C)           model.layers.0.mlp.fc1
+    transformer.h.0.mlp.c_proj (C, 4C)   (4C, C)           model.layers.0.mlp.fc2
+    ln_1, ln_2, ln_f                     the same          (its RMSNorm has no weight)
+    lm_head.weight (V, C)                the same          the same
+
+An export with code has the names of model.py, with a prefix.
 """
 
 from __future__ import annotations
@@ -23,13 +36,13 @@ if TYPE_CHECKING:
 
     from model import GPTConfig
 
-# The epsilon of torch's RMSNorm. Our networks use its default, the machine epsilon of float32.
+# The epsilon of RMSNorm in model.py: torch's default, the machine epsilon of float32.
 RMSNORM_EPS = 2.0**-23
 
-# {our name of an activation: its name in transformers' GPT-2}: OpenAI's tanh approximation, and nanoGPT's exact GELU.
+# {activation of GPTConfig: its name in transformers' GPT-2}: OpenAI's tanh approximation, and nanoGPT's exact GELU.
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
 
-# OpenAI's GPT-2 has Conv1D layers, which store their weight as (in, out). Ours are nn.Linear: (out, in).
+# OpenAI's GPT-2 has Conv1D layers, which store their weight as (in, out). Those of model.py are nn.Linear: (out, in).
 CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 # Fields of GPTConfig that set sizes, or that only affect the initial weights: any value can be exported. Every other
@@ -44,7 +57,9 @@ class Layout:
     model_type: str  # the entry of config.json by which transformers finds the class
     class_name: str
     needs_code: bool  # whether the folder brings its own code, which transformers runs with trust_remote_code=True
-    accepts: Callable[[GPTConfig], bool]
+    accepts: Callable[[GPTConfig], bool]  # whether it can express a network
+
+    # The entries of config.json that describe the network, and the state dict, each in both directions.
     to_hf_config: Callable[[GPTConfig], dict[str, Any]]
     from_hf_config: Callable[[dict[str, Any]], GPTConfig]
     to_hf_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -76,7 +91,7 @@ def has_defaults_except(config: GPTConfig, **accepted: tuple) -> bool:
 
 
 def require_fixed(hf_config: dict[str, Any], fixed: dict[str, Any]) -> None:
-    """Raise UserError if an entry of a config.json differs from `fixed`, which has the only value that our network
+    """Raise UserError if an entry of a config.json differs from `fixed`, which has the only value that model.py
     implements for each of these entries. An entry may be absent."""
     for name, supported in fixed.items():
         value = hf_config.get(name, supported)
@@ -101,7 +116,7 @@ def special_tokens(config: GPTConfig) -> dict[str, int | None]:
 
 # ------------------------------------------------------------------------- GPT-2
 
-# {our name of a size: its name in GPT2Config}.
+# {size in GPTConfig: its name in GPT2Config}.
 GPT2_SIZES = {
     "block_size": "n_positions",
     "vocab_size": "vocab_size",
@@ -110,7 +125,7 @@ GPT2_SIZES = {
     "n_embd": "n_embd",
 }
 
-# Entries of a config.json that our network implements with one value only. Any other value means a different network.
+# Entries of a config.json that model.py implements with one value only. Any other value means a different network.
 GPT2_FIXED = {
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -136,7 +151,7 @@ def to_gpt2_config(config: GPTConfig) -> dict[str, Any]:
         "layer_norm_epsilon": GPT2_FIXED["layer_norm_epsilon"],
         "scale_attn_weights": True,
         "tie_word_embeddings": config.tied_head,
-        # Our network has no dropout.
+        # model.py has no dropout.
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -149,14 +164,15 @@ def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
 
     sizes = read_sizes(hf_config, GPT2_SIZES)
 
-    # If the config names no activation, transformers' default applies.
+    # The activation. If the config names none, transformers' default applies.
     hf_name = hf_config.get("activation_function", "gelu_new")
-    our_names = [name for name, supported in GPT2_ACTIVATIONS.items() if supported == hf_name]
+    activations = [name for name, supported in GPT2_ACTIVATIONS.items() if supported == hf_name]
     rule = f"only {' and '.join(repr(supported) for supported in GPT2_ACTIVATIONS.values())} are supported"
-    require(our_names, f"activation_function is {hf_name!r:.99}; {rule}")
+    require(activations, f"activation_function is {hf_name!r:.99}; {rule}")
 
+    # GPT-2 ties its head unless the config says otherwise. All else must be as in model.py.
     tied_head = hf_config.get("tie_word_embeddings") is not False
-    config = GPTConfig(**sizes, tied_head=tied_head, activation=our_names[0])
+    config = GPTConfig(**sizes, tied_head=tied_head, activation=activations[0])
     require_fixed(hf_config, GPT2_FIXED)
 
     # The width of the MLP: absent, null, or GPT-2's four times the model's width, spelled out.
@@ -172,7 +188,7 @@ def transpose_conv1d(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict as GPT2LMHeadModel names and stores it."""
+    """The state dict of a GPT (model.py) as GPT2LMHeadModel names and stores it."""
     import torch
 
     # transformers' GPT-2 always has biases, so a network without biases gets zeros. The head has no bias in either.
@@ -187,7 +203,7 @@ def to_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a GPT2LMHeadModel as our state dict."""
+    """The weights of a GPT2LMHeadModel as the state dict of a GPT (model.py)."""
     # OpenAI's first files on the Hub have neither a head nor the prefix "transformer.".
     if not any(name.startswith("transformer.") for name in weights):
         weights = {name if name == "lm_head.weight" else f"transformer.{name}": w for name, w in weights.items()}
@@ -196,7 +212,7 @@ def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # ------------------------------------------------------------------------- NanoChat: the network of record8-124m
 
-# {our name of a size: its name in NanoChatConfig}.
+# {size in GPTConfig: its name in NanoChatConfig}.
 NANOCHAT_SIZES = {
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
@@ -205,9 +221,9 @@ NANOCHAT_SIZES = {
     "n_embd": "hidden_size",
 }
 
-# Entries that our network implements with one value only. transformers applies RoPE before it normalizes queries and
-# keys, we do so afterwards; the result is the same, because a rotation preserves the norm. transformers' soft-cap is a
-# tanh, unlike ours, so it must be off.
+# Entries that model.py implements with one value only. transformers applies RoPE before it normalizes queries and keys,
+# model.py afterwards; the result is the same, because a rotation preserves the norm. transformers' soft-cap is a tanh,
+# that of model.py is not, so it must be off.
 NANOCHAT_FIXED = {
     "hidden_act": "relu2",
     "rms_norm_eps": RMSNORM_EPS,
@@ -216,7 +232,7 @@ NANOCHAT_FIXED = {
     "attention_bias": False,
 }
 
-# {our name of a block's weight: its name in transformers}, without c_attn, which becomes the three of NANOCHAT_QKV.
+# {weight of a block in model.py: its name in transformers}, without c_attn, which becomes the three of NANOCHAT_QKV.
 NANOCHAT_BLOCK = {
     "attn.c_proj.weight": "self_attn.o_proj.weight",
     "mlp.c_fc.weight": "mlp.fc1.weight",
@@ -227,6 +243,7 @@ NANOCHAT_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn
 
 def is_nanochat(config: GPTConfig) -> bool:
     """Whether transformers' NanoChat computes this network."""
+    # These fields must have these values, and all others their defaults. The sizes and the head are free.
     recipe = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
     has_recipe = all(getattr(config, name) == value for name, value in recipe.items())
     accepted = {name: (value,) for name, value in recipe.items()}
@@ -248,6 +265,7 @@ def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
     """The GPTConfig of a NanoChat's config.json. Raises UserError if model.py cannot compute that network."""
     from model import GPTConfig
 
+    # The sizes and the head come from the file, which ties the head only if it says so.
     config = GPTConfig(
         **read_sizes(hf_config, NANOCHAT_SIZES),
         tied_head=hf_config.get("tie_word_embeddings") is True,
@@ -257,6 +275,7 @@ def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
         activation="relu2",
         qk_norm=True,
     )
+
     # No entry may be absent: transformers' defaults describe another network.
     missing = [name for name in NANOCHAT_FIXED if name not in hf_config]
     require(not missing, f"{', '.join(missing)} is missing")
@@ -266,13 +285,15 @@ def from_nanochat_config(hf_config: dict[str, Any]) -> GPTConfig:
 
 
 def to_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict as NanoChatForCausalLM names and stores it."""
+    """The state dict of a GPT (model.py) as NanoChatForCausalLM names and stores it."""
     renamed = {}
     for name, weight in weights.items():
+        # The head and the embedding.
         if name == "lm_head.weight":
             renamed[name] = weight
         elif name == "transformer.wte.weight":
             renamed["model.embed_tokens.weight"] = weight
+        # A weight of a block.
         else:
             _, _, layer, part = name.split(".", 3)  # transformer.h.LAYER.PART
             if part == "attn.c_attn.weight":
@@ -285,23 +306,31 @@ def to_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_nanochat_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a NanoChatForCausalLM as our state dict. Unknown names stay as they are; load_hf refuses them."""
+    """The weights of a NanoChatForCausalLM as the state dict of a GPT (model.py). Unknown names stay as they are, and
+    load_hf refuses them."""
     import torch
 
     # Take each known weight out of a copy; what remains is unknown.
     weights = dict(weights)
     renamed = {}
+
+    # The blocks. A file that was damaged may lack some of their weights, which load_hf reports.
     layers = {name.split(".")[2] for name in weights if name.startswith("model.layers.")}
     for layer in layers:
         hf_prefix = f"model.layers.{layer}."
-        our_prefix = f"transformer.h.{layer}."
+        gpt_prefix = f"transformer.h.{layer}."
+
+        # Queries, keys and values: three of (C, C) -> (3C, C)
         qkv = [hf_prefix + part for part in NANOCHAT_QKV]
         if all(name in weights for name in qkv):
-            # Three of (C, C) -> (3C, C)
-            renamed[f"{our_prefix}attn.c_attn.weight"] = torch.cat([weights.pop(name) for name in qkv])
-        for our_part, hf_part in NANOCHAT_BLOCK.items():
+            renamed[f"{gpt_prefix}attn.c_attn.weight"] = torch.cat([weights.pop(name) for name in qkv])
+
+        # The other weights only change their names.
+        for gpt_part, hf_part in NANOCHAT_BLOCK.items():
             if hf_prefix + hf_part in weights:
-                renamed[our_prefix + our_part] = weights.pop(hf_prefix + hf_part)
+                renamed[gpt_prefix + gpt_part] = weights.pop(hf_prefix + hf_part)
+
+    # The embedding. The head has the same name in both.
     if "model.embed_tokens.weight" in weights:
         renamed["transformer.wte.weight"] = weights.pop("model.embed_tokens.weight")
     return renamed | weights
@@ -315,6 +344,7 @@ CODE_PREFIX = "network."
 
 def to_code_config(config: GPTConfig) -> dict[str, Any]:
     """The entries of config.json for GPTHubConfig (training/modeling_gpt.py)."""
+    # auto_map tells transformers which classes of which file in the folder to use.
     return {
         "auto_map": {
             "AutoConfig": "modeling_gpt.GPTHubConfig",
@@ -334,6 +364,8 @@ def from_code_config(hf_config: dict[str, Any]) -> GPTConfig:
     network = hf_config.get("network")
     names = {field.name for field in fields(GPTConfig)}
     require(isinstance(network, dict) and names <= network.keys(), "the entry network lacks settings of a GPTConfig")
+
+    # The sizes are numbers, as in read_sizes; GPTConfig and check_choices check the other values.
     sizes = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
     not_numbers = [name for name in sizes if type(network[name]) is not int]
     require(not not_numbers, f"{', '.join(not_numbers)} must be numbers")
@@ -343,10 +375,12 @@ def from_code_config(hf_config: dict[str, Any]) -> GPTConfig:
 
 
 def to_code_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a GPT (model.py) as that of the GPTForCausalLM that holds it."""
     return {CODE_PREFIX + name: weight for name, weight in weights.items()}
 
 
 def from_code_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The opposite of to_code_weights."""
     return {name.removeprefix(CODE_PREFIX): weight for name, weight in weights.items()}
 
 
@@ -370,7 +404,8 @@ LAYOUTS = (
 
 
 def without_padding(config: GPTConfig, weights: dict[str, Tensor]) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """A network without the rows that only pad its vocabulary to a round size; they belong to no token."""
+    """The config and the state dict of a network without the rows that only pad its vocabulary to a round size. They
+    belong to no token, so the network computes the same."""
     from model import VOCAB_SIZE
 
     # (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)
