@@ -86,6 +86,16 @@ def test_a_train_state_without_one_of_its_keys_is_refused(tmp_path, key):
         checkpoint.read_train_state(tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"max_steps": 10**400}, {"max_steps": 0}, {"step": -1}])
+def test_a_train_state_with_an_impossible_step_is_refused(tmp_path, change):
+    save(tmp_path, 7)
+    state = checkpoint.read_file(tmp_path / "optim_00007.pt")
+    checkpoint.write(tmp_path / "optim_00007.pt", state | change)
+
+    with pytest.raises(UserError, match="is not the train state of a run"):
+        checkpoint.read_train_state(tmp_path)
+
+
 def test_a_tied_head_is_stored_once(tmp_path):
     save(tmp_path, 1)
 

@@ -252,6 +252,19 @@ def test_what_is_not_gpt2_is_refused(make_hf, change, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_long_names_of_weights_do_not_fill_the_terminal(make_hf):
+    from safetensors.torch import save_file
+
+    _, folder = make_hf()
+    weights = load_tensors(folder)
+    weights["transformer.h." + "9" * 5000] = torch.ones(1)
+    save_file(weights, folder / "model.safetensors")
+
+    with pytest.raises(UserError, match=r"do not match its config\.json: transformer\.h\.9{10}") as error:
+        convert.load_hf(folder)
+    assert len(str(error.value)) < 1000
+
+
 def test_damaged_and_missing_files_are_named(make_hf, tmp_path):
     _, folder = make_hf()
     weights = folder / "model.safetensors"

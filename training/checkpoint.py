@@ -65,6 +65,7 @@ TRAIN_STATE_TYPES = {
     "record": dict,
     "optimizers": list,
 }
+MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
 
 
 # ------------------------------------------------------------------------- which checkpoints a run folder has
@@ -209,6 +210,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     # Check that the file is what a run has saved, before anything uses it.
     state = read_file(optim)
     is_train_state = all(isinstance(state.get(key), kind) for key, kind in TRAIN_STATE_TYPES.items())
+    is_train_state = is_train_state and 0 <= state["step"] <= MAX_STEP and 0 < state["max_steps"] <= MAX_STEP
     require(is_train_state, f"{optim} is not the train state of a run; {fix}")
     return state | {"model_file": path.with_name(f"model_{match['step']}.pt")}
 
