@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import faulthandler
 import io
 import json
 import math
@@ -413,7 +414,9 @@ def on_alarm(*_) -> None:
 
 def read_input(case: FuzzCase, folder: Path) -> str:
     """How reading one input ends: "read", "refused", or a description of what must not happen."""
+    # The alarm interrupts Python code. Code of a library may never return to Python: then its process is ended later.
     signal.alarm(SECONDS)
+    faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
     try:
         case.read(folder)
         return "read"
@@ -428,6 +431,7 @@ def read_input(case: FuzzCase, folder: Path) -> str:
         return "".join(traceback.format_exc().splitlines(True)[-8:])
     finally:
         signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def run_child() -> None:
@@ -449,6 +453,9 @@ def run_child() -> None:
             out.write(json.dumps([i, None]) + "\n")
             out.write(json.dumps([i, read_input(case, file.parent)]) + "\n")
 
+    # A thread that a reader has left behind must not keep the process from ending.
+    faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
+
 
 def fuzz(name: str, numbers: range, seed: int, folder: Path) -> Iterator[tuple[int, str]]:
     """(number, how it ended) of every input of a case, each batch in a process of its own."""
@@ -463,13 +470,18 @@ def fuzz(name: str, numbers: range, seed: int, folder: Path) -> Iterator[tuple[i
     start = numbers.start
     while start < numbers.stop:
         file.write_bytes(original)  # a child leaves its last input there
+        results.write_text("")
         args = name, start, min(start + BATCH, numbers.stop), seed, good, results
         child = processes.start(run_child, *args, log=folder / "output").wait(3600)
 
-        # The later of the two lines of an input counts; one without a second line killed the process.
+        # The later of the two lines of an input counts; one without a second line killed the process. If all have one,
+        # the process failed after the last of them.
         ended = dict(json.loads(line) for line in results.read_text().splitlines())
-        for i, end in ended.items():
-            yield i, end or f"the interpreter died: exit code {child.exit_code}"
+        if not ended:
+            raise RuntimeError(f"no input of {name} from {start} on was read: {child.output[-MAX_MESSAGE:]}")
+        if child.exit_code:
+            ended[max(ended)] = f"the interpreter died: exit code {child.exit_code}\n{child.output[-MAX_MESSAGE:]}"
+        yield from ended.items()
         start = max(ended) + 1
 
 
