@@ -70,7 +70,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
         optimizer = f"muon {cfg.muon_lr:g} for the blocks' matrices, adamw {cfg.max_lr:g} for the rest"
     print0(f"optimizer {optimizer}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
 
-    # Warnings.
+    # Warnings: data that nobody has checked or finished, a rate that never peaks, a precision that is emulated.
     if data and data.manifest is None:
         print0(f"warning: no {shards.MANIFEST} with these shards: headers, sizes and ids are checked, hashes are not")
     elif data and not data.manifest.complete:
@@ -115,6 +115,7 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
 
 def remaining_saves(cfg: TrainConfig, run: RunState) -> int:
     """How many checkpoints will be on the disk at the same time, of those that this run is still to write."""
+    # A run always saves at its end. --save-every adds saves, --keep deletes old ones.
     saves = 1
     if cfg.save_every:
         saves = math.ceil(run.max_steps / cfg.save_every) - run.step // cfg.save_every
@@ -145,6 +146,8 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
     # Replace the diff that an earlier start from the same step may have left.
     diff_path = cfg.run_dir / f"code_{run.start_step:05d}.diff"
     diff_path.unlink(missing_ok=True)
+
+    # git prints nothing where the code is that of the commit, or is no clone.
     diff = machine.git("diff", "--no-ext-diff", "--no-color", "HEAD", "--", ".")
     if diff:
         diff_path.write_text(diff)
@@ -180,7 +183,7 @@ def print_estimate(train_step: TrainStep, max_steps: int) -> float:
     step_s = one_s + (micro_steps - 1) * micro_s + update_s
     total_s = max_steps * step_s
 
-    # Report the estimate as a run would.
+    # Report the estimate in the units of a run's log lines.
     speed = Throughput(train_step).update(step_s)
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "unknown"
     peak_gib = machine.peak_memory(rt.device) / 2**30
@@ -212,6 +215,7 @@ def next_command(words: list[str], rt: Runtime, seconds: float) -> str:
 def how_to_resume(argv: list[str], cfg: TrainConfig, rt: Runtime) -> str:
     """How to resume a run that was stopped. `argv` is sys.argv: for a run that a user started by hand, the command to
     paste is added."""
+    # train.sh resumes its own runs, and a run on several machines needs a command on each.
     flag = resume_flag(argv, cfg)
     text = f"run the same command with {flag}"
     is_by_hand = Path(argv[0]).name == "train_gpt2.py" and "TRAIN_STATUS_FILE" not in os.environ
@@ -238,6 +242,7 @@ def resume_flag(argv: list[str], cfg: TrainConfig) -> str:
 
 def start_command(rt: Runtime) -> str:
     """What starts the ranks of this run, if all are on this machine."""
+    # One rank needs no torchrun.
     program = "python" if rt.world_size == 1 else f"torchrun --standalone --nproc_per_node={rt.world_size}"
     return f"{program} train_gpt2.py"
 
@@ -249,6 +254,7 @@ def spans_machines(rt: Runtime) -> bool:
 
 def without_dry_run(words: list[str]) -> str:
     """The arguments of a dry run, to paste, without what only a dry run takes: --dry-run, and --card with its value."""
+    # A flag is --card=8xH100 or --card 8xH100, with hyphens or underscores.
     kept = []
     for previous, word in pairwise(["", *words]):
         name = word.partition("=")[0].replace("_", "-")

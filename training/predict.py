@@ -357,6 +357,7 @@ def memory_bytes(cfg: TrainConfig, model: GPT, ranks: int, weight_size: int, mic
 def optimizer_bytes(cfg: TrainConfig, model: GPT, ranks: int) -> int:
     """Bytes of optimizer state on the GPU that has the most, from OPTIMIZER_STATE in training/optim.py, the table by
     which training creates the state. With ZeRO-1 each rank has only the state of its own share of the parameters."""
+    # Over how many ranks the state is split.
     match cfg.zero_stage:
         case 0:
             shards = 1

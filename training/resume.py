@@ -122,6 +122,7 @@ def with_network(cfg: TrainConfig, network: GPTConfig) -> TrainConfig:
 def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, Any] | None) -> RunState:
     """How far the run is: at its beginning, or at the checkpoint `saved` if that fits this run's config and data.
     Raises UserError if it does not fit, or if the ranks did not find the same. Every rank must call it."""
+    # A new run is at its beginning.
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
     check_ranks_agree(cfg, rt, saved, run, data)
     if saved is None:
