@@ -85,7 +85,7 @@ def main() -> None:
 
         def make_contents(step: int) -> tuple[dict, dict]:
             """The contents of both files of a checkpoint, model_*.pt and optim_*.pt, as train_gpt2.py saves them."""
-            run = RunState(step, data_id="", step=step)
+            run = RunState(args.rounds, data_id="", step=step)
             train_state = {**run.state_dict(), **train_step.state_dict(), "config": cfg.to_dict()}
             return checkpoint.model_file(train_step.model, step), {"format": checkpoint.FORMAT, **train_state}
 
