@@ -244,7 +244,9 @@ class KVCache:
 
     def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
-        self.k, self.v = torch.zeros((2, *shape), device=device, dtype=dtype)
+        # Two tensors, because autograd refuses to write into the halves of one.
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -481,10 +483,10 @@ class GPT(nn.Module):
         lengths_vary = cache is not None or mask is not None
         with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
             for block in blocks or self.transformer.h:
-                # To recompute, keep only the block's input. Running a block twice would append to a cache twice, but
-                # training has no cache.
-                if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(block, x, cos_sin, None, mask, use_reentrant=False, preserve_rng_state=False)
+                # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
+                # would append to the cache twice.
+                if self.recompute and cache is None and torch.is_grad_enabled():
+                    x = checkpoint(block, x, cos_sin, cache, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos_sin, cache, mask)
 

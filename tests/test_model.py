@@ -249,6 +249,20 @@ def test_recompute_gives_the_same_bits():
     assert all(torch.equal(gradient, gradients[True][name]) for name, gradient in gradients[False].items())
 
 
+def test_recompute_does_not_ignore_a_cache():
+    """With gradients, too, where a model that recomputes would run its blocks twice."""
+    model, idx = make(), make_idx()
+    full = model(idx)[0]
+    model.recompute = True
+    cache = model.new_cache(2, 24)
+
+    first = model.hidden(idx[:, :10], cache)
+    second = model.hidden(idx[:, 10:], cache)
+
+    assert torch.is_grad_enabled() and cache.length == 24
+    torch.testing.assert_close(model.logits(torch.cat((first, second), 1)), full, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("norm", choices(GPTConfig, "norm"))
 def test_the_loss_of_a_new_model_is_that_of_guessing(tied, norm):
