@@ -53,7 +53,7 @@ from training.run_state import RunState
 from training.step import TrainStep
 
 SECONDS = 10  # for one input
-ROOM = 3 << 30  # bytes of address space a child may add: the machine refuses more to a file that asks for it
+EXTRA_MEMORY = 3 << 30  # bytes of address space a child may add: the machine refuses more to a file that asks for it
 BATCH = 200  # inputs of one child
 MAX_MESSAGE = 2000  # characters of an error message: a file must not fill the terminal
 
@@ -315,15 +315,21 @@ def mutate_tree(rng: random.Random, tree: object) -> object:
     # A leaf, or now and then a container, becomes something else.
     is_container = isinstance(tree, dict | list) and len(tree) > 0
     if not is_container or rng.random() >= 0.85:
-        return odd_tensor(rng) if isinstance(tree, torch.Tensor) and rng.random() < 0.8 else hostile_value(rng)
+        if isinstance(tree, torch.Tensor) and rng.random() < 0.8:
+            return odd_tensor(rng)
+        return hostile_value(rng)
 
     # One entry of a container is deleted, renamed or doubled, or mutated itself.
-    key = rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree))
+    if isinstance(tree, dict):
+        key = rng.choice(list(tree))
+    else:
+        key = rng.randrange(len(tree))
     kind = rng.randrange(12)
     if kind == 0:
         del tree[key]
     elif kind == 1 and isinstance(tree, dict):
-        tree[rng.choice([*WORDS, 3, None, key.upper() if isinstance(key, str) else 4])] = tree.pop(key)
+        similar_key = key.upper() if isinstance(key, str) else 4
+        tree[rng.choice([*WORDS, 3, None, similar_key])] = tree.pop(key)
     elif kind == 2 and isinstance(tree, list):
         tree.append(tree[key])
     else:
@@ -333,7 +339,7 @@ def mutate_tree(rng: random.Random, tree: object) -> object:
 
 def mutate_json(rng: random.Random, data: bytes) -> bytes:
     """A line of JSON lines, or all of a JSON text, with other values; now and then nested or written out of bounds."""
-    # JSON lines, or one JSON text over several lines.
+    # JSON lines, or one JSON text over several lines: mutate the values of one row, a few times.
     is_jsonl = data.count(b"}\n{") > 0 or data.count(b"\n") < 2
     rows = data.splitlines() if is_jsonl else [data]
     at = rng.randrange(len(rows))
@@ -445,7 +451,7 @@ def run_child() -> None:
     # Limits: time for one input, and memory beyond what the process has now.
     signal.signal(signal.SIGALRM, on_alarm)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
+    resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA_MEMORY, used + EXTRA_MEMORY))
 
     with open(results, "w", buffering=1) as out:
         for i in range(int(first), int(last)):
@@ -491,7 +497,12 @@ def main(count: int = 2000, first: int = 0, seed: int = 0, only: str = "") -> No
     bad: list[str] = []
     total: Counter[str] = Counter()
     for n, name in enumerate(names):
-        share = count // len(names) + (n < count % len(names))
+        # An equal share of the inputs; the first cases get one more each if the count does not divide evenly.
+        share = count // len(names)
+        if n < count % len(names):
+            share += 1
+
+        # Read them, and count how they end.
         began = time.monotonic()
         counts: Counter[str] = Counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -502,6 +513,8 @@ def main(count: int = 2000, first: int = 0, seed: int = 0, only: str = "") -> No
                     counts["bad"] += 1
                     bad.append(f"{name} input {i}: {end}")
         total += counts
+
+        # One line a case.
         print(
             f"{name:18} {share:6} inputs: {counts['read']:5} read, {counts['refused']:5} refused, "
             f"{counts['bad']:3} bad, {time.monotonic() - began:.1f} s",
