@@ -47,24 +47,27 @@ ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes.
 
-    The comment beside a field is its help text (python train_gpt2.py --help).
+    The comment beside a field, or the docstring below it, is its help text (python train_gpt2.py --help).
     """
 
-    block_size: int = 1024  # longest sequence
-    vocab_size: int = VOCAB_SIZE
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    block_size: int = 1024  # longest sequence, in tokens
+    vocab_size: int = VOCAB_SIZE  # rows of the token embedding
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads of a block
+    n_embd: int = 768  # channels of the residual stream
     bias: bool = True  # in linear layers and LayerNorms
     tied_head: bool = True  # the head shares the token embedding's weight
 
     positions: Literal["learned", "rope", "half_rope"] = "learned"  # half_rope: only half of the channel pairs rotate
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
-    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"  # GPT-2's (tanh), nanoGPT's (exact), modded-nanogpt's
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"  # rmsnorm_gain: with a learned gain
+    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"
+    """gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU, modded-nanogpt's"""
     qk_norm: bool = False  # RMSNorm on queries and keys
     attention_scale: float = 0.0  # 0: one over the square root of the head size
-    zero_init_projections: bool = False  # blocks start as the identity
-    head_bias: bool = False
+    zero_init_projections: bool = False
+    """the blocks' output projections and an untied head start at zero, all other matrices with modded-nanogpt's
+    standard deviation instead of 0.02"""
+    head_bias: bool = False  # add a bias to the logits
     softcap: float = 0.0  # the logits z become z / sqrt(1 + (z / softcap)^2); 0: off
 
     @property
@@ -93,7 +96,7 @@ class GPTConfig:
         # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
-        if self.positions != "learned" and self.head_size % 2:
+        if self.head_size % 2 and has_rope(self):
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
 
         # The two real numbers. This comparison also refuses NaN; math.isfinite would raise OverflowError for a huge

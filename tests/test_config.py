@@ -3,20 +3,21 @@ is not valid gets one message; and configs that older versions saved load, or ar
 
 import dataclasses
 import functools
+import importlib
 import re
 import sys
 import types
 
 import pytest
 import torch
-from helpers import ROOT, choices, load_weights, same_bits, train_quickstart, with_unchecked
+from helpers import ROOT, choices, fields_with_choices, load_weights, same_bits, train_quickstart, with_unchecked
 
 from model import GPTConfig
 from system.cli import OTHER_TRAINERS, UserError, run_cli
 from system.units import parse_duration
 from training import checkpoint, presets
 from training.config import MAY_CHANGE, TrainConfig, config_drift
-from training.help import GROUPS, flag_name, switches
+from training.help import GROUPS, field_help, flag_name, switches
 from training.presets import PRESETS, is_network_from_init, parse
 from training.trackers import make_tracker
 
@@ -219,6 +220,36 @@ def test_help_lists_every_flag_of_every_field_once_in_a_group(capsys, monkeypatc
     assert expected <= flags, expected - flags
     for forms in zip(*set(switches().values()), strict=True):
         parse(["quickstart", "--init-from", "gpt2", *forms], nothing_saved)
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, GPTConfig])
+def test_every_setting_is_explained_and_its_choices_are_listed(capsys, monkeypatch, config_class):
+    monkeypatch.setenv("COLUMNS", "100")
+    explained = {name for name, text in field_help(config_class).items() if text}
+    assert explained >= {f.name for f in dataclasses.fields(config_class)} - {"preset", "model"}
+
+    text = " ".join(read_help(capsys, "quickstart", "--help").split())
+    for name in fields_with_choices(config_class):
+        assert f"({', '.join(map(str, choices(config_class, name)))})" in text
+
+
+def test_the_help_of_a_field_is_found_on_any_of_its_lines(tmp_path, monkeypatch):
+    source = """import dataclasses
+@dataclasses.dataclass
+class Config:
+    short: int = 1  # beside it
+    long: int = (
+        2  # on an inner line
+    )
+    below: int = 3
+    'in a string'
+    none: int = 4
+"""
+    (tmp_path / "some_config.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    config_class = importlib.import_module("some_config").Config
+    texts = {"short": "beside it", "long": "on an inner line", "below": "in a string", "none": ""}
+    assert field_help(config_class) == texts
 
 
 def test_the_help_shows_the_values_of_the_preset_or_of_the_run_to_resume(capsys):

@@ -86,7 +86,7 @@ class TrainConfig:
     warmup_steps: int = 715
     """Steps over which the rate rises linearly to its peak."""
     schedule: Literal["cosine", "trapezoid"] = "cosine"
-    """Down to min-lr by half a cosine, or constant then linear (trapezoid)."""
+    """The decay to min-lr: half a cosine, or constant and then linear."""
     cooldown: float = 0.2
     """Fraction of max-steps over which the trapezoid decays; others do not use it."""
     weight_decay: float = 0.1
@@ -96,7 +96,7 @@ class TrainConfig:
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the blocks' matrices and AdamW for all else."""
+    """With muon, AdamW updates all but the blocks' matrices."""
     beta1: float = 0.9
     """AdamW's decay rate for the average of the gradients."""
     beta2: float = 0.95
@@ -151,8 +151,8 @@ class TrainConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the matrix products; auto: the fastest that all ranks have."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 applies to the model's weights and gradients, including gradient accumulation; the optimizer keeps
-    float32 master weights, which checkpoints store."""
+    """Of the model and its gradients. With bfloat16, the optimizer keeps float32 master weights, and checkpoints store
+    these."""
     deterministic: bool = False
     """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
     compile: bool = True
@@ -165,7 +165,7 @@ class TrainConfig:
     # Everything else.
 
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
-    """Also send curves to: none, tensorboard, or wandb (pip install wandb)."""
+    """Where else the curves go; wandb needs: pip install wandb."""
     time_limit: str = ""
     """Save and stop after this long, e.g. 3h50m; 0: no limit."""
     skip_bad_steps: int = 0
@@ -183,15 +183,15 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule, or ValueError for a value outside its Literal."""
-        # What the message suggests if the batch is not a whole number of sequences.
+        # The other rules divide by this one.
         T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
-        nearest_batch = max(1, round(tokens / max(T, 1))) * T
+        require(T >= 1, f"--sequence-length {T} must be at least 1")
+        nearest_batch = max(1, round(tokens / T)) * T  # what the message suggests
 
         # (field, whether its rule holds, the rule). The order counts: the first rule that is broken is reported.
         rules = [
-            ("sequence_length", T >= 1, "must be at least 1"),
             ("sequence_length", T <= self.model.block_size, f"exceeds the model's context: add --model.block-size {T}"),
-            ("total_batch_size", tokens >= T and tokens % max(T, 1) == 0,
+            ("total_batch_size", tokens >= T and tokens % T == 0,
              f"is not a whole number of sequences of {T} tokens; use --total-batch-size {nearest_batch}"),
             ("micro_batch_size", B == "auto" or B >= 1, "must be at least 1, or auto"),
             ("cooldown", 0 <= self.cooldown <= 1, "must be a fraction of the steps, between 0 and 1"),

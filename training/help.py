@@ -101,10 +101,9 @@ def describe_flag(name: str, defaults: TrainConfig, text: str, everything: bool,
         is_word = re.fullmatch(r"[^\s']+", str(value))
         flag = f"{flag} {value if is_word else 'TEXT'}"
 
-    # A flag that takes one of a few words lists them, unless its text mentions them all.
-    choices = [str(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else []
-    if not all(choice in re.findall(r"\w+", text) for choice in choices):
-        text = f"{text} ({', '.join(choices)})"
+    # A flag that takes one of a few words lists them.
+    if get_origin(hint) is Literal:
+        text += f" ({', '.join(map(str, get_args(hint)))})"
 
     # The text begins beside the flag, or below it if the flag is long.
     body = textwrap.wrap(text.strip(), max(20, width - COLUMN)) or [""]
@@ -135,7 +134,7 @@ def switches() -> dict[str, tuple[str, str]]:
 
 
 def field_help(config_class: type) -> dict[str, str]:
-    """{field: its docstring, or else the comment on its line, or an empty text} of a dataclass."""
+    """{field: its docstring, or else the comment in its lines, or an empty text} of a dataclass."""
     # At run time a field has neither its comment nor the string below it, so parse the source.
     source = inspect.getsource(config_class)
     source_lines = source.splitlines()
@@ -147,11 +146,12 @@ def field_help(config_class: type) -> dict[str, str]:
     for node, following in zip(class_node.body, [*class_node.body[1:], None], strict=True):
         if not (isinstance(node, ast.AnnAssign) and node.target.id in names):
             continue
-        # A string literal right after a field is its docstring. Otherwise take the comment at the end of its line.
+        # A string literal right after a field is its docstring. Otherwise take the comments of its lines.
         match following:
             case ast.Expr(value=ast.Constant(value=str(docstring))):
                 text = docstring
             case _:
-                text = source_lines[node.end_lineno - 1].partition("  # ")[2]
+                lines = source_lines[node.lineno - 1 : node.end_lineno]
+                text = " ".join(line.partition("  # ")[2] for line in lines)
         texts[node.target.id] = " ".join(text.split())
     return texts
