@@ -247,6 +247,14 @@ def test_every_schedule_warms_up_to_the_peak_and_ends_at_the_floor(name):
     assert factors[100] == pytest.approx(0.1) and factors[99] < 0.2  # nearly there in the last step that is made
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_past_its_end_a_schedule_stays_at_the_floor(name):
+    """Also where a resume with fewer steps makes the warm-up longer than the run."""
+    cfg = dataclasses.replace(BASE, schedule=name, warmup_steps=715, max_lr=1.0, min_lr=0.1)
+    assert schedule.lr_factor(99, 100, cfg) == pytest.approx(100 / 715)
+    assert [schedule.lr_factor(step, 100, cfg) for step in (100, 101, 300, 1000)] == [0.1] * 4
+
+
 def test_no_two_schedules_have_the_same_curve():
     curves = {curve_of(name): name for name in SCHEDULES}
     fix = "give each schedule a function of its own in choose_decay (training/schedule.py)"

@@ -216,15 +216,16 @@ def test_schedules_are_bounded_smooth_and_end_at_min_lr(schedule, max_lr, floor,
     factors = [lr_factor(step, total_steps, cfg) for step in range(total_steps + 2)]
     floor = cfg.min_lr / max_lr  # as it is computed from what was rounded
 
-    # Between 0 and 1 and, after the warm-up, not under min_lr. The warm-up rises at every step.
+    # Between 0 and 1 and, after the warm-up, not under min_lr. The warm-up rises at every step. The end is min_lr, even
+    # if the warm-up is longer.
     assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
     assert all(factor >= floor - 1e-12 for factor in factors[warmup:])
-    rising = factors[: min(warmup, total_steps + 2)]
+    rising = factors[: min(warmup, total_steps)]
     assert all(a < b for a, b in pairwise(rising))
+    assert factors[total_steps] == factors[total_steps + 1] == pytest.approx(floor)
 
-    # It ends at min_lr, never rises after the warm-up, and no step is steeper than half a cosine over its decay.
+    # After the warm-up it never rises, and no step is steeper than half a cosine over its decay.
     if warmup <= total_steps:
-        assert factors[total_steps] == factors[total_steps + 1] == pytest.approx(floor)
         falling = factors[warmup : total_steps + 1]
         assert all(a >= b - 1e-12 for a, b in pairwise(falling))
         decay_steps = cooldown * total_steps if schedule == "trapezoid" else total_steps - warmup
