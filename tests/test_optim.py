@@ -454,6 +454,18 @@ def test_a_weight_that_the_forward_pass_skips_stays_as_it_is():
         assert torch.equal(tensor, before[name]) == (".h.0.attn" in name), name
 
 
+@pytest.mark.parametrize("weights", choices(TrainConfig, "weights"))
+def test_a_step_with_a_weight_that_the_forward_pass_skips_is_rehearsed(weights):
+    cfg = dataclasses.replace(BASE, weights=weights)
+    train_step = TrainStep(cfg, CPU, GPT(SMALL))
+    train_step.model.transformer.h[0].attn.forward = lambda x, *_: torch.zeros_like(x)
+    before = {name: tensor.clone() for name, tensor in train_step.weights.state_dict().items()}
+
+    train_step.rehearse(2, False)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in train_step.weights.state_dict().items())
+
+
 # ------------------------------------------------------------------------- Muon
 
 # Parameters by the names that the network gives them. The first has queries, keys and values; the first MLP's is as

@@ -210,7 +210,9 @@ class TrainStep:
             for group, _ in rates:
                 group["lr"] = 0.0
             for p in self.weights.named.values():
-                p.grad.fill_(1.0)
+                # A parameter that the forward pass skips has no gradient.
+                if p.grad is not None:
+                    p.grad.fill_(1.0)
             for optimizer in self.optimizers:
                 if with_other_ranks:
                     self.scaler.step(optimizer)
