@@ -156,7 +156,8 @@ class TrainStep:
         """Drop gradients that are not finite. A float16 overflow halves the loss scale. Anything else is reported with
         the rank and the data, and counted; UpdateRefused is raised once --skip-bad-steps is used up. Every rank must
         call it."""
-        # With float16 a finite loss with infinite gradients is expected now and then: the loss scale was too high.
+        # With float16 a finite loss with infinite gradients is expected now and then: the loss scale was too high. Once
+        # halving has brought it down to 1, the scale is not to blame. In other precisions it is always 1.
         scale = self.scaler.get_scale()
         if math.isfinite(result.loss) and scale > 1:
             print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped, scale halved")
@@ -367,6 +368,7 @@ def wrap_in_ddp(forward: nn.Module, rt: Runtime) -> nn.Module:
     # arrived. The place of a gradient in its bucket decides in which order three or more ranks sum it, so the first
     # step after a restart would round differently from the same step of a run that was never stopped. Therefore do one
     # backward pass here, without the network: its gradients are zero and arrive in about the same order as in training.
+    # An attribute of the instance hides the method of its class; del uncovers the method again.
     forward.forward = lambda zero: zero * sum(p.float().sum() for p in parameters)
     ddp(torch.zeros((), device=rt.device)).backward()
     del forward.forward
