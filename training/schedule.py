@@ -27,9 +27,6 @@ from training.config import TrainConfig
 def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Fraction of the peak learning rate at `step`: a linear warm-up to 1, then the schedule's decay down to
     min_lr / max_lr, where it stays from total_steps on."""
-    # Choose the function before the warm-up, so that a schedule without one raises in the first step.
-    decay = choose_decay(cfg)
-
     # The fraction at which the decay ends.
     floor = cfg.min_lr / cfg.max_lr if cfg.max_lr else 0.0
 
@@ -42,6 +39,7 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
         return (step + 1) / cfg.warmup_steps
 
     # In between, what is left of the decay is the distance from the floor.
+    decay = choose_decay(cfg)
     return floor + (1 - floor) * decay(step, total_steps, cfg)
 
 

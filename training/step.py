@@ -61,6 +61,9 @@ class TrainStep:
         sequence fits in memory, or if the batch does not divide evenly over the ranks."""
         self.cfg, self.rt, self.model = cfg, rt, model
 
+        # A schedule without a function raises here, before a run has written a file or compiled anything.
+        schedule.choose_decay(cfg)
+
         # Precision. A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
         self.scaler = make_scaler(rt)
 
