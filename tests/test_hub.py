@@ -28,7 +28,7 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from system.hub_client import log_in_command, open_hub
 from tokens import shards, tokenizer
-from training import checkpoint, convert, gguf, metrics_file
+from training import checkpoint, convert, gguf, metrics_file, model_card
 from training.open_model import open_model
 from training.presets import PRESETS, parse
 
@@ -438,6 +438,20 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, tiny, run_folder, tmp_pat
     for name in ("optim_00010.pt", "config.json"):
         assert (tmp_path / "copy" / name).read_bytes() == (run_folder / name).read_bytes()
     assert torch.equal(compute_logits(open_model(tmp_path / "copy")), compute_logits(tiny))
+
+
+def test_the_page_does_not_give_weights_the_loss_of_an_earlier_step(tiny, run_folder):
+    """A run that was stopped at step 15 was last evaluated at step 10."""
+    save_checkpoint(run_folder, tiny, 15)
+    run = model_card.read_run(checkpoint.model_path(run_folder, 15))
+    card = model_card.make_card(run, "tester/page", None, "mit", has_checkpoint=True, has_curves=False)
+    assert "| val_loss | 3.2500 (of step 10) |" in card
+    assert "model-index" not in card
+
+    run = model_card.read_run(checkpoint.model_path(run_folder, 10))
+    card = model_card.make_card(run, "tester/page", None, "mit", has_checkpoint=True, has_curves=False)
+    assert "| val_loss | 3.2500 |" in card
+    assert "model-index" in card
 
 
 def test_the_page_of_a_pushed_run_loads_and_says_what_it_is(run, hub, tiny, run_folder, tmp_path):

@@ -57,6 +57,7 @@ class Run:
 
     model: GPT
     figures: dict[str, Any]
+    measured_at: dict[str, int]  # the step of each figure of metrics.jsonl; an evaluation may be older than the model
     command: str  # "" if unknown
     dataset: str  # the source of the tokens; "" if unknown
     is_hub_dataset: bool  # whether `dataset` is a dataset of the Hub
@@ -73,9 +74,11 @@ def read_run(weights: Path) -> Run:
     step = figures["step"]
 
     # Add the run's measurements up to this step, the latest of each kind.
+    measured_at: dict[str, int] = {}
     for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
         if row["step"] <= step:
             figures |= row
+            measured_at |= dict.fromkeys(row, row["step"])
     figures["step"] = step
 
     # How many tokens the model has seen, if the run's config.json is there.
@@ -93,7 +96,7 @@ def read_run(weights: Path) -> Run:
     prompt = saved.get("sample_prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         prompt = "Hello, I'm a language model,"
-    return Run(model, figures, training_command(saved), dataset, is_hub_dataset, prompt)
+    return Run(model, figures, measured_at, training_command(saved), dataset, is_hub_dataset, prompt)
 
 
 def find_dataset(data_dir: str) -> tuple[str, bool]:
@@ -175,8 +178,15 @@ def make_card(run: Run, name: str, layout: Layout | None, license: str, has_chec
     # The network and its figures.
     shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context {config.block_size}"
     lines += [f"A GPT of {run.model.num_params():,} parameters: {shape}.", ""]
-    known = {key: run.figures[key] for key in FIGURES if isinstance(run.figures.get(key), int | float)}
-    lines += ["| | |", "|-|-|", *(f"| {key} | {value:,} |" for key, value in known.items()), ""]
+    lines += ["| | |", "|-|-|"]
+    for key in FIGURES:
+        value = run.figures.get(key)
+        if isinstance(value, int | float):
+            text = f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+            if not is_of_this_step(run, key):
+                text += f" (of step {run.measured_at[key]:,})"
+            lines.append(f"| {key} | {text} |")
+    lines.append("")
 
     # How it was trained.
     if has_curves:
@@ -195,6 +205,13 @@ def make_card(run: Run, name: str, layout: Layout | None, license: str, has_chec
     return "\n".join(lines)
 
 
+def is_of_this_step(run: Run, key: str) -> bool:
+    """Whether a figure describes these weights. A run that was stopped between two evaluations ends with weights that
+    were not evaluated; the figures are then those of an earlier step."""
+    is_evaluation = key in INDEXED
+    return not is_evaluation or run.measured_at.get(key, run.figures["step"]) == run.figures["step"]
+
+
 def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str:
     """The YAML that the Hub reads, without the lines of ---. The arguments are those of make_card."""
     from huggingface_hub import EvalResult, ModelCardData
@@ -204,11 +221,12 @@ def make_header(run: Run, name: str, layout: Layout | None, license: str) -> str
     if layout and layout.needs_code:
         tags.append("custom_code")
 
-    # The validation loss belongs to the run's own dataset, the HellaSwag figures to HellaSwag.
+    # The validation loss belongs to the run's own dataset, the HellaSwag figures to HellaSwag. Those of an earlier step
+    # would be wrong for these weights.
     results = []
     for key, (metric_type, metric_name) in INDEXED.items():
         value = run.figures.get(key)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not is_of_this_step(run, key):
             continue
         is_hellaswag = key.startswith("hellaswag")
         dataset = run.dataset or "the run's validation tokens"
