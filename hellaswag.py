@@ -43,7 +43,8 @@ class Args:
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = ""
     """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it, download the rows."""
     data: Path = DEFAULT_PATH
-    """The file of rows to download to or to score."""
+    """The file of rows to download to or to score: a JSON object a line, with "ctx" (text), "endings" (four texts) and
+    "label" (the index of the right one)."""
     limit: int = 0
     """Score only this many rows from the start; 0 means all."""
     per_example: Path | None = None

@@ -143,7 +143,8 @@ class StopRequest:
                 return
             self.signal = signal.Signals(number).name
             timer.start()
-            message = f"{self.signal}: saving the run, then stopping; a second signal stops without saving\n"
+            message = f"{self.signal}: saves and stops within two steps; a second signal, at least"
+            message += f" {SECOND_SIGNAL_AFTER_S:g} seconds later, stops without saving\n"
             if env_rank() == 0:
                 with suppress(OSError):
                     os.write(1, message.encode())
