@@ -13,12 +13,12 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, TRICKY_TEXTS, same_bits
+from helpers import ROOT, TRICKY_TEXTS, choices, fields_with_choices, same_bits
 
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import tokenizer
-from training import checkpoint, convert
+from training import checkpoint, convert, gguf, hf_layouts
 from training.open_model import open_model
 from training.presets import PRESETS
 
@@ -290,7 +290,17 @@ def test_without_a_network_the_error_comes_quickly(expect_failure, tmp_path):
     expect_failure("infer.py", "gpt2", "Hi", mentions=["gpt2", "network", "HF_ENDPOINT"], env=env, timeout=60)
 
 
-# Of every field, a value that TINY does not have.
+def test_a_gguf_is_refused_for_an_activation_that_llama_cpp_lacks(monkeypatch):
+    """Even if transformers' GPT-2 has it: llama.cpp would compute GELU instead."""
+    monkeypatch.setattr(gguf, "find_converter", lambda: "converter")
+    monkeypatch.setitem(hf_layouts.GPT2_ACTIVATIONS, "relu2", "relu2")
+    for activation in ("gelu", "gelu_erf"):
+        gguf.check_convertible(dataclasses.replace(TINY, activation=activation))
+    with pytest.raises(UserError, match="only GELU, but this network's activation is relu2; leave out --gguf"):
+        gguf.check_convertible(dataclasses.replace(TINY, activation="relu2"))
+
+
+# Of every field, a value that TINY does not have. Fields with named choices are tested with all of them.
 ANOTHER_VALUE = {
     "block_size": 24,
     "vocab_size": 50304,
@@ -300,9 +310,6 @@ ANOTHER_VALUE = {
     "bias": False,
     "tied_head": False,
     "zero_init_projections": True,
-    "positions": "rope",
-    "norm": "rmsnorm",
-    "activation": "relu2",
     "qk_norm": True,
     "softcap": 15.0,
     "attention_scale": 0.12,
@@ -310,17 +317,29 @@ ANOTHER_VALUE = {
 }
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(GPTConfig), ids=lambda field: field.name)
-def test_every_field_of_the_config_survives_an_export(tmp_path, no_tokenizer, field):
+def values_to_export() -> list[tuple[str, object]]:
+    """(field, value): every choice of a field with choices, and the value of ANOTHER_VALUE of each other field."""
+    pairs = []
+    for field in dataclasses.fields(GPTConfig):
+        if field.name in fields_with_choices(GPTConfig):
+            pairs += [(field.name, choice) for choice in choices(GPTConfig, field.name)]
+        else:
+            pairs.append((field.name, ANOTHER_VALUE.get(field.name)))
+    return pairs
+
+
+@pytest.mark.parametrize("name, value", values_to_export())
+def test_every_field_of_the_config_survives_an_export(tmp_path, no_tokenizer, name, value):
     """Fails for a new field of GPTConfig until it has a value in ANOTHER_VALUE, and if a layout of hf_layouts.py takes
     a network for one that it is not."""
-    assert field.name in ANOTHER_VALUE, f"give {field.name} a value in ANOTHER_VALUE"
+    assert value is not None, f"give {name} a value in ANOTHER_VALUE"
+    default = getattr(GPTConfig(), name)
     for base in (TINY, dataclasses.replace(RECORD8, block_size=32, n_layer=2, n_head=2, n_embd=32)):
-        value = ANOTHER_VALUE[field.name]
-        if getattr(base, field.name) == value:
-            value = field.default
+        # A value that the base has already is replaced by the default, unless it is one of several choices.
+        has_choices = name in fields_with_choices(GPTConfig)
+        another = default if getattr(base, name) == value and not has_choices else value
         torch.manual_seed(0)
-        model = GPT(dataclasses.replace(base, **{field.name: value})).eval()
+        model = GPT(dataclasses.replace(base, **{name: another})).eval()
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.1)

@@ -41,6 +41,10 @@ def check_convertible(config: GPTConfig) -> None:
     problem = f"llama.cpp's converter supports GPT-2, but this network is a {layout.class_name}"
     require(layout.model_type == "gpt2", f"{problem}; leave out --gguf; transformers and infer.py run the model")
 
+    # llama.cpp computes GELU in every GPT-2, whatever config.json says. Its tanh approximation is near the exact GELU.
+    problem = f"llama.cpp's GPT-2 has only GELU, but this network's activation is {config.activation}"
+    require(config.activation in ("gelu", "gelu_erf"), f"{problem}; leave out --gguf")
+
     # A GGUF has the tokenizer in it, and an export has a tokenizer only if the vocabulary is GPT-2's.
     problem = f"a GGUF needs GPT-2's vocabulary, but this model has {config.vocab_size} tokens"
     require(config.vocab_size > tokenizer.EOT, f"{problem}; leave out --gguf")
