@@ -256,6 +256,16 @@ def test_past_its_end_a_schedule_stays_at_the_floor(name):
     assert [schedule.lr_factor(step, 100, cfg) for step in (100, 101, 300, 1000)] == [0.1] * 4
 
 
+def test_a_drop_from_the_peak_is_described_and_nothing_else():
+    cfg = dataclasses.replace(BASE, schedule="trapezoid", warmup_steps=300, cooldown=1.0, max_lr=1.0, min_lr=0.0)
+    assert [round(schedule.lr_factor(step, 1000, cfg), 3) for step in (299, 300, 301)] == [1.0, 0.7, 0.699]
+    expected = "--warmup-steps 300 and --cooldown 1.0 of 1000 steps overlap: the rate drops from its peak to 0.70 of it"
+    assert schedule.describe_drop(cfg, 1000).startswith(expected)
+
+    for changes in ({"cooldown": 0.7}, {"warmup_steps": 0}, {"warmup_steps": 2000}, {"schedule": "cosine"}):
+        assert schedule.describe_drop(dataclasses.replace(cfg, **changes), 1000) == ""
+
+
 def test_no_two_schedules_have_the_same_curve():
     curves = {curve_of(name): name for name in SCHEDULES}
     fix = "give each schedule a function of its own in choose_decay (training/schedule.py)"

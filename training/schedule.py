@@ -45,8 +45,8 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
 
 def choose_decay(cfg: TrainConfig) -> Callable[[int, int, TrainConfig], float]:
     """The function of a schedule: decay(step, total_steps, cfg) is how much of the decay is left at `step`, for
-    warmup_steps <= step < total_steps. It is 1 at warmup_steps and would be 0 at total_steps, one after the last
-    update; lr_factor adds the floor."""
+    warmup_steps <= step < total_steps. It is 1 at warmup_steps (less if a trapezoid's cooldown begins before: see
+    describe_drop) and would be 0 at total_steps, one after the last update; lr_factor adds the floor."""
     match cfg.schedule:
         case "cosine":
             return cosine_decay
@@ -67,6 +67,19 @@ def trapezoid_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
     # Before the cooldown the quotient is above 1. A cooldown of less than a step counts as one.
     steps_left = total_steps - step
     return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
+
+
+def describe_drop(cfg: TrainConfig, total_steps: int) -> str:
+    """The warning about a rate that drops from its peak in one step, because the warm-up and the trapezoid's cooldown
+    overlap; "" if it does not."""
+    # The last step of the warm-up is at the peak, and the next one is where the decay is by then.
+    if not 0 < cfg.warmup_steps < total_steps:
+        return ""
+    factor = lr_factor(cfg.warmup_steps, total_steps, cfg)
+    if factor > 1 - 1e-9:
+        return ""
+    problem = f"--warmup-steps {cfg.warmup_steps} and --cooldown {cfg.cooldown} of {total_steps} steps overlap"
+    return f"{problem}: the rate drops from its peak to {factor:.2f} of it in one step; lower one of them"
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig) -> float:
