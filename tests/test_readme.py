@@ -138,7 +138,7 @@ def adapt_command(command: str) -> list[str]:
         words = ["train_gpt2.py", *words[words.index("cloud/slurm.sbatch") + 1 :]]
 
     # What runs elsewhere names files that exist.
-    if words[0] in ELSEWHERE or words[1:3] == ["-m", "pip"]:
+    if words[0] in ELSEWHERE or words[1:3] in (["-m", "pip"], ["-m", "pytest"]):
         for word in words:
             is_our_file = re.fullmatch(r"[\w/-]+\.(yaml|sbatch|py)|.*Dockerfile", word)
             assert not is_our_file or (ROOT / word).is_file(), word
