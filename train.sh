@@ -70,11 +70,11 @@ quote() {
     echo "${words:1}"
 }
 
-# The same for somebody who is in the current folder, whose path is left out.
-to_paste() { quote "${@#"$PWD"/}"; }
-
-# Print the command that calls this script. After `bash train.sh`, $0 has no slash, and the shell would not find it.
-self() { [[ $0 == */* ]] && printf '%q\n' "$0" || printf 'bash %q\n' "$0"; }
+# Print the command that calls this script from any folder: the next log-in may begin in another one.
+self() {
+    local script=$HERE/${BASH_SOURCE[0]##*/}
+    if [[ -x $script ]]; then quote "$script"; else quote bash "$script"; fi
+}
 
 # Print the log to follow: OUT/train.log, or the newest log itself where the file system has no symbolic links.
 find_log() {
@@ -177,7 +177,7 @@ launch() {
     local typed_command preset=() defaults=(--resume auto) checkpoint='' matches args
     local lock_status=0 settings time_limit gpus sizes where='' budget_seconds='' log_file at_end first_line
     local resume resume_words
-    typed_command="$(self)${*:+ $(quote "$@")}"
+    typed_command=$(quote "$0" "$@")
     check_environment
 
     # Defaults that the user's own flags override, because they come later. A budget replaces the time limit that a
@@ -211,7 +211,7 @@ launch() {
     if [[ $RESUME != auto ]]; then
         resume_words=("${preset[@]}" "$@")
         [[ $(realpath -m "$RESUME") == "$OUT" ]] || resume_words+=(--resume "$OUT")
-        resume="$(self) $(to_paste "${resume_words[@]}")    # with the same variables"
+        resume="$(self) $(quote "${resume_words[@]}")    # with the same variables"
     fi
 
     # With another --out-dir this is a new run, which starts from exactly the checkpoint that was named.
@@ -248,7 +248,7 @@ launch() {
     # also takes a lock of its own, which works on such a file system (system/files.py).
     if ((lock_status == 1)) || [[ $lock_status != 0 && -n $(list_run_processes) ]]; then
         die "$OUT already has a run (processes: $(list_run_processes | tr '\n' ' ')): one run per folder." \
-            "Stop it with: $(self) stop $(to_paste "$OUT"), or give another --out-dir"
+            "Stop it with: $(self) stop $(quote "$OUT"), or give another --out-dir"
     fi
     ((lock_status == 0)) || echo "warning: the file system of $OUT has no flock; only the trainer locks the folder" >&2
 
@@ -278,8 +278,8 @@ launch() {
 
     # Say how to follow and stop the run, show its first seconds, and report one that has failed by then.
     echo "started: $NPROC process(es)$where, run folder $OUT, pid $!"
-    echo "follow:  tail -F $(to_paste "$(find_log)")"
-    echo "stop:    $(self) stop $(to_paste "$OUT")    # it saves first"
+    echo "follow:  tail -F $(quote "$(find_log)")"
+    echo "stop:    $(self) stop $(quote "$OUT")    # it saves first"
     echo "resume:  $resume"
     [[ -z $at_end ]] || echo "$at_end"
     ((${START_WAIT:-15} == 0)) || timeout "${START_WAIT:-15}" tail -n "+$first_line" -f -s 0.2 --pid=$! "$log_file" || true
@@ -292,7 +292,7 @@ die_at_once() {
     local reason
     STATUS_FILE=$OUT/status.json
     reason=$(read_status reason)
-    echo "the run ended at once; its log: $(to_paste "$(find_log)")" >&2
+    echo "the run ended at once; its log: $(quote "$(find_log)")" >&2
     die "${reason:-it crashed: see its log}"
 }
 
@@ -369,7 +369,7 @@ stop_run() {
         case $(read_status) in
             finished) echo "nothing to stop: the run in $OUT has finished" ;;
             stopped) echo "nothing to stop: the run in $OUT has saved and stopped already" ;;
-            *_error) echo "nothing to stop: the run in $OUT has ended with an error; see $(to_paste "$(find_log)")" ;;
+            *_error) echo "nothing to stop: the run in $OUT has ended with an error; see $(quote "$(find_log)")" ;;
             *) die "$OUT has no train.pid: train.sh has no run there" ;;
         esac
         return
@@ -382,10 +382,10 @@ stop_run() {
     kill "$pid"
 
     # What to do next: watch it save, or move the run.
-    echo "process $pid was asked to stop; it saves first: tail -F $(to_paste "$(find_log)")"
+    echo "process $pid was asked to stop; it saves first: tail -F $(quote "$(find_log)")"
     echo "to move the run, once it has stopped:" \
-        "$(to_paste "${HUB[@]}" push-model "$OUT" "${PUSH_TO:-OWNER/NAME}" --with-optimizer); on the next machine:" \
-        "python hub.py pull-model ${PUSH_TO:-OWNER/NAME} $(to_paste "$OUT"), then the same start command"
+        "$(quote "${HUB[@]}" push-model "$OUT" "${PUSH_TO:-OWNER/NAME}" --with-optimizer); on the next machine:" \
+        "python hub.py pull-model ${PUSH_TO:-OWNER/NAME} $(quote "${OUT#"$HERE"/}"), then the same start command"
 }
 
 # ---- in the background: train, restart, publish, give the machine back ----
