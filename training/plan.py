@@ -26,7 +26,7 @@ from system.files import write_file
 from system.units import dtype_name, format_cost, format_duration
 from tokens import shards
 from tokens.loader import Loader
-from training import optim
+from training import optim, schedule
 from training.config import TrainConfig
 from training.metrics import Throughput
 from training.run_state import RunState
@@ -78,6 +78,9 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
     if cfg.warmup_steps >= run.max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {run.max_steps} steps: the rate never reaches its peak")
+    drop = schedule.describe_drop(cfg, run.max_steps)
+    if drop:
+        print0(f"warning: {drop}")
     emulates_bfloat16 = torch.bfloat16 not in precision.supported_dtypes(rt.device)
     if cfg.weights == "bfloat16" and rt.device.type == "cpu" and emulates_bfloat16:
         print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
