@@ -240,7 +240,9 @@ def test_what_a_model_cannot_read_does_not_end_its_run(tiny_args, tmp_path, caps
 
 
 def test_a_rate_that_drops_from_its_peak_in_one_step_is_warned_of(tiny_args, tmp_path, capsys):
-    train_quickstart(tiny_args, tmp_path, "--max-steps", "4", "--warmup-steps", "2", "--cooldown", "1")
+    train_quickstart(
+        tiny_args, tmp_path, "--max-steps", "4", "--warmup-steps", "2", "--cooldown", "1", "--schedule", "trapezoid"
+    )
     assert "warning: --warmup-steps 2 and --cooldown 1.0 of 4 steps overlap" in capsys.readouterr().out
 
 
