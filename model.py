@@ -72,6 +72,7 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
+        """Channels of each head (hs)."""
         return self.n_embd // self.n_head
 
     @staticmethod

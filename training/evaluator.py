@@ -70,12 +70,12 @@ class Evaluator:
         ranks abandon the same evaluation: `check_stop` (StopRequest.check), which is called between batches, tells
         them. Raises Stopped, and errors after which no rank could continue.
         """
-        found = {}
+        results = {}
         if run.is_due(self.cfg.val_every):
-            found |= self._evaluate_one("validation", "--val-every 0", run, check_stop, self._validate)
+            results |= self._evaluate_one("validation", "--val-every 0", run, check_stop, self._validate)
         if self.examples and run.is_due(self.cfg.hellaswag_every):
-            found |= self._evaluate_one("HellaSwag", "--hellaswag-every 0", run, check_stop, self._score_hellaswag)
-        return found
+            results |= self._evaluate_one("HellaSwag", "--hellaswag-every 0", run, check_stop, self._score_hellaswag)
+        return results
 
     def _evaluate_one(
         self, name: str, off_switch: str, run: RunState, check_stop: Callable[[], None], measure: Callable
@@ -165,18 +165,18 @@ class Evaluator:
         prompt = prompt[-cfg.model.block_size :] or [tokenizer.EOT]
 
         # The same prompt for every sample.
-        idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (4, T)
+        idx = torch.tensor([prompt] * NUM_SAMPLES, device=rt.device)  # (NUM_SAMPLES, T)
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
         sampler = sampling.Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
-        columns = list(idx.T)  # T tensors (4,), to which each new token is appended
+        columns = list(idx.T)  # T tensors (NUM_SAMPLES,), to which each new token is appended
         with rt.autocast():
             for new_ids in sampling.stream(model, idx, SAMPLE_TOKENS, sampler):
                 if stop_requested():
                     break
                 columns.append(new_ids)
-        rows = torch.stack(columns, dim=1).tolist()  # (4, T + new tokens)
+        rows = torch.stack(columns, dim=1).tolist()  # (NUM_SAMPLES, T + new tokens)
         return "\n".join(f"sample {i}: {printable(encoding.decode(row))}" for i, row in enumerate(rows))
 
     def _first_words(self) -> list[int]:
@@ -276,8 +276,8 @@ def validate(
 
     data: the val split. `check` is called before each batch, equally often on all ranks. Every rank must call this.
     """
-    # The number of bytes of each possible id, (65536,). A vocabulary smaller than GPT-2's is another tokenizer's, whose
-    # bytes are unknown: no token counts as text.
+    # The number of bytes of each id that uint16 can hold. A vocabulary smaller than GPT-2's is another tokenizer's,
+    # whose bytes are unknown: no token counts as text.
     token_bytes = np.zeros(1 << 16, np.int64)
     has_text = data.vocab_size >= VOCAB_SIZE
     if has_text:

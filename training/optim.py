@@ -111,6 +111,7 @@ def optimizer_settings(name: str, cfg: TrainConfig) -> dict[str, Any]:
     ValueError for a name without a case."""
     match name:
         case "adamw":
+            # fused: one kernel updates many parameters.
             return {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True}
         case "muon":
             return {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz}

@@ -70,8 +70,8 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
     B, T = idx.shape
     block_size = model.config.block_size
 
-    # A cache for the whole text, or for as much of it as the model reads at once. Its length is a multiple of 16:
-    # otherwise an attention kernel pads the mask again in every layer.
+    # A cache for the whole text, or for as much of it as the model reads at once. Its length is rounded up: otherwise
+    # an attention kernel pads the mask again in every layer.
     max_len = math.ceil((T + max_new_tokens) / 16) * 16
     cache = model.new_cache(B, min(max_len, block_size))
 
