@@ -43,6 +43,8 @@ RETRY_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between tries, a minute in all
 # What flock answers on a file system that does not have it: Lustre mounted without -o flock, NFS without its lock
 # daemon, some FUSE file systems.
 NO_FLOCK_ERRNOS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+# What link answers on a file system without hard links: SMB, exFAT, some FUSE file systems.
+NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
 LOCK_WAIT_HOURS = 24  # as long as the ranks of a run wait for the one that downloads its data
 MAX_LOCK_PAUSE = 15  # seconds between two attempts to get a lock
 
@@ -458,21 +460,51 @@ class FolderLock:
             aside.unlink()
             print_to_stderr(f"{self.path.parent} was locked by {holder}, which no longer runs: taking over its lock")
 
-        # Only one process can create a file with O_EXCL, on NFS and Lustre as well.
+        # Write the marker under a name of this process's own, then link it to its name: nobody could ever take over a
+        # marker that does not name its process, which a kill between creating and writing it would leave behind. Only
+        # one process can create the link, on NFS and Lustre as well.
+        own = self.marker.with_name(f".lock.new.{socket.gethostname()}.{os.getpid()}")
         try:
-            descriptor = os.open(self.marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
-        try:
-            write_holder(descriptor)
-        except OSError:
-            # Nobody could ever take over a marker that does not name its process.
-            self.marker.unlink(missing_ok=True)
-            raise
+            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                write_holder(descriptor)
+            finally:
+                os.close(descriptor)
+            self.has_marker = link_new(own, self.marker)
         finally:
-            os.close(descriptor)
-        self.has_marker = True
-        return True
+            own.unlink(missing_ok=True)
+        return self.has_marker
+
+
+def link_new(source: Path, path: Path) -> bool:
+    """Give the file `source` the second name `path`, unless that exists; returns whether it was given. Where the file
+    system has no hard links, `path` becomes a copy."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        # NFS may repeat a request whose answer was lost; then the link that exists is this one.
+        return source.stat().st_nlink == 2
+    except OSError as e:
+        if e.errno not in NO_LINK_ERRNOS:
+            raise
+        return copy_new(source, path)
+    return True
+
+
+def copy_new(source: Path, path: Path) -> bool:
+    """Copy the small file `source` to `path`, unless that exists; returns whether it was copied."""
+    try:
+        f = open(path, "xb", buffering=0)
+    except FileExistsError:
+        return False
+    try:
+        f.write(source.read_bytes())
+    except OSError:
+        path.unlink(missing_ok=True)  # on a full disk
+        raise
+    finally:
+        f.close()
+    return True
 
 
 @contextmanager

@@ -358,6 +358,31 @@ def test_an_empty_marker_keeps_other_processes_out(no_flock, tmp_path):
         pass
 
 
+def test_a_process_that_dies_while_it_takes_the_lock_leaves_no_empty_marker(no_flock, tmp_path, monkeypatch):
+    def die(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "write_holder", die)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        files.FolderLock(tmp_path / "run").try_acquire()
+    assert not (tmp_path / "run" / ".lock.held").exists()
+
+
+def test_a_file_system_without_flock_and_hard_links_has_locks_too(no_flock, tmp_path, monkeypatch):
+    def link(*paths):
+        raise OSError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "link", link)
+    (tmp_path / "run").mkdir()
+    first, second = files.FolderLock(tmp_path / "run"), files.FolderLock(tmp_path / "run")
+    assert first.try_acquire() and not second.try_acquire()
+    assert files.read_holder(tmp_path / "run" / ".lock.held").pid == os.getpid()
+    first.release()
+    assert second.try_acquire()
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {".lock", ".lock.held"}
+
+
 def test_only_one_of_two_processes_takes_over_a_lock(no_flock, tmp_path, monkeypatch):
     """The other one has judged the old marker, and finds a new one in its place."""
     folder = tmp_path / "run"
