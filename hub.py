@@ -9,6 +9,8 @@
 
 After an interrupted transfer, run the same command again: complete files are not transferred twice, and a file that was
 cut off is transferred from its beginning. A transfer is complete only once all hashes match.
+
+The exit code is 77 if the Hub refuses the token, or if there is none (the others: system/cli.py).
 """
 
 from __future__ import annotations
