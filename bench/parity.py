@@ -533,13 +533,13 @@ PlantedError = Literal["", "target", "decay", "rate"]
 
 
 def run_this_project(
-    flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor] | None, planted_error: PlantedError
+    flags: str, rt: Runtime, data_dir: Path, state: dict[str, Tensor], planted_error: PlantedError
 ) -> Curve:
-    """The curve of train_gpt2.py with these flags, from the weights `state` or, if None, from random weights of the
-    flags' seed."""
+    """The curve of train_gpt2.py with these flags, from the weights `state`, which stay as they are."""
     cfg = parse(flags.split(), lambda path: {})
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.model) if state is None else GPT.from_state_dict(cfg.model, state)
+    # from_state_dict trains the tensors that it is given: without copies, a later run would start from trained weights.
+    model = GPT.from_state_dict(cfg.model, {name: w.clone() for name, w in state.items()})
     train_step = TrainStep(cfg, rt, model.train())
     plant_error_in_optimizers(train_step, planted_error)
     read_batch = to_device_with_shifted_targets if planted_error == "target" else to_device
@@ -790,7 +790,7 @@ def draw_comparisons(folder: Path) -> None:
     # Each panel, with the planted errors of the same reference and precision.
     rows = -(-len(panels) // PANELS_IN_A_ROW)
     columns = min(len(panels), PANELS_IN_A_ROW)
-    figure = Figure(figsize=(3.6 * columns, 3.4 * rows), dpi=110, layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 3.4 * rows), dpi=130, layout="constrained")
     subfigures = figure.subfigures(rows, columns, squeeze=False).flat  # the last row may have more of them than panels
     for panel, subfigure in zip(panels, subfigures, strict=False):
         key = (panel.reference, panel.dtype)

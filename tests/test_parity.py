@@ -1,6 +1,7 @@
 """bench/parity.py: a reference that does the same has the same curve, and a planted error gives another one."""
 
 import pytest
+import torch
 from helpers import make_shards
 
 from bench import parity
@@ -80,6 +81,20 @@ def test_a_planted_error_is_found(compare, planted_error):
 def test_an_edit_that_finds_nothing_is_an_error(compare):
     with pytest.raises(UserError, match="has no 'n_layer=24'"):
         compare(more_edits={"n_layer=24": "n_layer=2"})
+
+
+def test_a_run_leaves_the_weights_that_it_starts_from_as_they_are(compare, monkeypatch):
+    """With --as-written, several runs start from the same weights."""
+    run_this_project = parity.run_this_project
+
+    def run_and_check(flags, rt, data_dir, state, planted_error):
+        before = {name: w.clone() for name, w in state.items()}
+        curve = run_this_project(flags, rt, data_dir, state, planted_error)
+        assert all(torch.equal(state[name], before[name]) for name in before)
+        return curve
+
+    monkeypatch.setattr(parity, "run_this_project", run_and_check)
+    compare()
 
 
 def test_modules_are_part_of_the_edited_program(tmp_path):
