@@ -453,8 +453,11 @@ def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, 
     shards.write_shard(tmp_path / "other" / "tiny_train_000001.npy", np.arange(50, dtype=np.uint16))
 
     def compare(*flags_of_ranks, steps=(None, None)):
+        # tyro cannot parse in two threads at once.
+        configs = [parse_config("quickstart", *flags) for flags in flags_of_ranks]
+
         def check(rt):
-            cfg = parse_config("quickstart", *flags_of_ranks[rt.rank])
+            cfg = configs[rt.rank]
             step = steps[rt.rank]
             data = train_gpt2.train_loader(cfg, cfg.data_dir)
             run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
