@@ -42,7 +42,7 @@ def test_the_size_that_was_bought_counts_less_the_files_of_the_volume(tmp_path, 
 
     # a volume cannot have more room than its file system
     monkeypatch.setenv("DISK_GB", "1000000")
-    assert free_space(tmp_path / "data", mounts).free <= shutil.disk_usage(tmp_path).free
+    assert free_space(tmp_path / "data", mounts).free <= shutil.disk_usage(tmp_path).total  # free changes any time
 
     monkeypatch.setenv("DISK_GB", "60GB")
     with pytest.raises(UserError, match="DISK_GB=60GB must be a number"):
