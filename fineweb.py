@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from system.cli import UserError, print0, require, run_cli
-from system.disk import free_space
-from system.files import explain_write_error, lock_folder, may_pass
+from system.files import free_bytes, lock_folder
 from tokens import shards, sources
 from tokens.documents import choose_reader, read_files, read_text
 from tokens.prefetch import prefetch
@@ -129,12 +128,9 @@ def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
     download_bytes = sum(sorted(file_bytes)[-2:]) if downloads else 0
     needed = 2 * tokens + download_bytes
 
-    # A network volume may report the free space of the whole cluster: DISK_GB gives the size that was rented.
-    space = free_space(out)
-    if space.note:
-        print0(space.note)
-    room = f"{out} needs about {needed / 1e9:.1f} GB but its disk has only {space.free / 1e9:.1f} GB free"
-    require(needed <= space.free, f"{room}; choose another --out or lower --limit-tokens")
+    free = free_bytes(out)
+    room = f"{out} needs about {needed / 1e9:.1f} GB but its disk has only {free / 1e9:.1f} GB free"
+    require(needed <= free, f"{room}; choose another --out or lower --limit-tokens")
 
 
 # ------------------------------------------------------------------------- the work
@@ -419,17 +415,10 @@ def main() -> None:
     require(has_text or args.split_on is None, f"--split-on is for plain text files, and {name} has none; leave it out")
     require(args.split_on != "", "--split-on '' would split everywhere; give the text between documents")
 
-    # One process at a time fills a folder. A temporary error of the disk is raised as it is, for a restart; any other
-    # one is for the user to fix.
+    # One process at a time fills a folder.
     out = args.out or Path("data") / name
-    try:
-        with lock_folder(out):
-            manifest = fill_folder(args, out, name, paths)
-    except OSError as e:
-        if may_pass(e):
-            raise
-        problem = f"cannot write to {e.filename or out}: {explain_write_error(e, out)}"
-        raise UserError(f"{problem}; fix that, then run the same command again") from None
+    with lock_folder(out):
+        manifest = fill_folder(args, out, name, paths)
     print_summary(out, manifest, time.monotonic() - start_time)
 
 

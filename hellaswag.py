@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,7 +23,6 @@ import tyro
 
 from system.cli import UserError, print0, require, run_cli
 from system.files import atomic_write
-from system.units import dtype_name
 from training import hellaswag_eval
 from training.hellaswag_eval import DEFAULT_PATH, Example, evaluate, render
 
@@ -157,18 +156,13 @@ def main() -> None:
 
     # Imported here, because torch takes seconds to import, and --help and a download do not need it.
     from system import distributed
-    from system.precision import SCORING
+    from system.machine import dtype_name
     from training.open_model import open_model
-    from training.precision import choose_common_dtype, common_dtypes
 
     # Score; under torchrun the ranks share the rows.
     examples = hellaswag_eval.load_examples(args.data, args.limit)
     settings = {"--dtype": args.dtype, "--limit": str(args.limit)}  # the same on all ranks, or refused
     with distributed.session(args.device, args.dtype, settings=settings) as rt:
-        # Ranks on different devices would choose different precisions, and the score would mix them.
-        if args.dtype == "auto":
-            dtype, _ = choose_common_dtype(rt, common_dtypes(rt), SCORING)
-            rt = replace(rt, dtype=dtype)
         model = open_model(args.model).to(rt.device)
 
         # The time is that of scoring alone, without imports, loading and tokenizing.

@@ -206,18 +206,21 @@ def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 def fastest_dtype(device: torch.device, num_samples: int) -> torch.dtype:
     """The precision that generates this many samples fastest: known for a GPU, measured on a CPU that has bfloat16."""
-    from system.precision import Workload, choose_dtype
+    import torch
+
+    from system.distributed import Runtime
+    from system.machine import Product, choose_dtype
 
     # The matrix (8192, 1024) is too large for most caches, as the weights of a model are: a token reads all of them
     # from memory.
-    workload = Workload(
+    product = Product(
         rows=min(num_samples, MAX_MEASURED_ROWS),
         width=1024,
         columns=8192,
         min_speedup=MIN_BFLOAT16_SPEEDUP,
-        make_multiply=pack_linear_weight,
+        make_linear=pack_linear_weight,
     )
-    dtype, _ = choose_dtype(device, workload)
+    dtype, _ = choose_dtype(Runtime(device, torch.float32), product=product)
     return dtype
 
 
@@ -249,8 +252,7 @@ def main() -> None:
     # Imported here, because torch takes seconds to import, and --help and the checks above do not need it.
     import torch
 
-    from system.machine import choose_device, device_name
-    from system.units import dtype_name
+    from system.machine import choose_device, device_name, dtype_name
     from training.open_model import open_model
     from training.sampling import Sampler, stream
 

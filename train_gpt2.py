@@ -29,16 +29,15 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from model import GPT, VOCAB_SIZE
+from model import GPT, VOCAB_SIZE, GPTConfig
 from system import distributed, machine
-from system.cli import UserError, print0, require
+from system.cli import UserError, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import lock_folder
-from system.units import format_duration
 from tokens.hub_data import pull_for_training
 from tokens.loader import Loader
 from tokens.shards import find_shards
-from training import checkpoint, hellaswag_eval, plan, precision, predict, replicas, resume
+from training import checkpoint, hellaswag_eval, plan, predict, replicas, resume
 from training.config import TrainConfig
 from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger
@@ -186,7 +185,7 @@ def build_train_step(
     ranks cannot train together. Every rank must call it."""
     # Refuse cards that would round the updates differently, and choose a precision that all ranks have.
     replicas.check_cards(cfg, rt)
-    rt = precision.agree_on_dtype(cfg, rt, saved)
+    rt = choose_dtype(cfg, rt, cfg.model, saved)
 
     # The weights. Random ones depend on the seed alone. Nothing draws from torch's global generator afterwards.
     torch.manual_seed(cfg.seed)
@@ -214,6 +213,17 @@ def build_train_step(
     if saved:
         train_step.load_state_dict(saved)
     return train_step
+
+
+def choose_dtype(cfg: TrainConfig, rt: Runtime, network: GPTConfig, saved: dict[str, Any] | None = None) -> Runtime:
+    """The Runtime with the precision that all ranks use. Prints which and why. Every rank must call it."""
+    product = machine.Product(rows=1024, width=network.n_embd, columns=min(network.vocab_size, 4096))
+    began_in = saved.get("dtype") if saved else None
+    dtype, reason = machine.choose_dtype(rt, cfg.dtype, product, began_in)
+    print0(f"precision: {machine.dtype_name(dtype)}, {reason}")
+    if dtype == torch.float16 and cfg.weights == "bfloat16":
+        print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a float16 loss scale")
+    return replace(rt, dtype=dtype)
 
 
 def save_checkpoint(
@@ -337,13 +347,13 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     fix = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
-    rt = precision.agree_on_dtype(replace(cfg, weights="float32"), rt, network=model.config)
+    rt = choose_dtype(replace(cfg, weights="float32"), rt, model.config)
 
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(local_data(cfg, rt), "val", T, model.config.vocab_size)
     files = resume.describe_files(cfg, val_data, val_data.fingerprint())
-    rt.check_equal("the comparison of data", files, {"": "give every machine the same files"})
+    rt.check_equal(files, {"": "give every machine the same files"})
 
     # Validation loss. Not compiled: compiling would take longer than it saves.
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
@@ -392,11 +402,7 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
 def main() -> None:
     """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
-    try:
-        cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
-    except UserError as e:
-        distributed.report_early_failure(e)
-        raise
+    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
 
     # --dry-run --card: a prediction needs no device.
     if cfg.card:
@@ -404,7 +410,7 @@ def main() -> None:
         return print0(f"next, on that machine: ./train.sh {plan.without_dry_run(sys.argv[1:])}".rstrip())
 
     # Entering the session joins the other ranks, if there are any, and refuses different settings. The precision is
-    # chosen after that (training/precision.py); until then float32 is a placeholder.
+    # chosen after that (choose_dtype); until then float32 is a placeholder.
     settings = resume.settings_by_flag(cfg)
     session = distributed.session(cfg.device, "float32", cfg.deterministic, settings=settings)
 

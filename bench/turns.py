@@ -29,7 +29,7 @@ import torch
 from system import machine
 from system.cli import require
 from system.distributed import Runtime
-from system.units import dtype_name
+from system.machine import dtype_name
 
 
 def measure_in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict[str, Any]]]:

@@ -1,19 +1,18 @@
-"""What every script of the project shares: user errors, exit codes, printing on rank 0.
+"""What every script of the project shares: user errors, exit codes, printing on rank 0, durations and prices.
 
 A script ends with
 
     if __name__ == "__main__":
         cli.run_cli(main)
 
-so that an error the user can fix is one message instead of a traceback. Importing this module is cheap: nothing here
-needs torch.
+so that it has two endings beside success: an error that the user can fix is one message (UserError), anything else is
+a crash with its traceback. Importing this module is cheap: nothing here needs torch.
 
 The exit codes of every script, which train.sh and other programs may rely on:
 
     0       done; a training run that was stopped has been saved
-    1       an error, described in one message
+    1       an error, described in one message, or a crash
     2       a flag that the script does not accept
-    77      the Hub refuses the token, or there is none (CredentialsError)
     130     Ctrl-C
     141     the reader of the output has exited, as in `infer.py ... | head`
 
@@ -21,24 +20,15 @@ torchrun exits with 1 whatever the code of its ranks, so a training run also wri
 """
 
 import atexit
-import io
 import json
+import math
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
-from pathlib import Path
-
-OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
-
-
-class RetryableError(Exception):
-    """An error that may not recur when the same command runs again: train.sh and Slurm restart the run after it. The
-    message says what happened and what the next start does differently."""
-
+from collections.abc import Callable
+from contextlib import suppress
 
 # Checked on import, because other modules import fcntl and resource, which Windows does not have.
 if os.name == "nt":
@@ -50,14 +40,6 @@ if os.name == "nt":
 
 class UserError(Exception):
     """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
-
-    exit_code = 1
-
-
-class CredentialsError(UserError):
-    """The Hub refuses the user's token, or there is none: with another token the same command may succeed."""
-
-    exit_code = 77  # EX_NOPERM of sysexits.h
 
 
 def require(condition: object, message: str) -> None:
@@ -95,121 +77,61 @@ def set_omp_wait_policy(many_short_waits: bool = False, load: str = "/proc/loada
 
 
 def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
-    """Run a script's `main` and exit. A UserError becomes one message and its exit code, never a traceback.
-
-    The outcome is also written to the file that TRAIN_STATUS_FILE names (see write_status), where train.sh and
-    cloud/slurm.sbatch read it.
-    """
+    """Run a script's `main` and exit. A UserError becomes one message and exit code 1, never a traceback."""
     set_omp_wait_policy(many_short_waits)
     try:
         main()
-        exit_process(0)
     except UserError as e:
-        # Every rank writes the status at once: torchrun may end this one as soon as another one fails.
-        write_status("user_error", str(e))
-        leave_report_to_local_rank_0()
-        fail(f"error: {e}", e.exit_code)
-    except RetryableError as e:
-        write_status("system_error", str(e))
-        leave_report_to_local_rank_0()
-        fail(f"error: {e}")
+        fail("user_error", str(e), f"error: {e}")
     except SystemExit as e:
-        # tyro has reported the bad flag. An unknown flag is often one of another trainer.
-        if e.code == 2 and env_rank() == 0:
-            print(OTHER_TRAINERS, file=sys.stderr, flush=True)
+        # tyro has printed which flag is wrong.
+        if e.code == 2:
+            write_status("user_error", "a flag was not accepted")
         raise
     except KeyboardInterrupt:
         exit_process(130)  # 128 + SIGINT, as a shell reports it
-    except OSError as e:
-        # Python would fail again at exit, when it flushes output that can no longer be written.
+    except BrokenPipeError:
+        # Python would fail again at exit, when it flushes output that nobody reads.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # `infer.py ... | head`: the reader has exited, which is not a failure of this script.
-        if isinstance(e, BrokenPipeError):
-            exit_process(141)  # 128 + SIGPIPE
-        # A failing network volume (system/files.py has retried for a minute) may recover, and a full disk may get room
-        # for the log again, so train.sh restarts the run after this error.
-        write_status("system_error", str(e))
-        fail(f"system error: {e}; fix that, then run the command again (training: with --resume auto)")
-    except Exception:
-        # A bug or a crash: Python prints the traceback, and torchrun repeats it in its report.
-        write_torchrun_report(printable(traceback.format_exc()))
-        raise
+        exit_process(141)  # 128 + SIGPIPE
+    except Exception as e:
+        fail("system_error", f"{type(e).__name__}: {e}", traceback.format_exc())
+    exit_process(0)
 
 
-@contextmanager
-def flags_reported_once() -> Iterator[None]:
-    """Around the parsing of flags. tyro answers a bad flag on stderr and exits with code 2; under torchrun every rank
-    would do that, and torchrun's own report, which comes last, would not say why. There the answer is raised as a
-    UserError, which run_cli reports once."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        yield
-        return
-    printed = io.StringIO()
-    try:
-        with redirect_stderr(printed):
-            yield
-    except SystemExit as e:
-        if e.code != 2:
-            raise
-        colors = r"\x1b\[[0-9;]*m"
-        answer = re.sub(colors, "", printed.getvalue()).strip()
-        raise UserError(f"a flag was not accepted\n{answer}\n{OTHER_TRAINERS}") from None
-    sys.stderr.write(printed.getvalue())
+def fail(status: str, reason: str, message: str) -> None:
+    """Print why this process fails, leave it for the program that started it, and exit with 1."""
+    # The status first: torchrun may end this rank as soon as another one has failed.
+    write_status(status, reason)
+    message = printable(message)
+    with suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
-
-def leave_report_to_local_rank_0() -> None:
-    """Give the first rank of this machine time to report an error that most ranks raise; torchrun then ends the others.
-
-    Waiting for global rank 0 does not work if it runs on another machine: the torchrun there exits with it, which ends
-    the torchrun here before any rank of this machine has reported the error."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        time.sleep(3)
+    # torchrun prints the text of this file last, as the cause. The format is that of its ErrorHandler.
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(error_file, "w") as f:
+            json.dump({"message": details}, f)
+    exit_process(1)
 
 
 def write_status(status: str, reason: str = "") -> None:
     """Record how a run ended in the JSON file named by the environment variable TRAIN_STATUS_FILE, if it is set.
 
-    `status` is finished, stopped (saved, to be resumed), user_error (the same command would fail again) or system_error
-    (a restart may succeed). Programs that start a run read this file, because torchrun exits with 1 for every failure.
+    `status` is finished, stopped (saved, to be resumed), user_error (the same command would fail again) or
+    system_error, or there is no file: then a restart may succeed. Programs that start a run read this file.
     """
     path = os.environ.get("TRAIN_STATUS_FILE")
-    if not path:
+    # The error of one rank makes others fail: the crash of these must not hide it.
+    if not path or (status == "system_error" and os.path.exists(path)):
         return
-    part = Path(f"{path}.{env_rank()}.part")
-    # A disk that is full or gone is often the error being reported: then the caller finds no status and restarts.
+    # A disk that is full or gone is often the error being reported: then there is no status.
+    part = f"{path}.{env_rank()}.part"
     with suppress(OSError):
-        # Ranks may fail for different reasons. If one of them must be fixed by the user, a restart is of no use.
-        if status == "system_error" and _read_status(path) == "user_error":
-            return
-        part.write_text(json.dumps({"status": status, "reason": printable(reason)}) + "\n")
+        with open(part, "w") as f:
+            json.dump({"status": status, "reason": printable(reason)}, f)
         os.replace(part, path)
-
-
-def _read_status(path: str) -> str:
-    """The status in a file that write_status wrote; "" if there is none that can be read."""
-    try:
-        return json.loads(Path(path).read_text())["status"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def fail(message: str, exit_code: int = 1) -> None:
-    """Print a message to stderr and exit. Under torchrun the message also goes into torchrun's report."""
-    message = printable(message)
-    print(message, file=sys.stderr, flush=True)
-    write_torchrun_report(message)
-    exit_process(exit_code)
-
-
-def write_torchrun_report(text: str) -> None:
-    """Give torchrun, if it has started this process, the text that it prints last, as the root cause of the failure. It
-    is read from a file in the format of torch.distributed.elastic's ErrorHandler."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    details = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-    with suppress(OSError), open(path, "w") as f:
-        json.dump({"message": details}, f)
 
 
 def exit_process(code: int) -> None:
@@ -218,7 +140,8 @@ def exit_process(code: int) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(code)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
 
 
@@ -240,3 +163,53 @@ def print0(*args: object) -> None:
     """Print on rank 0 only, without control codes, flushed at once."""
     if env_rank() == 0:
         print(printable(" ".join(map(str, args))), flush=True)
+
+
+# ------------------------------------------------------------------------- units
+
+
+def format_duration(seconds: float) -> str:
+    """4d07h, 1h02m, 3m20s or 12s: the two largest units are enough to plan by."""
+    s = int(seconds)
+    if s >= 86400:
+        return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+    if s >= 3600:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    if s >= 60:
+        return f"{s // 60}m{s % 60:02d}s"
+    return f"{s}s"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
+    if not text:
+        return math.inf
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
+        return float(text)
+
+    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds. A group is None for a missing unit.
+    match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
+    require(match, f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
+    seconds_per_unit = (86400, 3600, 60, 1)
+    return sum(int(count or 0) * unit for count, unit in zip(match.groups(), seconds_per_unit, strict=True))
+
+
+def cost_usd(seconds: float, gpus: int, gpu_hour_usd: float) -> float:
+    """Dollars for `gpus` GPUs during `seconds`, at a price of `gpu_hour_usd` for one GPU and one hour."""
+    return seconds / 3600 * gpus * gpu_hour_usd
+
+
+def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:
+    """$12.34, or the flag that sets the price if `gpu_hour_usd` is 0. Arguments as for cost_usd."""
+    if not gpu_hour_usd:
+        return "price: --gpu-hour-usd"
+    return f"${cost_usd(seconds, gpus, gpu_hour_usd):.2f}"
+
+
+def format_bytes(count: float) -> str:
+    """512 bytes, 3.2 MB or 1.5 GB."""
+    if count < 1e5:
+        return f"{count:,.0f} bytes"
+    if count < 1e9:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB"

@@ -15,6 +15,7 @@ HF_HOME, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -30,8 +31,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from system.cli import CredentialsError, UserError, print0, require
-from system.files import lock_folder, may_pass
+from system.cli import UserError, print0, require
+from system.files import lock_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
@@ -58,8 +59,8 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     """Yield a client and the full name of `repo`: hf:// removed and, for a write, the token's owner added.
 
     Any failure of the Hub, the network or the library inside the block becomes a UserError, which never shows the token
-    and ends with `hint`: HubUnavailable if it may pass, CredentialsError if the Hub refuses the token. Raises
-    CredentialsError, too, for a write without a token, and OSError if the disk that is downloaded to fails.
+    and ends with `hint`: HubUnavailable if it may pass. Raises UserError, too, for a write without a token,
+    and OSError if the disk that is downloaded to fails.
     """
     import httpx2
     from huggingface_hub import HfApi, constants, get_session, get_token
@@ -78,7 +79,7 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     # A write needs a token: say so before anything is read or hashed.
     if write and not get_token():
         fix = f"run `{log_in_command()}`, or set HF_TOKEN to one that can write"
-        raise CredentialsError(f"a push to {name} needs a token: {fix}")
+        raise UserError(f"a push to {name} needs a token: {fix}")
     try:
         if write and "/" not in name:
             name = f"{HfApi().whoami()['name']}/{name}"
@@ -86,7 +87,7 @@ def open_hub(repo: str, write: bool = False, hint: str = "") -> Iterator[tuple[H
     except UserError:
         raise
     except Exception as error:
-        if may_pass(error):
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
             raise
         fix = f"Run the same command again: files that are complete are not transferred twice{hint}"
         raise classify_failure(error)(f"{explain_failure(error, name)}. {fix}") from None
@@ -122,10 +123,6 @@ def classify_failure(error: Exception) -> type[UserError]:
     # The Hub was not reached (OfflineModeIsEnabled counts), or is overloaded or failing: a later try may succeed.
     if class_names & {"TransportError", "OfflineModeIsEnabled"} or status == 429 or status >= 500:
         return HubUnavailable
-
-    # The token is wrong, has expired, or may not do this. A full account answers 403, too, whatever the token.
-    if status in (401, 403) and not is_about_storage(server_message(chain)):
-        return CredentialsError
     return UserError
 
 
@@ -207,7 +204,7 @@ def hide_token(message: str) -> str:
 def open_to_write(repo: str, kind: str, public: bool) -> Iterator[tuple[HfApi, str]]:
     """Like open_hub, for a repository of `kind` ("model" or "dataset"). It is made if missing, private unless `public`.
 
-    Raises CredentialsError if the token may not write there, and UserError if the repository is public although that
+    Raises UserError if the token may not write there, or if the repository is public although that
     was not asked for.
     """
     with open_hub(repo, write=True) as (api, repo):

@@ -1,7 +1,8 @@
-"""The machine a script runs on: its device, its compiler, its memory, the versions of its software.
+"""The machine a script runs on: its device, its precision, its memory, its compiler, the versions of its software.
 
     device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
+    dtype, reason = choose_dtype(rt)                  # bfloat16, "which every GPU of this run has"
     lacking = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
@@ -12,18 +13,24 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from system.cli import UserError, env_rank, require
 
@@ -90,27 +97,15 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         usable.insert(0, "cuda")
 
     refuse_unusable_gpu(name)
-
-    # What was asked for: "cuda:1" is the kind cuda and the number 1.
     kind, _, number = (usable[0] if name == "auto" else name).partition(":")
     available = ", ".join(usable)
     require(kind in usable, f"device {name!r} is not available here (available: {available}); use --device auto")
 
-    # One GPU of several, or the only device of its kind.
-    if kind == "cuda":
-        return choose_gpu(int(number or local_rank))
-    silence_missing_cuda()
-    return torch.device(kind)
-
-
-def silence_missing_cuda() -> None:
-    """Without this, a torch built for CUDA warns "No CUDA runtime is found" when the first step compiles on the CPU. By
-    then choose_device has reported what is wrong with a GPU, if there is one."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
-def choose_gpu(index: int) -> torch.device:
-    """The GPU of that number, made current. Raises UserError if there is none."""
+    if kind != "cuda":
+        # A torch built for CUDA would warn "No CUDA runtime is found" when the first step compiles on the CPU.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        return torch.device(kind)
+    index = int(number or local_rank)
     count = torch.cuda.device_count()
     problem = f"rank {env_rank()} needs cuda:{index} but this machine has {count} GPUs"
     require(index < count, f"{problem}; use --nproc_per_node={count}")
@@ -125,17 +120,119 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({torch.get_num_threads()} threads)"
 
 
-def hardware_name(device: torch.device) -> str:
-    """The name of the GPU or, for a CPU, that of its model: equal where the same kernels give the same bits."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+# ------------------------------------------------------------------------- precision
 
-    # A line of /proc/cpuinfo reads "model name : AMD EPYC 9654 96-Core Processor". Other systems have no such file.
-    with suppress(OSError), open("/proc/cpuinfo") as f:
-        for line in f:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return f"{device.type} {platform.machine()}"
+PREFERRED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Product(NamedTuple):
+    """The matrix product that takes most of the time, (rows, width) @ (width, columns), by which a CPU chooses."""
+
+    rows: int
+    width: int
+    columns: int
+    min_speedup: float = 1.25  # of bfloat16: below this, casting to it and back costs as much as it saves
+    make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]] | None = None  # default: torch's own
+
+
+SCORING = Product(rows=512, width=768, columns=3072)  # HellaSwag: many rows at once
+
+
+def dtype_name(dtype: object) -> str:
+    """bfloat16 for torch.bfloat16, as flags and checkpoints spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
+    # Only Linux lists the CPU's features in a file; elsewhere float32 is used.
+    try:
+        with open("/proc/cpuinfo") as f:
+            flags = f.read()
+    except OSError:
+        return False
+    return any(re.search(rf"\b{flag}\b", flags) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def supported_dtypes(device: torch.device) -> list[torch.dtype]:
+    """What the device multiplies in hardware, the preferred first. float16 needs a loss scale in training, so it is
+    preferred only on GPUs that lack bfloat16, those before Ampere (sm_80)."""
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return [torch.bfloat16, torch.float16, torch.float32]
+        return [torch.float16, torch.float32]
+    # Apple's GPUs are used in float32.
+    if device.type == "cpu" and cpu_has_bfloat16():
+        return [torch.bfloat16, torch.float32]
+    return [torch.float32]
+
+
+def bfloat16_speedup(product: Product) -> float:
+    """How many times as fast this CPU computes `product` in bfloat16 as in float32. A CPU's flags do not tell: a Xeon
+    with AVX512-BF16 but without AMX is slower in bfloat16, a Zen 5 four times as fast."""
+    make_linear = product.make_linear or (lambda weight: functools.partial(torch.nn.functional.linear, weight=weight))
+    tries = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(product.rows, product.width, dtype=dtype)
+        linear = make_linear(torch.ones(product.columns, product.width, dtype=dtype))
+        linear(x)  # warms up
+        tries[dtype] = functools.partial(linear, x)
+
+    # Alternate, because the machine may be busy for a while, and take the fastest of each: that can only slow them.
+    best = dict.fromkeys(tries, math.inf)
+    for _ in range(5):
+        for dtype, multiply in tries.items():
+            start = time.perf_counter()
+            multiply()
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+    return best[torch.float32] / best[torch.bfloat16]
+
+
+def common_speedups(rt: Any, product: Product) -> dict[torch.dtype, float]:
+    """How many times as fast as float32 each precision is on the slowest rank; 0 if a device lacks it. On a GPU the
+    preferred ones count as infinitely fast; a CPU is measured. Every rank must call it."""
+    own = dict.fromkeys(supported_dtypes(rt.device), math.inf)
+    if rt.device.type == "cpu" and torch.bfloat16 in own:
+        own[torch.bfloat16] = bfloat16_speedup(product)
+    of_ranks = rt.gather(own)
+    return {dtype: min(speedups.get(dtype, 0.0) for speedups in of_ranks) for dtype in PREFERRED_DTYPES}
+
+
+def choose_dtype(
+    rt: Any, asked: str = "auto", product: Product = SCORING, began_in: str | None = None
+) -> tuple[torch.dtype, str]:
+    """The precision that all ranks of the Runtime `rt` use, and the reason: the one `asked` for by --dtype, else the
+    one that a resumed run `began_in`, else the fastest for `product` that all ranks have.
+
+    All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
+    lacks what was asked for. Every rank must call it.
+    """
+    # Any CPU computes what was asked for, if slowly: it measures nothing.
+    if asked != "auto" and rt.device.type != "cuda":
+        speedups = dict.fromkeys(PREFERRED_DTYPES, math.inf)
+    else:
+        speedups = common_speedups(rt, product)
+    usable = [dtype_name(dtype) for dtype, speedup in speedups.items() if speedup > 0]
+
+    if asked != "auto":
+        fix = f"use --dtype {usable[0]}, or leave it out"
+        require(asked in usable, f"--dtype {asked}: not every GPU of this run has it; {fix}")
+        name, reason = asked, "by --dtype"
+    elif began_in in usable:
+        name, reason = began_in, "as the run began"
+    elif rt.device.type == "cuda":
+        name, reason = usable[0], "which every GPU of this run has"
+    elif "bfloat16" in usable:
+        speedup = speedups[torch.bfloat16]
+        name = "bfloat16" if speedup >= product.min_speedup else "float32"
+        reason = f"as bfloat16 multiplies {speedup:.1f} times as fast as float32 here"
+    else:
+        name, reason = "float32", "as this hardware has no faster precision"
+
+    if began_in and began_in != name:
+        reason += f"; the run began in {began_in}: losses may differ by rounding"
+    return getattr(torch, name), reason
 
 
 # ------------------------------------------------------------------------- memory
@@ -161,7 +258,9 @@ def use_expandable_segments() -> None:
     """Let torch's CUDA allocator grow its segments instead of adding new ones, unless the user has configured it: the
     sizes of evaluations differ from those of training, and freed segments that fit nothing would pile up. The
     allocator reads its environment when CUDA starts, so this must run before."""
-    if torch.version.cuda and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    # Under the Windows Subsystem for Linux CUDA fails with them (pytorch#192330).
+    is_wsl = "microsoft" in platform.release().lower()
+    if torch.version.cuda and not is_wsl and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -145,7 +145,6 @@ HUB = """
 #   while the file token exists, a push needs the same token in HF_TOKEN or else in $HF_HOME/token
 #   while the file hub_hangs exists, a push does not end
 import os, pathlib, subprocess, sys, time
-from system.cli import CredentialsError
 here = pathlib.Path(__file__).parent
 
 def planned_sizes(cfg):
@@ -161,7 +160,7 @@ def push():
         token = os.environ.get("HF_TOKEN") or saved.read_text()
         if token != (here / "token").read_text():
             print("error: the token is refused", file=sys.stderr)
-            sys.exit(CredentialsError.exit_code)
+            sys.exit(77)
     now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True).stdout)
     if now < int((here / "hub_back").read_text()):
         sys.exit("error: cannot reach the Hub")

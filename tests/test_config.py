@@ -13,11 +13,10 @@ import torch
 from helpers import ROOT, choices, fields_with_choices, load_weights, same_bits, train_quickstart, with_unchecked
 
 from model import GPTConfig
-from system.cli import OTHER_TRAINERS, UserError, run_cli
-from system.units import parse_duration
+from system.cli import UserError, parse_duration, run_cli
 from training import checkpoint, presets
 from training.config import MAY_CHANGE, TrainConfig, config_drift
-from training.help import GROUPS, field_help, flag_name, switches
+from training.help import GROUPS, OTHER_TRAINERS, field_help, flag_name, switches
 from training.presets import PRESETS, is_network_from_init, parse
 from training.trackers import make_tracker
 

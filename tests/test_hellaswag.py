@@ -22,7 +22,7 @@ from helpers import make_hellaswag_rows, write_jsonl
 
 import hellaswag
 from model import GPT, GPTConfig
-from system import precision
+from system import machine
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import sources, tokenizer
@@ -368,8 +368,8 @@ def test_command_line_reports_the_score_and_writes_each_row(run_in_fork, model, 
 def only_rank_1_lacks_bfloat16():
     """Runs in each rank's process before the script."""
     both = [torch.bfloat16, torch.float32]
-    precision.supported_dtypes = lambda device: [torch.float32] if os.environ["RANK"] == "1" else both
-    precision.bfloat16_speedup = lambda *shape: 4.0
+    machine.supported_dtypes = lambda device: [torch.float32] if os.environ["RANK"] == "1" else both
+    machine.bfloat16_speedup = lambda *shape: 4.0
 
 
 def test_ranks_on_unlike_devices_score_in_one_precision(run_ranks, model, tmp_path):

@@ -12,7 +12,7 @@ from helpers import write_tiny_model
 
 import infer
 from model import GPT, GPTConfig
-from system import cli, precision
+from system import cli, machine
 from system.cli import UserError
 from tokens import tokenizer
 from training import checkpoint
@@ -166,12 +166,12 @@ def test_bfloat16_samples_and_stderr_says_so(run_main, run_dir):
 def test_a_cpu_samples_in_bfloat16_unless_float32_clearly_wins(run_main, run_dir, monkeypatch, speedup, chosen):
     measured = []
 
-    def measure(rows, width, columns, make_multiply):
-        measured.append((rows, make_multiply))
+    def measure(product):
+        measured.append((product.rows, product.make_linear))
         return speedup
 
-    monkeypatch.setattr(precision, "supported_dtypes", lambda device: [torch.bfloat16, torch.float32])
-    monkeypatch.setattr(precision, "bfloat16_speedup", measure)
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [torch.bfloat16, torch.float32])
+    monkeypatch.setattr(machine, "bfloat16_speedup", measure)
 
     printed = run_main(run_dir, "Hi", "--num-samples", 3, "--max-new-tokens", 2)
 
@@ -184,12 +184,12 @@ def test_a_given_precision_and_a_gpu_are_not_measured(run_main, run_dir, monkeyp
     def measure(*args):
         pytest.fail("measured")
 
-    monkeypatch.setattr(precision, "bfloat16_speedup", measure)
-    monkeypatch.setattr(precision, "supported_dtypes", lambda device: [torch.bfloat16, torch.float32])
+    monkeypatch.setattr(machine, "bfloat16_speedup", measure)
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [torch.bfloat16, torch.float32])
     printed = run_main(run_dir, "Hi", "--max-new-tokens", 2, "--dtype", "float32")
     assert printed.err.endswith(", float32\n")
 
-    monkeypatch.setattr(precision, "supported_dtypes", lambda device: [torch.float16, torch.float32])
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [torch.float16, torch.float32])
     assert infer.fastest_dtype(torch.device("cuda"), 1) == torch.float16
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, train_quickstart
 from torch.torch_version import TorchVersion
 
-from system import cards, machine, precision
+from system import cards, machine
 from system.cli import UserError
 
 
@@ -95,7 +95,7 @@ def test_a_mac_gpu_with_an_older_torch_is_refused(monkeypatch):
 def test_bfloat16_weights_on_a_cpu_that_emulates_them_are_warned_of(
     has_bfloat16, tiny_args, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
     train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1", "--weights", "bfloat16")
     assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not has_bfloat16)
 

@@ -24,8 +24,8 @@ from helpers import (
 
 from model import GPT, GPTConfig
 from system import cards, machine
+from system.cli import format_duration
 from system.distributed import Runtime
-from system.units import format_duration
 from training.metrics import MetricsLogger, Throughput
 from training.metrics_file import read_metrics
 from training.run_state import RunState
@@ -78,7 +78,7 @@ def test_a_refused_update_leaves_a_line_that_is_json(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(Runtime, "gather_texts", lambda self, topic, text: [text, text])
+    monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])
     logger = make_logger(tmp_path / "run", rt=replace(CPU, rank=1, world_size=2))
 
     logger.write({"step": 0})
@@ -125,8 +125,8 @@ def test_mfu_is_the_share_of_what_all_cards_reach_together(tmp_path, monkeypatch
     """Rank 1's card is three times as fast as rank 0's, or has no data sheet."""
     flops_per_second = GPT(SMALL).flops_per_token(1024) * 524288
     monkeypatch.setattr(cards, "peak_flops", lambda device: flops_per_second)
-    other = str(peak_of_rank_1 * flops_per_second)
-    monkeypatch.setattr(Runtime, "gather_texts", lambda self, topic, text: [text, other])
+    other = peak_of_rank_1 * flops_per_second
+    monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, other])
     assert Throughput(fake_train_step(tmp_path, rt=replace(CPU, world_size=2))).update(1.0)["mfu"] == mfu
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers import CPU, choices, with_unchecked
 
 from model import GPT, GPTConfig
-from system import precision
+from system import machine
 from training import muon, optim, schedule
 from training.config import TrainConfig
 from training.master_weights import MasterWeights
@@ -491,7 +491,7 @@ def split_matrices(name, tensor):
 def test_muon_is_torchs_for_each_matrix(monkeypatch):
     """Matrices of one shape together; queries, keys and values each alone, though they share a parameter; a parameter
     of an MLP as one, though it is three times as tall as wide. And state that torch's Muon saved is loaded."""
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)  # torch's Muon takes bfloat16 on any machine
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)  # torch's Muon takes bfloat16 on any machine
     torch.manual_seed(0)
     settings = {"lr": 0.02, "momentum": 0.9}
 
@@ -559,7 +559,7 @@ def test_matrices_in_an_unknown_layout_are_refused(name, shape, message):
 @pytest.mark.parametrize("has_bfloat16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
 def test_muon_iterates_in_bfloat16_only_where_the_hardware_has_it(has_bfloat16, dtype, monkeypatch):
     """A T4 and older CPUs emulate it, more slowly than they multiply float32."""
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if has_bfloat16 else (7, 5))
 
     on_a_cpu = muon.orthogonalize(torch.randn(1, 16, 64), muon.NEWTON_SCHULZ_ITERATIONS["fast"])

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import gc
-import json
 import os
 from types import SimpleNamespace
 
@@ -14,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 import train_gpt2
 from model import GPT
-from system import cli, distributed, machine
-from system.cli import RetryableError, UserError
+from system import distributed, machine
+from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from training import microbatch, optim, plan, step
@@ -237,14 +236,14 @@ def test_out_of_memory_with_auto_is_remembered_for_the_same_conditions(tiny_args
     auto = ["--micro-batch-size", "auto", "--out-dir", tmp_path / "run"]
     cfg = parse_config("quickstart", *tiny_args, *auto)
     assert microbatch.choose_micro_batch_size(cfg, CPU, None) == 8
-    with pytest.raises(RetryableError, match="the next start takes at most 4: run the same command with --resume auto"):
+    with pytest.raises(RuntimeError, match="the next start takes at most 4: run the same command with --resume auto"):
         with microbatch.explain_out_of_memory(cfg, CPU, 8):
             raise_out_of_memory()
 
     # The next start takes half, and says why. Then again half; one sequence cannot be halved.
     assert microbatch.choose_micro_batch_size(cfg, CPU, None) == 4
     assert "at most 4 sequences, because an earlier start ran out of memory with more" in capsys.readouterr().out
-    with pytest.raises(RetryableError), microbatch.explain_out_of_memory(cfg, CPU, 4):
+    with pytest.raises(RuntimeError), microbatch.explain_out_of_memory(cfg, CPU, 4):
         raise_out_of_memory()
     assert microbatch.choose_micro_batch_size(cfg, CPU, None) == 2
     with pytest.raises(UserError, match="use --recompute"), microbatch.explain_out_of_memory(cfg, CPU, 1):
@@ -272,37 +271,13 @@ def test_a_run_that_runs_out_of_memory_resumes_with_half(tiny_args, tmp_path, mo
         return forward(self, x, y, *more)
 
     monkeypatch.setattr(step.Forward, "forward", limited_forward)
-    with pytest.raises(RetryableError, match=r"micro-batch of 8 .* at most 4"):
+    with pytest.raises(RuntimeError, match=r"micro-batch of 8 .* at most 4"):
         train_quickstart(flags, tmp_path / "run")
     first_start, calls[:] = list(calls), []
     train_quickstart(flags, tmp_path / "run")
 
     assert first_start == [8] * 6 and calls == [4] * 2 * 9
     assert load_curve(tmp_path / "run").keys() == set(range(13))
-
-
-def test_validation_that_runs_out_of_memory_halves_the_next_start(tiny_args, tmp_path, monkeypatch, capsys):
-    """This start trains on without its result."""
-    monkeypatch.setattr(step.Forward, "validation_losses", raise_out_of_memory)
-    flags = [*tiny_args, "--micro-batch-size", "auto", "--max-steps", "1"]
-    run = train_quickstart(flags, tmp_path / "run")
-    assert "resume with --val-every 0; the next start takes at most 4: run the same" in capsys.readouterr().out
-    assert (run / microbatch.LIMIT_FILE).exists()
-
-
-def test_a_retryable_error_is_one_that_a_restart_may_fix(tmp_path, monkeypatch, capsys):
-    """train.sh reads the status, and starts again after a system_error."""
-    status = tmp_path / "status.json"
-    monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
-
-    def fail():
-        raise RetryableError("out of memory; the next start takes at most 4")
-
-    with pytest.raises(SystemExit) as ended:
-        cli.run_cli(fail)
-    assert ended.value.code == 1
-    assert json.loads(status.read_text())["status"] == "system_error"
-    assert capsys.readouterr().err == "error: out of memory; the next start takes at most 4\n"
 
 
 @pytest.mark.parametrize("optimizer", choices(TrainConfig, "optimizer"))
@@ -369,7 +344,7 @@ def test_more_than_four_passes_that_nobody_asked_for_are_warned_of(tiny_args, ca
 
 def test_the_plan_names_the_cards_of_every_rank(tiny_args, capsys, monkeypatch):
     names = ["RTX 2080 Ti", "RTX 3090", "RTX 2080 Ti"]
-    monkeypatch.setattr(type(CPU), "gather_texts", lambda self, topic, text: names)
+    monkeypatch.setattr(type(CPU), "gather", lambda self, value: names)
     print_plan_of(parse_config("quickstart", *tiny_args), 12)
     assert "parameters on 2 x RTX 2080 Ti + 1 x RTX 3090, float32, torch" in capsys.readouterr().out
 
@@ -398,7 +373,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(
     bytes_per_save = sum(path.stat().st_size for path in run.glob("*_00012.pt"))
 
     def set_free_bytes(free):
-        monkeypatch.setattr("system.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+        monkeypatch.setattr("system.files.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
 
     set_free_bytes(saves * bytes_per_save)
     train_quickstart(flags, tmp_path / "fits")

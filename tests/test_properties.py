@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from model import GPTConfig
 from system import cli, machine
-from system.cli import UserError
-from system.units import parse_duration
+from system.cli import UserError, parse_duration
 from tokens import shard_writer, shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader

@@ -1,7 +1,6 @@
 """Ranks: how many there are does not show in the result, a run moves between their numbers, and an error names the rank
 that failed or is lost."""
 
-import datetime
 import itertools
 import json
 import math
@@ -31,12 +30,12 @@ from helpers import (
     train_quickstart,
     write_jsonl,
 )
-from processes import shorten_sleeps
 
 import train_gpt2
 from model import GPT
 from system import cli, distributed, machine
 from system.cli import UserError
+from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint, optim, plan, replicas, resume, schedule
 from training.config import MAY_DIFFER, TrainConfig
@@ -235,84 +234,61 @@ def test_an_error_on_one_rank_ends_the_other_and_is_printed(tiny_args, tiny_data
     shards.write_shard(path, tokens)
 
     flags = ["quickstart", *tiny_args, "--no-shuffle", "--val-every", "0", "--out-dir", tmp_path / "out"]
-    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=shorten_sleeps)
+    output = run_ranks(2, "train_gpt2.py", *flags, fails=True)
 
-    assert "tiny_train_000001.npy: token 200 is id 300" in output
-    assert "rank 0 lost another rank" in output
-
-
-def shorten_timeouts() -> None:
-    """A `prepare` for a rank that waits two seconds for the others, instead of a minute."""
-    distributed.timedelta = lambda **_: datetime.timedelta(seconds=2)
+    assert "error: " in output and "tiny_train_000001.npy: token 200 is id 300" in output
 
 
-def join_the_group() -> None:
-    """The script of a rank that joins the group of ranks and leaves it."""
-    with distributed.session("cpu"):
-        pass
+# ------------------------------------------------------------------------- a rank that fails
 
 
-def test_a_missing_rank_is_named(start_script):
-    # The store of torchrun's agent, where only rank 0 of two will report.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-
-    rank = start_script(join_the_group, env=env, prepare=shorten_timeouts).wait(20)
-
-    assert rank.exit_code == 1
-    assert "rank 0 could not join the 2 ranks" in rank.output
-    assert "rank 1 did not reach the start within 2 seconds" in rank.output
-    assert "Traceback" not in rank.output
+def fill_the_disk_of_rank_0() -> None:
+    """A `prepare` for ranks of which the first has no room for checkpoints."""
+    plan.free_bytes = lambda folder: 10
 
 
-def test_ranks_started_without_torchrun_name_the_missing_variables(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_what_fails_on_one_rank_before_training_ends_all_at_once(tiny_args, tmp_path, run_ranks):
+    """With the message of that rank, and a status that no crash of the others hides."""
+    status = tmp_path / "status.json"
+    flags = [*tiny_args, "--out-dir", tmp_path / "run"]
+    start = time.monotonic()
 
-    with pytest.raises(UserError, match=r"WORLD_SIZE=2 but RANK, .* not set; start with torchrun"):
-        join_the_group()
+    how = {"prepare": fill_the_disk_of_rank_0, "env": {"TRAIN_STATUS_FILE": str(status)}}
+    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, fails=True, **how)
 
-
-def test_machines_that_would_not_survive_a_restart_are_refused_at_the_start(monkeypatch):
-    """One of two machines: LOCAL_WORLD_SIZE is smaller than WORLD_SIZE."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-
-    with pytest.raises(UserError, match="every machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        join_the_group()
+    assert re.search("error: .* do not fit on the disk", output), output
+    assert json.loads(status.read_text())["status"] == "user_error"
+    assert time.monotonic() - start < 20
 
 
-def refuse_to_connect() -> None:
-    """A `prepare` for a rank that cannot connect, as between machines whose names stand for 127.0.1.1."""
+def test_one_device_for_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
-    def init_process_group(**_):
-        raise RuntimeError("connect to 127.0.1.1: connection refused")
-
-    distributed.dist.init_process_group = init_process_group
-
-
-def test_ranks_that_meet_but_cannot_connect_are_told_which_variable_to_set(run_ranks):
-    output = run_ranks(2, join_the_group, prepare=refuse_to_connect, fails=True)
-
-    assert "rank 0 could not join the 2 ranks" in output
-    assert "All ranks have reported, but they cannot connect to each other" in output
-    assert "on every machine: export GLOO_SOCKET_IFNAME=eth0" in output
+    with pytest.raises(UserError, match=r"--device cuda:1 is one device.*use --device cuda"):
+        with distributed.session("cuda:1"):
+            pass
 
 
-# ------------------------------------------------------------------------- through the store
+# ------------------------------------------------------------------------- ranks that differ
 
 
 def run_in_threads(*functions) -> list:
     """What each function returns, or the exception it raises, given the Runtime of one of as many ranks. The ranks are
-    threads of this process with a common store; they have no process group."""
-    store, results = torch.distributed.HashStore(), [None] * len(functions)
+    threads of this process, without a process group."""
+    meeting = threading.Barrier(len(functions), timeout=20)
+    values, results = [None] * len(functions), [None] * len(functions)
+
+    class ThreadRuntime(Runtime):
+        def gather(self, value):
+            values[self.rank] = value
+            meeting.wait()
+            gathered = list(values)
+            meeting.wait()
+            return gathered
 
     def run(rank):
-        rt = replace(CPU, rank=rank, world_size=len(functions), store=store)
         try:
-            results[rank] = functions[rank](rt)
+            results[rank] = functions[rank](ThreadRuntime(CPU.device, CPU.dtype, rank, world_size=len(functions)))
         except Exception as e:
             results[rank] = e
 
@@ -323,87 +299,6 @@ def run_in_threads(*functions) -> list:
         thread.join(20)
         assert not thread.is_alive(), "a rank waits without end"
     return results
-
-
-def test_a_barrier_needs_no_process_group_and_can_be_used_again():
-    """On GPUs the only group is NCCL's. Rank 0, whose process may host the store, leaves last."""
-    left = []
-
-    def pass_three_barriers(rt):
-        for _ in range(3):
-            time.sleep(0.02 * rt.rank)
-            rt.barrier(hours=1)
-            left.append(rt.rank)
-        return "passed"
-
-    assert run_in_threads(*[pass_three_barriers] * 3) == ["passed"] * 3
-    assert sorted(left) == sorted([0, 1, 2] * 3)
-
-
-def test_ranks_that_wait_learn_at_once_why_another_one_failed():
-    def fail_with(error):
-        def fail(rt):
-            with distributed.failures_reported(rt):
-                raise error
-
-        return fail
-
-    def wait(rt):
-        rt.barrier(hours=24)
-
-    _, waited = run_in_threads(fail_with(UserError("no shards in data/mine; run fineweb.py")), wait)
-    assert isinstance(waited, UserError)
-    assert re.fullmatch("rank 0 on .*: no shards in data/mine; run fineweb.py", str(waited))
-
-    waited, _ = run_in_threads(wait, fail_with(ValueError("a bug")))
-    assert distributed.is_lost_rank_error(waited)
-    assert "a bug" in str(waited)
-
-
-def test_a_rank_that_does_not_come_to_a_barrier_is_named():
-    present, _ = run_in_threads(lambda rt: rt.barrier(hours=0.1 / 3600), lambda rt: None)
-
-    assert distributed.is_lost_rank_error(present)
-    assert "rank 1 did not reach the barrier" in str(present)
-
-
-def lose_the_checkpoint_of_rank_1() -> None:
-    """A `prepare` for ranks of which the second does not see the folder that --resume names."""
-    shorten_sleeps()
-    if os.environ["RANK"] == "1":
-        os.chdir("/")
-
-
-def fill_the_disk_of_rank_0() -> None:
-    """A `prepare` for ranks of which the first has no room for checkpoints."""
-    shorten_sleeps()
-    plan.free_space = lambda folder: SimpleNamespace(free=10, note="")
-
-
-def test_what_fails_on_one_rank_before_training_ends_all_at_once(tiny_args, tmp_path, run_ranks):
-    """With the message of that rank: while it reads its flags, and while the others build the model."""
-    flags = [*tiny_args, "--out-dir", tmp_path / "run"]
-    run = train_quickstart(tiny_args, tmp_path / "first", "--max-steps", "1")
-    start = time.monotonic()
-
-    command = ["train_gpt2.py", *flags, "--resume", "first/model_00001.pt"]
-    output = run_ranks(2, *command, prepare=lose_the_checkpoint_of_rank_1, cwd=run.parent, fails=True)
-    assert re.search("error: rank 1 on .*: no checkpoint first/model_00001.pt", output), output
-
-    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=fill_the_disk_of_rank_0, fails=True)
-    assert re.search("error: rank 0 on .*: .* do not fit on the disk", output), output
-    assert time.monotonic() - start < 50
-
-
-def test_one_device_for_several_ranks_is_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    with pytest.raises(UserError, match=r"--device cuda:1 is one device.*use --device cuda, which gives each rank"):
-        with distributed.session("cuda:1"):
-            pass
-
-
-# ------------------------------------------------------------------------- ranks that differ
 
 
 def test_ranks_with_other_settings_code_or_torch_are_refused_by_name(tiny_args, monkeypatch):
@@ -480,7 +375,6 @@ def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, 
 
 def change_the_seed_of_rank_1() -> None:
     """A `prepare` for ranks of which the second was started with another --seed."""
-    shorten_sleeps()
     if os.environ["RANK"] == "1":
         parse = train_gpt2.parse
         train_gpt2.parse = lambda *args: replace(parse(*args), seed=7)
@@ -512,7 +406,7 @@ def test_weights_that_differ_are_found_with_their_ranks_and_parameters(tiny_args
     bad = replicas.weight_sums(named)
 
     def find(*sums):
-        how = {"all_gather": lambda own: list(sums), "gather_texts": lambda *_: ["a", "b", "b, a card"]}
+        how = {"all_gather": lambda own: list(sums), "gather": lambda _: ["a", "b", "b, a card"]}
         rt = SimpleNamespace(world_size=len(sums), device=torch.device("cpu"), **how)
         return replicas.find_difference(rt, named)
 
@@ -525,7 +419,6 @@ def test_weights_that_differ_are_found_with_their_ranks_and_parameters(tiny_args
 
 def change_a_weight_of_rank_1() -> None:
     """A `prepare` for ranks of which the second computes one number wrongly, by one bit, in its fifth update."""
-    shorten_sleeps()
     if os.environ["RANK"] == "0":
         return
     update, calls = TrainStep.update, itertools.count(1)
@@ -567,10 +460,10 @@ def test_every_rank_says_whether_the_state_of_rank_0_is_kept(tiny_args, tmp_path
     def end(rank, writer):
         """The message of a rank. Rank 1 is told what rank 0 has said before."""
 
-        def gather_texts(topic, text):
-            return [texts_of_rank_0.setdefault(topic, text), text]
+        def gather(text):
+            return [texts_of_rank_0.setdefault("outcome", text), text]
 
-        rt = SimpleNamespace(rank=rank, device=torch.device("cpu"), gather_texts=gather_texts, barrier=lambda hours: 0)
+        rt = SimpleNamespace(rank=rank, device=torch.device("cpu"), gather=gather, barrier=lambda hours: 0)
         return str(replicas.error_after_saving(cfg, rt, 6, "the weights of rank 1 differ", writer))
 
     failed = checkpoint.CheckpointWriter(tmp_path / "ranks-differ")
@@ -581,7 +474,7 @@ def test_every_rank_says_whether_the_state_of_rank_0_is_kept(tiny_args, tmp_path
 
 
 def test_muon_on_unlike_cards_asks_for_zero(tiny_args, capsys):
-    rt = SimpleNamespace(device=torch.device("cpu"), gather_texts=lambda *_: ["RTX 3090", "RTX 3090", "RTX 2080 Ti"])
+    rt = SimpleNamespace(device=torch.device("cpu"), gather=lambda _: ["RTX 3090", "RTX 3090", "RTX 2080 Ti"])
 
     def check(*flags):
         replicas.check_cards(parse_config("quickstart", *tiny_args, *flags), rt)

@@ -2,7 +2,6 @@
 bad input, with one message."""
 
 import dataclasses
-import json
 import math
 import re
 import shutil
@@ -22,13 +21,12 @@ from helpers import (
     same_bits,
     train_quickstart,
 )
-from processes import shorten_sleeps
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train_gpt2
 from model import GPT
 from system import machine
-from system.cli import OTHER_TRAINERS, UserError, run_cli
+from system.cli import UserError, run_cli
 from tokens.loader import Loader
 from training import checkpoint
 from training.config import TrainConfig
@@ -64,7 +62,7 @@ def test_two_ranks_refuse_together_and_torchrun_shows_why(tiny_args, tmp_path, p
     error_file = tmp_path / "error"
 
     env = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
-    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=shorten_sleeps, env=env)
+    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, env=env)
 
     assert "step 0: loss nan" in output
     assert "(1 of --skip-bad-steps 1)" in output
@@ -81,27 +79,11 @@ def torchrun_report(error_file) -> str:
     return report
 
 
-def test_torchrun_shows_the_answer_to_a_bad_flag(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
-    monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "status"))
-
-    with pytest.raises(SystemExit) as e:
-        run_cli(lambda: parse_config("quickstart", "--max-lrr", "3"))
-
-    answer = capsys.readouterr().err
-    assert e.value.code == 1 and answer.count("Unrecognized options: --max-lrr, 3") == 1
-    assert answer.endswith(f"{OTHER_TRAINERS}\n")
-    report = torchrun_report(tmp_path / "error")
-    assert "Unrecognized options: --max-lrr, 3" in report and "--max-lr FLOAT" in report
-    assert json.loads((tmp_path / "status").read_text())["status"] == "user_error"
-
-
 def test_torchrun_repeats_the_traceback_of_a_crash(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
 
-    with pytest.raises(ZeroDivisionError):  # Python prints it and exits with 1
+    with pytest.raises(SystemExit):
         run_cli(lambda: 1 / 0)
 
     report = torchrun_report(tmp_path / "error")

@@ -32,7 +32,6 @@ from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
 from system.cli import UserError, print0, require
-from system.files import may_pass
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
@@ -533,8 +532,6 @@ def read_files(
         except UserError as e:  # says what to do
             raise UserError(f"cannot read {path}: {e}") from e
         except Exception as e:  # every library raises errors of its own for a damaged file
-            if may_pass(e):  # the disk, not the file
-                raise
             raise UserError(f"cannot read {path}: {e}; convert it or leave it out") from e
 
         # The caller has asked for more than this file's last chunk, so a downloaded file may be deleted.

@@ -22,7 +22,6 @@ import json
 import re
 import shlex
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -30,7 +29,7 @@ from typing import BinaryIO
 import numpy as np
 
 from system.cli import UserError, require
-from system.files import may_pass, retry_io, write_file
+from system.files import atomic_write
 from tokens.tokenizer import EOT
 
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
@@ -109,9 +108,8 @@ def _read_header(path: Path) -> tuple[int, int]:
                 case _:
                     raise ValueError(f"suffix {path.suffix!r} is neither .npy nor .bin")
 
-    # A volume that fails for a moment is asked again.
     try:
-        size, offset, count = retry_io(read, path)
+        size, offset, count = read()
 
         # A file that was cut, or whose header is damaged, has another size: no memory is allocated for it.
         expected_size = offset + 2 * count
@@ -119,11 +117,10 @@ def _read_header(path: Path) -> tuple[int, int]:
         promise = f"{count:,} tokens ({expected_size:,} bytes)"
         require(is_complete, f"its header promises {promise} but it has {size:,} bytes")
 
-    # An error that may pass is not the file's fault; any other one is, whatever its kind.
-    except OSError as e:
-        if may_pass(e):
-            raise
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as e:
         raise UserError(f"cannot read shard {path}: {e.strerror}") from None
+    except OSError:  # the disk's fault, not the file's
+        raise
     except Exception as e:  # numpy raises a dozen kinds for headers that are damaged
         problem = str(e) if isinstance(e, UserError) else f"its header is unreadable ({type(e).__name__}: {e!s:.300})"
         rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin"
@@ -179,12 +176,7 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     # Read header and tokens into one buffer, so that the hash covers exactly the bytes that are used. Allocate it only
     # once, also if the read is retried, because touching its pages is most of the cost.
     buffer = np.empty(size, np.uint8)
-    try:
-        read_bytes = retry_io(lambda: _read_into(path, buffer), path)
-    except OSError as e:
-        if may_pass(e):
-            raise
-        raise UserError(f"cannot read shard {path}: {e.strerror}") from None
+    read_bytes = _read_into(path, buffer)
 
     # Between the header and the tokens, the file may have been replaced by a shorter one.
     data = buffer[:read_bytes]
@@ -235,11 +227,9 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> str:
             raise ValueError(f"{path}: a shard's suffix is .npy or .bin")
 
     # Write and hash from memory: the file is not read again.
-    def write(f: BinaryIO) -> None:
+    with atomic_write(path) as f:
         f.write(header)
         f.write(tokens.data)
-
-    write_file(path, write)
     digest = hashlib.sha256(header)
     digest.update(tokens.data)
     return digest.hexdigest()
@@ -294,7 +284,8 @@ class Manifest:
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
     """Write the manifest of a folder, all or nothing."""
     content = json.dumps(asdict(manifest), indent=1).encode() + b"\n"
-    write_file(Path(data_dir) / MANIFEST, lambda f: f.write(content))
+    with atomic_write(Path(data_dir) / MANIFEST) as f:
+        f.write(content)
 
 
 def read_manifest(data_dir: str | Path) -> Manifest | None:
@@ -303,14 +294,14 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     path = Path(data_dir) / MANIFEST
     try:
         # A missing or unknown field is an error of the dataclass.
-        raw = json.loads(retry_io(path.read_bytes, path))
+        raw = json.loads(path.read_bytes())
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
         _check_manifest(manifest)
     except FileNotFoundError:
         return None
+    except OSError:
+        raise
     except Exception as e:  # json, dataclass and checks raise errors of many kinds for content that is not a manifest
-        if may_pass(e):
-            raise
         problem = f"{path} is not a manifest of this program ({type(e).__name__}: {e!s:.300})"
         raise UserError(f"{problem}; move it away, or get the folder again") from None
     return manifest
@@ -393,7 +384,7 @@ def create_manifest(data_dir: str | Path) -> Manifest:
         except UserError as e:
             problems.append(str(e))
             continue
-        sha256 = retry_io(partial(_hash_file, path), path)
+        sha256 = _hash_file(path)
         entries.append(Shard(path.name, tokens, documents, sha256, end={}))
     require(not problems, "\n".join(problems))
 

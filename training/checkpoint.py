@@ -42,13 +42,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
-from system.files import explain_write_error, may_pass, retry_io, write_file
+from system.files import atomic_write
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -87,7 +87,7 @@ def open_archive(path: Path) -> zipfile.ZipFile:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as e:
         # If the disk fails while zipfile reads the end of the file, zipfile reports a file that is not an archive.
-        if isinstance(e.__context__, OSError) and may_pass(e.__context__):
+        if isinstance(e.__context__, OSError):
             raise e.__context__ from None
         raise
 
@@ -96,17 +96,18 @@ def is_complete(path: Path) -> bool:
     """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
     last. The content is not read; read_file checks it."""
 
-    def read_directory() -> bool:
-        with open_archive(path) as archive:
-            return bool(archive.infolist())
-
     # The directory, at the end of the file, lists every record with its offset. A truncated file has no directory.
     try:
-        return retry_io(read_directory, path)
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:  # the last: a newer zip version
-        # An error of the volume says nothing about the file, and must not make a run start from the beginning.
-        if may_pass(e):
-            raise
+        with open_archive(path) as archive:
+            return bool(archive.infolist())
+    # An error of the disk says nothing about the file, and must not make a run start from the beginning.
+    except (
+        FileNotFoundError,
+        IsADirectoryError,
+        zipfile.BadZipFile,
+        ValueError,
+        NotImplementedError,
+    ):  # the last: a newer zip version
         return False
 
 
@@ -250,15 +251,12 @@ def find_damage(path: Path) -> str | None:
     which torch.load does not do: without this, a flipped bit on a disk becomes a wrong weight."""
 
     # testzip returns the name of the first bad record, or None.
-    def test() -> str | None:
+    try:
         with open_archive(path) as archive:
             return archive.testzip()
-
-    try:
-        return retry_io(test, path)
+    except OSError:
+        raise
     except Exception as e:  # zipfile raises many exception types for damaged archives
-        if may_pass(e):
-            raise
         return f"its directory ({type(e).__name__})"
 
 
@@ -279,9 +277,7 @@ def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with torch.save, completely or not at all. Raises OSError if, for example, the disk is full."""
-
-    # write_file writes under a temporary name, calls fsync, then renames: see the table at the top.
-    def save(f: BinaryIO) -> None:
+    with atomic_write(path) as f:
         try:
             torch.save(content, f)
         except RuntimeError as e:
@@ -289,8 +285,6 @@ def write(path: Path, content: dict[str, Any]) -> None:
             if isinstance(e.__context__, OSError):
                 raise e.__context__ from None
             raise
-
-    write_file(path, save)
 
 
 def copy_to_host(tree: Any, copies: dict) -> Any:
@@ -367,11 +361,7 @@ class CheckpointWriter:
         """
         self._join()
 
-        # Report the last write if it failed. A temporary error is raised as it is: a restart may succeed.
         if self.error is not None:
-            if may_pass(self.error):
-                raise self.error
-
             # Say how to fix a disk. Any other error, such as weights that are not finite, names its own fix.
             fix = "; free space or choose another --out-dir" if isinstance(self.error, OSError) else ""
             newest = f"Newest complete step there: {latest_step(self.run_dir)}"
@@ -389,8 +379,6 @@ class CheckpointWriter:
 
     def _describe_error(self) -> str:
         """Why the last write failed."""
-        if isinstance(self.error, OSError):
-            return explain_write_error(self.error, self.run_dir, self.save_bytes)
         return str(self.error)
 
     def _join(self) -> None:

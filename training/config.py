@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from model import GPTConfig
-from system.cli import UserError, require
-from system.units import parse_duration
+from system.cli import UserError, parse_duration, require
 
 # Settings that may change on resume: training continues as before, or reports how its schedule changes. All others
 # shape the result and need --allow-drift.

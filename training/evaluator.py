@@ -18,17 +18,15 @@ import torch
 
 from model import VOCAB_SIZE
 from system.cli import print0, printable
-from system.distributed import Runtime, is_lost_rank_error
+from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training import hellaswag_eval, sampling
 from training.config import TrainConfig, config_drift
-from training.microbatch import is_out_of_memory, lower_micro_batch
 from training.presets import PRESETS
 from training.reference import DATASETS, Reference, difference_in_data, difference_in_start, find_reference
 from training.run_state import RunState
 from training.step import Forward, TrainStep
-from training.stop import EvaluationFailedElsewhere, Stopped, report_failed_evaluation
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 PROMPT_TOKENS = 8  # of --sample-prompt @val
@@ -66,55 +64,14 @@ class Evaluator:
         """Measure what is due at this step: any of val_loss, val_bpb, hellaswag_acc, hellaswag_acc_norm. Every rank
         must call it.
 
-        An evaluation that fails is printed, with its reason and a way to turn it off, and training continues. All
-        ranks abandon the same evaluation: `check_stop` (StopRequest.check), which is called between batches, tells
-        them. Raises Stopped, and errors after which no rank could continue.
+        `check_stop` (StopRequest.check) is called between batches, and raises Stopped.
         """
         results = {}
         if run.is_due(self.cfg.val_every):
-            results |= self._evaluate_one("validation", "--val-every 0", run, check_stop, self._validate)
+            results |= self._validate(run, check_stop)
         if self.examples and run.is_due(self.cfg.hellaswag_every):
-            results |= self._evaluate_one("HellaSwag", "--hellaswag-every 0", run, check_stop, self._score_hellaswag)
+            results |= self._score_hellaswag(run, check_stop)
         return results
-
-    def _evaluate_one(
-        self, name: str, off_switch: str, run: RunState, check_stop: Callable[[], None], measure: Callable
-    ) -> dict[str, Any]:
-        """The result of `measure(run, check_stop)`; empty if it fails on any rank. The warning calls it `name`, and
-        suggests `off_switch`."""
-        try:
-            return measure(run, check_stop)
-        # Requests to stop and I/O errors, which system/cli.py handles, are passed on.
-        except (Stopped, OSError):
-            raise
-        # Another rank has failed, and prints the reason.
-        except EvaluationFailedElsewhere:
-            return {}
-        except Exception as e:
-            # A lost rank does not come back, so training cannot continue either.
-            if is_lost_rank_error(e):
-                raise
-
-            # Free the tensors that the failed pass held: often it failed for lack of memory. Then tell the other ranks,
-            # which are in the middle of the same evaluation.
-            traceback.clear_frames(e.__traceback__)
-            report_failed_evaluation(self.rt)
-
-            reason = f"{type(e).__name__}: {printable(str(e)):.500}"
-
-            # Validation takes micro-batches as large as training's; HellaSwag has its own size.
-            fix = f"to turn {name} off, resume with {off_switch}"
-            if name == "validation" and is_out_of_memory(e):
-                smaller, _ = lower_micro_batch(self.cfg, self.rt, self.train_step.micro_batch_size)
-                fix = f"{fix}; {smaller}"
-
-            # Not print0: only this rank knows the reason.
-            print(
-                f"warning: {name} failed at step {run.step} on rank {self.rt.rank} ({reason}). Training continues; "
-                f"{fix}",
-                flush=True,
-            )
-            return {}
 
     def _validate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, Any]:
         """Measure and print the validation loss, and what it means beside the public runs of the preset."""

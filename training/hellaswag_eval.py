@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from system.cli import UserError, print0, require
-from system.files import retry_io
 from tokens import tokenizer
 
 # torch takes seconds to import, so only the functions that need it import it: hellaswag.py downloads the rows and
@@ -112,7 +111,7 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Examp
     require(path.is_file(), f"no HellaSwag rows at {path}; download them with: {download_command}")
 
     # Blank lines are skipped, but count in the line numbers that an error names.
-    content = retry_io(path.read_bytes, path)
+    content = path.read_bytes()
     numbered_lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
     if limit:
         numbered_lines = numbered_lines[:limit]

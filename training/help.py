@@ -23,8 +23,9 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from model import GPTConfig
-from system.cli import OTHER_TRAINERS
 from training.config import TrainConfig
+
+OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
 # Every flag of TrainConfig by group, the common ones before the `|`. Flags of the network begin with --model.
 GROUPS = {

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from system import cards
-from system.cli import UserError, print0
-from system.files import AppendFile, explain_write_error, may_pass, write_file
-from system.units import cost_usd, format_duration
+from system.cli import UserError, cost_usd, format_duration, print0
+from system.files import atomic_write
 from training.metrics_file import read_metrics
 from training.trackers import Tracker, make_tracker
 
@@ -54,10 +54,11 @@ class MetricsLogger:
         path = self.cfg.run_dir / "metrics.jsonl"
         old_rows = read_metrics(path)
         kept = [json.dumps(row) + "\n" for row in old_rows if row["step"] < run.start_step]
-        write_file(path, lambda f: f.write("".join(kept).encode()))
+        with atomic_write(path) as f:
+            f.write("".join(kept).encode())
 
         # One write per line, without a buffer whose flush could fail later.
-        self.file = AppendFile(path)
+        self.file = open(path, "ab", buffering=0)
         last_logged_step = max([-1, *(row["step"] for row in old_rows)])
         self.tracker = make_tracker(self.cfg, run.start_step, last_logged_step)
 
@@ -109,7 +110,7 @@ class MetricsLogger:
 
         # One write for the whole line. A full disk may take a part of it; readers skip a torn line.
         with self._explain_errors(len(line)):
-            self.file.append(line)
+            self.file.write(line)
 
         # The tracker gets every value that is known.
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
@@ -126,7 +127,7 @@ class MetricsLogger:
         """
         # A network file system may report only now that the quota is full.
         with self._explain_errors():
-            self.file.sync()
+            os.fsync(self.file.fileno())
         self.tracker.flush()
 
     @contextmanager
@@ -135,9 +136,7 @@ class MetricsLogger:
         try:
             yield
         except OSError as e:
-            if may_pass(e):
-                raise
-            problem = f"cannot write to {self.file.path}: {explain_write_error(e, self.file.path, needed)}"
+            problem = f"cannot write to {self.file.name}: {e.strerror or e}"
             raise UserError(f"{problem}; fix that, then continue with --resume auto") from None
 
     def close(self) -> None:
@@ -159,7 +158,7 @@ class Throughput:
         # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022), which may be
         # of several kinds. One without a data sheet, whose peak is 0 here, leaves it unknown.
         rt = train_step.rt
-        peaks = [float(text) for text in rt.gather_texts("the cards' peaks", str(cards.peak_flops(rt.device) or 0))]
+        peaks = rt.gather(cards.peak_flops(rt.device) or 0.0)
         self.peak_flops = sum(peaks) if all(peaks) else 0
 
         # The steps of this start, and the moving average of the time that one takes.

@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from system.files import retry_io
-
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics.jsonl, each a dict with at least `step`. Lines that a kill has cut off, and other
@@ -23,7 +21,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     # One row per line.
     rows = []
-    for line in retry_io(lambda: path.read_text(errors="replace"), path).splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         # A run may be writing the last line right now, or have been killed while it did.
         try:
             row = json.loads(line, parse_int=parse_integer)

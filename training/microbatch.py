@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from system import machine
-from system.cli import RetryableError, UserError, print0, require
+from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from system.files import atomic_write
-from system.units import dtype_name
+from system.machine import dtype_name
 from training.config import TrainConfig
 
 MAX_AUTO_SEQUENCES = 64
@@ -173,7 +173,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(cfg: TrainConfig, rt: Runtime, B: int) -> Iterator[None]:
     """Turn an out-of-memory error with micro-batches of B sequences into one message that says what to do.
 
-    With --micro-batch-size auto it is a RetryableError, after which train.sh starts the run again: a limit in the run
+    With --micro-batch-size auto it is a crash, after which train.sh starts the run again: a limit in the run
     folder makes the new start take at most half. A number given by the user would fail again, so that is a UserError.
     """
     # The caller's block is a step, or an evaluation. Other errors pass.
@@ -190,7 +190,7 @@ def explain_out_of_memory(cfg: TrainConfig, rt: Runtime, B: int) -> Iterator[Non
 
         # What to do, and whether a restart does it.
         fix, next_start_fits = lower_micro_batch(cfg, rt, B)
-        error = RetryableError if next_start_fits else UserError
+        error = RuntimeError if next_start_fits else UserError
         raise error(f"{problem} ({detail}); {fix}") from None
 
 
@@ -242,7 +242,7 @@ def find_limit(cfg: TrainConfig, rt: Runtime) -> int:
             own_limit = min(own_limit, max(1, int(content["sequences"])))
 
     # Only the machine of the rank that ran out of memory may have the file, so take the minimum over the ranks.
-    limit = -rt.all_reduce_max(-own_limit)
+    limit = int(rt.all_reduce(torch.tensor(own_limit, device=rt.device), "min"))
     if limit < MAX_AUTO_SEQUENCES:
         print0(
             f"micro-batch: at most {limit} sequences, because an earlier start ran out of memory with more; "

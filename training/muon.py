@@ -18,7 +18,7 @@ changes the weights by the same amount.
 import torch
 from torch import Tensor
 
-from system import precision
+from system import machine
 
 # Newton-Schulz in bfloat16 is precise enough (Jordan 2024), and fastest on GPUs.
 NEWTON_SCHULZ_DTYPE = torch.bfloat16
@@ -35,7 +35,7 @@ NEWTON_SCHULZ_ITERATIONS = {
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
     """The precision of the iterations on `device`: float32 if it only emulates NEWTON_SCHULZ_DTYPE."""
     # GPUs before Ampere and older CPUs multiply emulated bfloat16 more slowly than float32, some CPUs ten times.
-    is_fast = NEWTON_SCHULZ_DTYPE in precision.supported_dtypes(device)
+    is_fast = NEWTON_SCHULZ_DTYPE in machine.supported_dtypes(device)
     return NEWTON_SCHULZ_DTYPE if is_fast else torch.float32
 
 

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import torch
 
-from system import machine, precision
-from system.cli import print0, require
-from system.disk import free_space
+from system import machine
+from system.cli import format_cost, format_duration, print0, require
 from system.distributed import Runtime
-from system.files import write_file
-from system.units import dtype_name, format_cost, format_duration
+from system.files import atomic_write, free_bytes
+from system.machine import dtype_name
 from tokens import shards
 from tokens.loader import Loader
 from training import optim, schedule
@@ -42,7 +41,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     T, B = cfg.sequence_length, train_step.micro_batch_size
 
     # The network and where it is trained.
-    names = Counter(rt.gather_texts("the plan", machine.device_name(rt.device)))
+    names = Counter(rt.gather(machine.device_name(rt.device)))
     devices = " + ".join(f"{count} x {name}" for name, count in names.items())
     print0(
         f"{cfg.preset}: {model.num_params():,} parameters on {devices}, {dtype_name(rt.dtype)}, "
@@ -81,7 +80,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     drop = schedule.describe_drop(cfg, run.max_steps)
     if drop:
         print0(f"warning: {drop}")
-    emulates_bfloat16 = torch.bfloat16 not in precision.supported_dtypes(rt.device)
+    emulates_bfloat16 = torch.bfloat16 not in machine.supported_dtypes(rt.device)
     if cfg.weights == "bfloat16" and rt.device.type == "cpu" and emulates_bfloat16:
         print0("warning: --weights bfloat16 on a CPU without bfloat16 is many times slower than --weights float32")
     # Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023). Passes that --epochs
@@ -105,12 +104,8 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
     )
     bytes_per_save = 4 * (train_step.model.num_params() + state_numel)
 
-    # A network volume may report the space of the whole cluster; DISK_GB gives the size that was rented.
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    space = free_space(cfg.run_dir)
-    free = space.free
-    if space.note:
-        print0(space.note)
+    free = free_bytes(cfg.run_dir)
     problem = f"{saves} checkpoints of {bytes_per_save / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 2, a larger --save-every or another --out-dir"
     require(saves * bytes_per_save <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
@@ -144,7 +139,8 @@ def write_config(train_step: TrainStep, run: RunState) -> None:
         "versions": machine.versions(),
     }
     text = json.dumps(content, indent=2) + "\n"
-    write_file(cfg.run_dir / "config.json", lambda f: f.write(text.encode()))
+    with atomic_write(cfg.run_dir / "config.json") as f:
+        f.write(text.encode())
 
     # Replace the diff that an earlier start from the same step may have left.
     diff_path = cfg.run_dir / f"code_{run.start_step:05d}.diff"

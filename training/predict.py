@@ -28,8 +28,7 @@ import torch
 
 from model import GPT, GPTConfig, SkipInit
 from system.cards import BEFORE_AMPERE, CARDS, TURING, Card, other_forms
-from system.cli import UserError, require
-from system.units import format_cost, format_duration
+from system.cli import UserError, format_cost, format_duration, require
 from training import microbatch, optim
 from training.config import TrainConfig
 from training.head import num_chunks

@@ -8,6 +8,7 @@ Called by train_gpt2.py with sys.argv. To add a preset, add an entry to PRESETS 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,9 +18,9 @@ from pathlib import Path
 import tyro
 
 from model import GPTConfig
-from system.cli import OTHER_TRAINERS, UserError, flags_reported_once, print0
+from system.cli import UserError, env_rank, print0
 from training.config import TrainConfig
-from training.help import help_text, switches
+from training.help import OTHER_TRAINERS, help_text, switches
 
 
 def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
@@ -141,7 +142,6 @@ class EarlyFlags:
     max_steps: int | None = None
 
 
-@flags_reported_once()
 def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
     or the help that was asked for.
@@ -185,7 +185,12 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
 
     # Parse the flags over the defaults.
     refuse_values_of_switches(flags)
-    cfg = tyro.cli(TrainConfig, default=defaults, args=flags, prog="train_gpt2.py [PRESET]", add_help=False)
+    try:
+        cfg = tyro.cli(TrainConfig, default=defaults, args=flags, prog="train_gpt2.py [PRESET]", add_help=False)
+    except SystemExit:  # an unknown flag is often one of another trainer
+        if env_rank() == 0:
+            print(OTHER_TRAINERS, file=sys.stderr, flush=True)
+        raise
 
     # find_spec also finds a mere folder named wandb, which has no origin.
     if cfg.tracker == "wandb" and getattr(find_spec("wandb"), "origin", None) is None:

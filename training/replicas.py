@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from system import machine
-from system.cli import RetryableError, UserError, print0
+from system.cli import UserError, print0
 from system.distributed import Runtime, describe_ranks
 from training.checkpoint import CheckpointWriter, model_path
 from training.config import TrainConfig
@@ -63,7 +63,7 @@ def find_difference(rt: Runtime, named: dict[str, nn.Parameter]) -> str:
     names = [name for i, name in enumerate(named) if any(copies[rank][i] != most_common[i] for rank in others)]
 
     # Name the machines and cards of these ranks: they may share the cause of the difference.
-    places = rt.gather_texts("the comparison of weights", f"{socket.gethostname()}, {machine.hardware_name(rt.device)}")
+    places = rt.gather(f"{socket.gethostname()}, {machine.device_name(rt.device)}")
     parameters = f"{names[0]} and {len(names) - 1} other parameters" if len(names) > 1 else names[0]
     return f"the weights of {describe_ranks(others, places)} differ from those of the other ranks in {parameters}"
 
@@ -84,7 +84,7 @@ def error_after_saving(
     except (UserError, OSError) as e:
         outcome = f"rank 0's state could not be kept: {e}"
     rt.barrier(hours=2)
-    outcome = rt.gather_texts("the state that rank 0 keeps", outcome)[0]
+    outcome = rt.gather(outcome)[0]
 
     # Different cards explain the difference, and will differ again. Equal ones should not have differed.
     problem = f"{difference} at step {step}, so this step is not saved as a checkpoint of the run"
@@ -92,12 +92,12 @@ def error_after_saving(
     if len(set(cards_by_rank(rt))) > 1:
         return UserError(f"{problem}. The cards of this run differ: add --zero-stage 1; {fix}; {outcome}")
     hint = "If the same rank differs again, its card is defective"
-    return RetryableError(f"{problem}; {fix}. {hint}; {outcome}")
+    return RuntimeError(f"{problem}; {fix}. {hint}; {outcome}")
 
 
 def cards_by_rank(rt: Runtime) -> list[str]:
     """The name of every rank's GPU, or of its CPU. Every rank must call it."""
-    return rt.gather_texts("the comparison of cards", machine.hardware_name(rt.device))
+    return rt.gather(machine.device_name(rt.device))
 
 
 def check_cards(cfg: TrainConfig, rt: Runtime) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
-from system.files import retry_io
 from tokens.loader import Loader
 from training import checkpoint, hellaswag_eval, schedule
 from training.config import MAY_DIFFER, TrainConfig, config_drift
@@ -202,7 +201,7 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
         "": "give every machine the same files, from the same shared folder or a copy, and the same flags",
         "the checkpoint to resume from": "let --out-dir or --resume name the same run on every machine",
     }
-    rt.check_equal("the comparison of checkpoints and data", facts, fixes)
+    rt.check_equal(facts, fixes)
 
 
 def describe_files(cfg: TrainConfig, data: Loader, data_id: str) -> dict[str, str]:
@@ -216,7 +215,7 @@ def describe_files(cfg: TrainConfig, data: Loader, data_id: str) -> dict[str, st
     rows = "none"
     path = Path(cfg.hellaswag_data or hellaswag_eval.DEFAULT_PATH)
     if cfg.hellaswag_every and path.is_file():
-        content = retry_io(path.read_bytes, path)
+        content = path.read_bytes()
         count = sum(1 for line in content.splitlines() if line.strip())
         rows = f"{count:,} rows ({hashlib.sha256(content).hexdigest()[:12]})"
     return {"the data": shards, "the HellaSwag file": rows}

@@ -30,7 +30,7 @@ from model import GPT
 from system import machine
 from system.cli import UserError, print0
 from system.distributed import Runtime
-from system.units import dtype_name
+from system.machine import dtype_name
 from tokens.loader import Loader, to_device
 from training import head, optim, schedule
 from training.config import TrainConfig

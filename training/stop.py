@@ -22,9 +22,10 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
-from system.cli import env_rank, print0
+import torch
+
+from system.cli import env_rank, parse_duration, print0
 from system.distributed import Runtime
-from system.units import parse_duration
 
 SECOND_SIGNAL_AFTER_S = 2.0
 
@@ -164,7 +165,7 @@ class StopRequest:
 
 def agree(rt: Runtime, vote: Vote) -> Vote:
     """The highest vote of all ranks. Every rank must call it."""
-    return Vote(rt.all_reduce_max(int(vote)))
+    return Vote(int(rt.all_reduce(torch.tensor(int(vote), device=rt.device), "max")))
 
 
 def report_failed_evaluation(rt: Runtime) -> None:
