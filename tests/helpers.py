@@ -7,7 +7,6 @@ in processes of their own in processes.py. A test of training usually reads:
     assert load_curve(run)[3][1] < 5.5                                          # the validation loss of step 3
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -20,6 +19,7 @@ import torch
 
 import train_gpt2
 from model import GPT, GPTConfig
+from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint
@@ -55,7 +55,9 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
     """Train the preset quickstart with the flags `args` and `more` in this process, into the folder `out`; returns that
     folder. `stop` may hold a stop request, by which a test ends the run early."""
     torch.set_num_threads(1)  # the tests run side by side
-    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
+    ending = train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
+    if ending.status == "refused":
+        raise UserError(ending.message)
     return Path(out)
 
 
@@ -68,15 +70,6 @@ def choices(config_class, field) -> tuple:
     """The values that the Literal of a field allows: tests that go through all of them fail for one that is added
     there and not handled."""
     return get_args(get_type_hints(config_class)[field])
-
-
-def with_unchecked(config, **values):
-    """A copy of a config with values that its own checks would refuse, as if somebody had added them to a Literal and
-    nowhere else."""
-    changed = copy.copy(config)
-    for name, value in values.items():
-        object.__setattr__(changed, name, value)  # the dataclass is frozen
-    return changed
 
 
 def load_metrics(run) -> list[dict]:

@@ -3,16 +3,14 @@
 Most tests write real files of a tiny model with `save`, damage or delete some of them, and ask what is left.
 """
 
-import ast
 import dataclasses
-import json
 import re
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, same_bits
+from helpers import same_bits
 
 from model import GPT, GPTConfig
 from system.cli import UserError
@@ -54,7 +52,7 @@ def test_a_model_comes_back_as_it_was(tmp_path, config):
         assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == config.tied_head
 
 
-def test_the_train_state_comes_back_with_the_path_of_its_weights(tmp_path):
+def test_the_train_state_comes_back(tmp_path):
     save(tmp_path, 7)
 
     for path in (tmp_path, tmp_path / "model_00007.pt", tmp_path / "optim_00007.pt"):
@@ -64,19 +62,8 @@ def test_the_train_state_comes_back_with_the_path_of_its_weights(tmp_path):
         assert state["model_file"] == tmp_path / "model_00007.pt"
 
 
-def test_random_states_are_neither_needed_nor_refused(tmp_path):
-    """Files of earlier versions have the key `rng`."""
-    save(tmp_path, 7)
-    state = checkpoint.read_file(tmp_path / "optim_00007.pt")
-    assert "rng" not in state
-
-    checkpoint.write(tmp_path / "optim_00007.pt", {**state, "rng": [torch.get_rng_state()]})
-
-    assert checkpoint.read_train_state(tmp_path)["step"] == 7
-
-
 @pytest.mark.parametrize("key", checkpoint.TRAIN_STATE_TYPES)
-def test_a_train_state_without_one_of_its_keys_is_refused(tmp_path, key):
+def test_a_train_state_without_a_key_is_refused(tmp_path, key):
     save(tmp_path, 7)
     state = checkpoint.read_file(tmp_path / "optim_00007.pt")
     del state[key]
@@ -87,7 +74,7 @@ def test_a_train_state_without_one_of_its_keys_is_refused(tmp_path, key):
 
 
 @pytest.mark.parametrize("change", [{"max_steps": 10**400}, {"max_steps": 0}, {"step": -1}])
-def test_a_train_state_with_an_impossible_step_is_refused(tmp_path, change):
+def test_an_impossible_step_is_refused(tmp_path, change):
     save(tmp_path, 7)
     state = checkpoint.read_file(tmp_path / "optim_00007.pt")
     checkpoint.write(tmp_path / "optim_00007.pt", state | change)
@@ -123,7 +110,7 @@ def test_only_a_complete_step_counts(tmp_path):
     assert open_model(tmp_path).config == SMALL
 
 
-def test_the_newest_of_models_alone_is_found_by_number(tmp_path):
+def test_the_newest_model_is_found_by_number(tmp_path):
     """Not by name: model_100000.pt sorts before model_99999.pt."""
     for step in (99_999, 100_000):
         save(tmp_path, step)
@@ -162,7 +149,7 @@ def test_missing_and_foreign_files_are_named(tmp_path):
     assert_refused("cannot read")
 
 
-def test_weights_that_do_not_fit_their_config_are_refused(tmp_path):
+def test_weights_must_fit_their_config(tmp_path):
     def save_with_config(**changes):
         content = checkpoint.model_file(GPT(SMALL), 1)
         content["config"] |= changes
@@ -179,16 +166,6 @@ def test_weights_that_do_not_fit_their_config_are_refused(tmp_path):
         open_model(tmp_path)
 
 
-def test_checkpoints_import_no_code_of_the_hub():
-    """Of this project checkpoint.py imports only the network and two modules that import nothing else."""
-    tree = ast.parse((ROOT / "training" / "checkpoint.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-
-    own = {name for name in imported if (ROOT / name.split(".")[0]).is_dir() or (ROOT / f"{name}.py").is_file()}
-    assert own == {"model", "system.cli", "system.files"}
-
-
 # ------------------------------------------------------------------------- writing
 
 
@@ -200,7 +177,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 6  # nothing else is in the folder
 
 
-def test_the_earlier_best_goes_when_the_last_step_is_the_best(tmp_path):
+def test_the_earlier_best_goes_when_the_last_is_best(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, keep=1, best_step=1)
     assert checkpoint.complete_steps(tmp_path) == [1, 3]
@@ -236,7 +213,7 @@ def test_a_save_deletes_what_a_killed_write_left(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model_00005.pt", "optim_00005.pt"]
 
 
-def test_a_failed_write_leaves_the_earlier_checkpoint_and_is_reported(tmp_path, monkeypatch):
+def test_a_failed_write_loses_nothing(tmp_path, monkeypatch):
     save(tmp_path, 1)
     real_save = torch.save
 
@@ -253,13 +230,15 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_is_reported(tmp_path, 
     # it is still full at the next save of a run, which reports it when it waits
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(3, checkpoint.model_file(GPT(SMALL), 3), {"step": 3})
-    with pytest.raises(UserError, match=r"No space left.*free space or choose another --out-dir"):
+    with pytest.raises(UserError, match="No space left"):
         writer.wait()
+    assert writer.has_failed()
 
     # somebody has freed space: the same writer recovers
     monkeypatch.setattr(torch, "save", real_save)
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
     writer.wait()
+    assert not writer.has_failed()
     assert checkpoint.complete_steps(tmp_path) == [1, 4]
 
 
@@ -288,21 +267,3 @@ def test_training_may_change_what_is_being_written(tmp_path):
     writer.wait()
 
     assert torch.equal(open_model(tmp_path).lm_head.weight, before)
-
-
-def test_a_run_that_has_not_saved_yet_says_when_it_will(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    with pytest.raises(UserError, match=r"no complete checkpoint \(model_\*\.pt\); train one"):
-        checkpoint.newest_model(run)
-
-    # The run that is in the folder saves every 40 steps, or only at its end.
-    for save_every, first in ((40, 40), (0, 80), (500, 80)):
-        (run / "config.json").write_text(json.dumps({"resolved_max_steps": 80, "save_every": save_every}))
-        with pytest.raises(UserError, match=f"has not saved yet: it saves first at step {first} of 80"):
-            checkpoint.newest_model(run)
-
-    # The config.json of another program says nothing of a run.
-    (run / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match="train one"):
-        checkpoint.newest_model(run)

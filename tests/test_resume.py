@@ -12,7 +12,6 @@ from helpers import delete_checkpoints_after, load_curve, load_weights, same_bit
 
 from system.cli import UserError
 from tokens import shards
-from tokens.loader import Loader
 from training import checkpoint, evaluator
 from training.step import TrainStep
 from training.stop import StopRequest
@@ -77,7 +76,7 @@ def send_signal_at(monkeypatch, stop, timing, place) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon", "--optimizer muon --weights bfloat16"])
-def test_a_run_interrupted_anywhere_equals_one_that_was_not(tiny_args, tmp_path, monkeypatch, flags):
+def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeypatch, flags):
     flags = [*tiny_args, *flags.split(), "--shuffle"]
     undisturbed = train_quickstart(flags, tmp_path / "undisturbed")
     resumed = tmp_path / "resumed"
@@ -94,7 +93,7 @@ def test_a_run_interrupted_anywhere_equals_one_that_was_not(tiny_args, tmp_path,
     assert same_bits(load_weights(resumed), load_weights(undisturbed))
 
 
-def test_a_signal_during_a_step_completes_it_and_saves_the_next(tiny_args, tmp_path, monkeypatch):
+def test_a_signal_during_a_step_completes_it(tiny_args, tmp_path, monkeypatch):
     """The signal comes while step 5 trains: that update is made, step 6 is saved, and nothing is done twice."""
     undisturbed, run = train_quickstart(tiny_args, tmp_path / "undisturbed"), tmp_path / "run"
     stop, trained_steps = StopRequest(), []
@@ -154,7 +153,7 @@ def test_a_saved_step_is_evaluated_exactly_once(tiny_args, tmp_path, monkeypatch
     assert same_bits(load_weights(run), load_weights(undisturbed))
 
 
-def test_a_trapezoid_is_extended_as_if_it_had_been_planned_so(tiny_args, tmp_path):
+def test_a_trapezoid_is_extended_as_if_planned_so(tiny_args, tmp_path):
     flags = [*tiny_args, *"--schedule trapezoid --cooldown 0.25 --warmup-steps 2".split()]
     planned = train_quickstart(flags, tmp_path / "planned", "--max-steps", "20")
     extended = train_quickstart(flags, tmp_path / "extended", "--max-steps", "12")
@@ -166,13 +165,10 @@ def test_a_trapezoid_is_extended_as_if_it_had_been_planned_so(tiny_args, tmp_pat
     assert same_bits(load_weights(extended, 20), load_weights(planned, 20))
 
 
-def test_a_time_limit_saves_after_at_least_one_step(tiny_args, tmp_path, capsys):
+def test_a_time_limit_saves_after_at_least_one_step(tiny_args, tmp_path):
     run = train_quickstart(tiny_args, tmp_path / "run", "--time-limit", "0.0001", stop=StopRequest("0.0001"))
 
-    output = capsys.readouterr().out
     assert checkpoint.latest_step(run) == 1
-    assert "stopped by the time limit at step 1; checkpoint saved" in output
-    assert "run the same command with --resume auto" in output
 
 
 def test_a_time_limit_of_zero_is_none(tiny_args, tmp_path):
@@ -181,77 +177,7 @@ def test_a_time_limit_of_zero_is_none(tiny_args, tmp_path):
     assert checkpoint.latest_step(run) == 12
 
 
-# ------------------------------------------------------------------------- begun by an earlier version
-
-
-def rewrite_as_earlier_version(run, step) -> None:
-    """Make a run's checkpoint look as if commit e27dccc (November 2026) had saved it: with random states, one for each
-    rank, and with settings that no longer exist, at the values that turn them off."""
-    removed_from_network = {"value_tables": 0, "unet_skips": False, "logit_softcap": 0.0}
-
-    optim_path = checkpoint.optim_path(run, step)
-    train_state = checkpoint.read_file(optim_path)
-    # Not today's state: restoring it would show in what is drawn later.
-    train_state["rng"] = [torch.Generator().manual_seed(99).get_state()]
-    train_state["config"]["muon_momentum_warmup"] = 0
-    train_state["config"]["model"] |= removed_from_network
-    if step == 0:
-        for optimizer_state in train_state["optimizers"]:
-            optimizer_state["state"] = {}  # it was created by the first update
-    checkpoint.write(optim_path, train_state)
-
-    model_path = checkpoint.model_path(run, step)
-    model_file = checkpoint.read_file(model_path)
-    model_file["config"] |= removed_from_network
-    checkpoint.write(model_path, model_file)
-
-
-@pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon --weights bfloat16"])
-def test_a_run_that_an_earlier_version_began_resumes_to_the_same_bits(tiny_args, tmp_path, flags):
-    flags = [*tiny_args, *flags.split()]
-    undisturbed = train_quickstart(flags, tmp_path / "undisturbed")
-    # Step 6 from the middle of that run; step 0 from a run stopped before it trained.
-    from_step_6, from_step_0 = tmp_path / "from step 6", tmp_path / "from step 0"
-    shutil.copytree(undisturbed, from_step_6)
-    delete_checkpoints_after(from_step_6, 6)
-    stop = StopRequest()
-    stop.signal = "SIGTERM"
-    train_quickstart(flags, from_step_0, stop=stop)
-
-    for run, step in ((from_step_6, 6), (from_step_0, 0)):
-        rewrite_as_earlier_version(run, step)
-        train_quickstart(flags, run, "--resume", "auto")
-
-        assert load_curve(run) == load_curve(undisturbed)
-        assert same_bits(load_weights(run), load_weights(undisturbed))
-        assert "rng" not in checkpoint.read_train_state(run)
-
-
-def test_a_setting_that_no_longer_exists_is_refused_unless_it_was_off(tiny_args, tmp_path):
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "3")
-    path = checkpoint.optim_path(run, 3)
-    train_state = checkpoint.read_file(path)
-    train_state["config"]["muon_momentum_warmup"] = 300
-    checkpoint.write(path, train_state)
-
-    with pytest.raises(UserError, match="muon_momentum_warmup no longer exists: use the version that saved it"):
-        train_quickstart(tiny_args, run, "--max-steps", "6", "--resume", "auto")
-
-
-def test_an_earlier_run_over_small_shards_is_refused_because_their_order_has_changed(tiny_args, tmp_path, monkeypatch):
-    # Earlier versions shuffled each small shard alone, and their fingerprint did not say how many go together.
-    with monkeypatch.context() as patch:
-        patch.setattr(Loader, "fingerprint", lambda data, **_: shards.fingerprint(data.data_dir))
-        run = train_quickstart(tiny_args, tmp_path / "run")
-
-    refusal = r"data: the shards in .* would now be shuffled differently.*--allow-drift"
-    with pytest.raises(UserError, match=refusal):
-        train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "14")
-    train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "14", "--allow-drift")
-    assert checkpoint.latest_step(run) == 14
-
-
-def test_a_run_resumes_after_its_folder_of_shards_got_a_manifest(tiny_args, tiny_data, tmp_path):
+def test_a_run_resumes_after_its_data_got_a_manifest(tiny_args, tiny_data, tmp_path):
     """As `fineweb.py --verify` makes one, which the warning about a missing manifest suggests. Other tokens in a shard
     of the same size are still refused once there is a manifest to tell."""
     run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "6")
@@ -272,7 +198,7 @@ def test_a_run_resumes_after_its_folder_of_shards_got_a_manifest(tiny_args, tiny
 # ------------------------------------------------------------------------- what is refused, and what is kept
 
 
-def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
+def test_a_run_is_never_overwritten(tiny_args, tmp_path):
     run = train_quickstart(tiny_args, tmp_path / "run")
     curve = load_curve(run)
 
@@ -284,7 +210,6 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
 
     # A complete run has nothing to resume.
     train_quickstart(tiny_args, run, "--resume", "auto")
-    assert "is complete" in capsys.readouterr().out
     assert load_curve(run) == curve
 
     # In another folder, an earlier step may be continued.
@@ -292,7 +217,7 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, capsys):
     assert same_bits(load_weights(fork), load_weights(run))
 
 
-def test_weights_without_their_optimizer_are_never_overwritten(tiny_args, tmp_path):
+def test_weights_alone_are_never_overwritten(tiny_args, tmp_path):
     """A folder pulled without --with-optimizer, or whose only optimizer file was cut off: the preset's own folder."""
     run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "3")
     optim_path = checkpoint.optim_path(run, 3)
@@ -323,7 +248,7 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
         train_quickstart(tiny_args, run, *longer, "--seed", "1")
     flags = ["--resume", run / "model_00012.pt", "--max-steps", "13", "--seed", "1", "--allow-drift"]
     train_quickstart(tiny_args, tmp_path / "fork", *flags)
-    assert "by --allow-drift: seed: 1337 -> 1" in capsys.readouterr().out
+    assert "seed: 1337 -> 1" in capsys.readouterr().out
 
     # A setting that does not: printed. So is what becomes of the learning rate.
     train_quickstart(tiny_args, run, *longer, "--val-every", "5")
@@ -346,7 +271,7 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, tmp_path, ca
         train_quickstart(tiny_args, run, *longer)
 
 
-def test_a_run_resumed_without_its_init_from_is_still_known_to_have_begun_with_it(tiny_args, tmp_path):
+def test_a_resumed_run_remembers_its_init_from(tiny_args, tmp_path):
     """Taken for a run from scratch, it would be judged by the public runs of its preset."""
     first = train_quickstart(tiny_args, tmp_path / "first", "--max-steps", "1")
     run = train_quickstart(tiny_args, tmp_path / "run", "--init-from", first, "--max-steps", "1")
@@ -359,21 +284,21 @@ def test_a_run_resumed_without_its_init_from_is_still_known_to_have_begun_with_i
 def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch, capsys):
     """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has."""
     val_losses = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])  # of steps 0, 2, 4 ... 12; saved are 4, 8 and 12
-    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(next(val_losses), None))
+    monkeypatch.setattr(evaluator, "validate", lambda *args: next(val_losses))
     run = train_quickstart(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "4", "--keep", "1")
     assert checkpoint.complete_steps(run) == [4, 12]
 
     # Never better than step 4. But that is the best of the first run, and not in the folder of this one.
-    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(9.0, None))
+    monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", run / "model_00012.pt", "--max-steps", "14")
     assert "fork/model_00004" not in capsys.readouterr().out
     assert checkpoint.complete_steps(fork) == [14]
 
 
-def test_a_step_whose_checkpoint_could_not_be_written_is_not_the_best(tiny_args, tmp_path, monkeypatch, capsys):
+def test_a_step_that_was_not_written_is_not_the_best(tiny_args, tmp_path, monkeypatch, capsys):
     """The disk is full while step 4, the best, is saved, and has room again for step 8."""
     val_losses = iter([5.0, 4.0, 1.0, 3.0, 2.0, 3.5, 3.5])  # of steps 0, 2, 4 ... 12
-    monkeypatch.setattr(evaluator, "validate", lambda *args: evaluator.Validation(next(val_losses), None))
+    monkeypatch.setattr(evaluator, "validate", lambda *args: next(val_losses))
     write = checkpoint.write
 
     def write_unless_full(path, content):
@@ -384,15 +309,13 @@ def test_a_step_whose_checkpoint_could_not_be_written_is_not_the_best(tiny_args,
     monkeypatch.setattr(checkpoint, "write", write_unless_full)
     run = train_quickstart(tiny_args, tmp_path / "run", "--val-every", "2", "--save-every", "2", "--keep", "1")
 
-    # Step 2 was the best until step 8 was better. Neither the output nor the state calls step 4 the best.
-    output = capsys.readouterr().out
-    assert "could not write the checkpoint of step 4" in output
+    # Step 2 was the best until step 8 was better.
+    assert "could not write the checkpoint of step 4" in capsys.readouterr().out
     assert checkpoint.complete_steps(run) == [8, 12]
-    assert "model_00008.pt" in output
     assert checkpoint.read_train_state(run)["best"] == {"step": 8, "val_loss": 2.0}
 
 
-def test_the_metrics_of_a_run_without_checkpoint_are_kept(tiny_args, tmp_path, capsys):
+def test_metrics_without_a_checkpoint_are_kept(tiny_args, tmp_path, capsys):
     """A run killed before its first save, or whose checkpoints were deleted: the same command starts it again."""
     run = train_quickstart(tiny_args, tmp_path / "run")
     curve = (run / "metrics.jsonl").read_text()

@@ -32,13 +32,11 @@ The optimizer comes first because a model file is what every reader looks for: w
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import threading
-import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -56,7 +54,7 @@ FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17
 # Stored in every file. Files of another layout would have another number, and are refused.
 FORMAT = 1
 
-# What every optim_*.pt has, and of which type. Files of earlier versions also have `rng`, which nothing reads any more.
+# What every optim_*.pt has, and of which type.
 TRAIN_STATE_TYPES = {
     "step": int,
     "max_steps": int,
@@ -81,39 +79,18 @@ def optim_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / f"optim_{step:05d}.pt"
 
 
-def open_archive(path: Path) -> zipfile.ZipFile:
-    """Open a .pt file, which is a zip archive. Raises BadZipFile for another file, or OSError if it cannot be read."""
-    try:
-        return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as e:
-        # If the disk fails while zipfile reads the end of the file, zipfile reports a file that is not an archive.
-        if isinstance(e.__context__, OSError):
-            raise e.__context__ from None
-        raise
-
-
 def is_complete(path: Path) -> bool:
     """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
     last. The content is not read; read_file checks it."""
-
-    # The directory, at the end of the file, lists every record with its offset. A truncated file has no directory.
     try:
-        with open_archive(path) as archive:
+        with zipfile.ZipFile(path) as archive:
             return bool(archive.infolist())
-    # An error of the disk says nothing about the file, and must not make a run start from the beginning.
-    except (
-        FileNotFoundError,
-        IsADirectoryError,
-        zipfile.BadZipFile,
-        ValueError,
-        NotImplementedError,
-    ):  # the last: a newer zip version
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a newer zip version
         return False
 
 
 def complete_steps(run_dir: str | Path, needed: Iterable[str] = ("model", "optim")) -> list[int]:
     """The steps of a run folder whose `needed` files are all complete, in ascending order."""
-    # Which kinds of file each step has.
     kinds_by_step: dict[int, set[str]] = {}
     for path in Path(run_dir).glob("*.pt"):
         match = FILE_NAME.fullmatch(path.name)
@@ -138,22 +115,8 @@ def newest_model(run_dir: Path) -> Path:
 
     # A frequent mistake is to name the folder above the runs: list the runs in it.
     runs = ", ".join(sorted({str(path.parent) for path in run_dir.glob("*/model_*.pt")}))
-    fix = f"use one of {runs}" if runs else "train one: python train_gpt2.py --help"
-    unsaved = describe_unsaved_run(run_dir)
-    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {unsaved or fix}")
-
-
-def describe_unsaved_run(run_dir: Path) -> str:
-    """What a run that has begun but not saved yet tells those who ask for its checkpoint; empty if there is no run."""
-    # A run writes its config.json (training/plan.py) before its first step.
-    try:
-        config = json.loads((run_dir / "config.json").read_text())
-        last = config["resolved_max_steps"]
-        first_save = min(config["save_every"] or last, last)
-        return f"the run there has not saved yet: it saves first at step {first_save} of {last}, or when it is stopped"
-    # No run, or another program's config.json.
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    fix = f"use one of {runs}" if runs else "a run saves at its --save-every steps, and when it is stopped"
+    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {fix}")
 
 
 # ------------------------------------------------------------------------- reading
@@ -165,16 +128,13 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     Returns the GPT (float32, on the CPU, in eval mode) and the other entries of the file: config, step, val_loss,
     preset. Raises UserError if there is no such file, or if it does not hold a model that this version can build.
     """
-    # A run folder stands for its newest complete step.
     path = Path(path)
     if path.is_dir():
         path = newest_model(path)
 
-    # Read the file and check it for damage. An optim_*.pt is a checkpoint file, too, but has no weights.
+    # An optim_*.pt is a checkpoint file, too, but has no weights.
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
-
-    # Build the network that the config describes, around the weights of the file.
     weights = content.pop("model")
     try:
         config = GPTConfig.from_dict(content["config"])
@@ -191,7 +151,6 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     `path` is either file of a checkpoint, or a run folder, whose newest complete step is used. Returns the contents of
     optim_*.pt, and as `model_file` the path of the weights. Raises UserError if the run cannot resume from there.
     """
-    # A run folder stands for its newest complete step.
     path = Path(path)
     if path.is_dir():
         step = latest_step(path)
@@ -221,10 +180,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
-    # The user gave this path, so the likeliest error is a wrong name.
     require(path.is_file(), describe_missing(path))
-
-    # If the file is damaged, name the damaged part, and how to resume from the step before.
     damage = find_damage(path)
     if damage:
         match = FILE_NAME.fullmatch(path.name)
@@ -249,20 +205,15 @@ def read_file(path: Path) -> dict[str, Any]:
 def find_damage(path: Path) -> str | None:
     """The part of a .pt file that is damaged, or None. It reads the whole file and compares the CRC-32 of every record,
     which torch.load does not do: without this, a flipped bit on a disk becomes a wrong weight."""
-
-    # testzip returns the name of the first bad record, or None.
     try:
-        with open_archive(path) as archive:
+        with zipfile.ZipFile(path) as archive:
             return archive.testzip()
-    except OSError:
-        raise
     except Exception as e:  # zipfile raises many exception types for damaged archives
         return f"its directory ({type(e).__name__})"
 
 
 def describe_missing(path: Path) -> str:
     """The message for a checkpoint file that does not exist. It lists those that do."""
-    # List what is there: the step in the name may be mistyped.
     existing = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
     return f"no checkpoint {path}; checkpoints in {path.parent}: {existing} (train: python train_gpt2.py)"
 
@@ -277,20 +228,20 @@ def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with torch.save, completely or not at all. Raises OSError if, for example, the disk is full."""
-    with atomic_write(path) as f:
-        try:
+    try:
+        with atomic_write(path) as f:
             torch.save(content, f)
-        except RuntimeError as e:
-            # If a write fails, torch's zip writer reports an unexpected file position. Raise the cause instead.
-            if isinstance(e.__context__, OSError):
-                raise e.__context__ from None
-            raise
+    except RuntimeError as e:
+        # If a write fails, torch's zip writer reports an unexpected file position. Raise the cause instead.
+        if isinstance(e.__context__, OSError):
+            raise e.__context__ from None
+        raise
 
 
 def copy_to_host(tree: Any, copies: dict) -> Any:
     """Copy nested containers, with every tensor in host memory. `copies` has the tensors that are copied already:
     entries that share storage, such as a tied head and its embedding, also share it in the copy and in the file."""
-    # Tensors with the same memory, shape and type are one tensor. The copy is detached: it must not keep a graph alive.
+    # The copy is detached: it must not keep a graph alive.
     if isinstance(tree, torch.Tensor):
         key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
         if key not in copies:
@@ -314,15 +265,11 @@ class CheckpointWriter:
     docstring.
     """
 
-    def __init__(
-        self, run_dir: str | Path, keep: int = 0, report_seconds: Callable[[float], object] = lambda seconds: None
-    ):
-        self.report_seconds = report_seconds  # called with the time that each save took
+    def __init__(self, run_dir: str | Path, keep: int = 0):
         self.run_dir = Path(run_dir)
         self.keep = keep
         self.thread: threading.Thread | None = None
         self.newest_save: int | None = None  # the step
-        self.save_bytes = 0  # of its tensors
         self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
@@ -337,56 +284,39 @@ class CheckpointWriter:
         `model` is what model_file returns, `train` the train state; both may change once this has returned. `best_step`
         is the step with the lowest validation loss so far, which is never deleted.
         """
-        # At most one snapshot is in host memory, so wait for the previous write first.
+        # At most one snapshot is in host memory, so wait for the previous write first. Training waits for this copy,
+        # and for nothing else. The thread shares no tensor with training.
         self._join()
-        start_time = time.monotonic()
-
-        # Training waits for this copy, and for nothing else; bench/checkpoint.py measures it.
         copies: dict = {}
         model_copy = copy_to_host(model, copies)
         train_copy = copy_to_host({"format": FORMAT, **train}, copies)
-        self.save_bytes = sum(copy.nbytes for copy in copies.values())
-
-        # The thread gets its own copies, so it shares no tensor with training.
         self.newest_save = step
-        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step, start_time))
+        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step))
         self.thread.start()
 
     def wait(self, best_step: int | None = None) -> None:
-        """Wait for the write in progress, if any. Raises UserError if the last write failed, or OSError if the cause
-        may be temporary.
+        """Wait for the write in progress, if any. Raises UserError if the last write failed.
 
         `best_step` is the best step of the finished run. If the last evaluation, after the last save, has changed it,
         the checkpoint of the earlier best step is deleted.
         """
         self._join()
-
         if self.error is not None:
-            # Say how to fix a disk. Any other error, such as weights that are not finite, names its own fix.
-            fix = "; free space or choose another --out-dir" if isinstance(self.error, OSError) else ""
             newest = f"Newest complete step there: {latest_step(self.run_dir)}"
-            problem = f"could not write the checkpoint in {self.run_dir}: {self._describe_error()}"
-            raise UserError(f"{problem}{fix}. {newest}")
-
-        # The best step may have changed since the last save, so the one before may be too old to be kept.
+            raise UserError(f"could not write the checkpoint in {self.run_dir}: {self.error}. {newest}")
         if self.newest_save is not None and best_step is not None:
             self._delete_old(self.newest_save, best_step)
 
-    def failed_step(self) -> int | None:
-        """Wait for the write in progress, if any. Returns the step of the last write if that failed."""
+    def has_failed(self) -> bool:
+        """Wait for the write in progress, if any. Whether it failed."""
         self._join()
-        return self.newest_save if self.error is not None else None
-
-    def _describe_error(self) -> str:
-        """Why the last write failed."""
-        return str(self.error)
+        return self.error is not None
 
     def _join(self) -> None:
-        """Wait until no write is in progress."""
         if self.thread is not None:
             self.thread.join()
 
-    def _write(self, step: int, model: dict, train: dict, best_step: int | None, start_time: float) -> None:
+    def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
         try:
             # Weights that are not finite would replace good checkpoints with useless ones.
@@ -402,12 +332,10 @@ class CheckpointWriter:
             write(model_path(self.run_dir, step), model)
             self._delete_old(step, best_step)
             self.error = None
-            self.report_seconds(time.monotonic() - start_time)
         except Exception as e:
             # An exception in a thread does not end the program: print it now, and let `wait` raise it.
             self.error = e
-            reason = self._describe_error()
-            print0(f"warning: could not write the checkpoint of step {step} ({reason}); the next save tries again")
+            print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
     def _delete_old(self, step: int, best_step: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
@@ -417,8 +345,6 @@ class CheckpointWriter:
         """
         if not self.keep:
             return
-
-        # The complete steps of this run, in ascending order, without its newest `keep`.
         steps = [s for s in complete_steps(self.run_dir) if s <= step]
         too_old = set(steps[: -self.keep])
 

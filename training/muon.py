@@ -63,24 +63,10 @@ def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Te
 
 
 def mark_matrices(name: str, p: Tensor) -> None:
-    """Note on a parameter (rows, columns) which matrices are stacked in it, as the number of rows of each.
-
-    The queries, keys and values share one parameter but are three matrices, which Muon makes orthogonal one by one.
-    They are recognized by name, not by shape: some MLP weights are also three times as tall as wide.
-    Raises ValueError for a name that is not known here, and for queries, keys and values that are not three squares.
-    """
-    # The last three parts of a name such as "transformer.h.3.attn.c_attn.weight" say which weight of a block it is.
+    """Note on a parameter (rows, columns) which matrices are stacked in it, as the number of rows of each. Queries,
+    keys and values share one parameter but are three matrices, which Muon makes orthogonal one by one."""
     rows, columns = p.shape
-    match name.split(".")[-3:]:
-        case ["attn", "c_attn", "weight"]:
-            if rows != 3 * columns:
-                problem = f"{name} has {rows} rows, not {columns} for each of queries, keys and values"
-                raise ValueError(f"{problem}: change mark_matrices in training/muon.py")
-            p.matrix_rows = (columns, columns, columns)
-        case ["attn", "c_proj", "weight"] | ["mlp", "c_fc" | "c_proj", "weight"]:
-            p.matrix_rows = (rows,)
-        case _:
-            raise ValueError(f"which matrices are in {name}? Add a case to mark_matrices in training/muon.py")
+    p.matrix_rows = (columns, columns, columns) if name.endswith("attn.c_attn.weight") else (rows,)
 
 
 class Muon(torch.optim.Optimizer):
@@ -91,9 +77,6 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
-        if newton_schulz not in NEWTON_SCHULZ_ITERATIONS:
-            fix = "add it to NEWTON_SCHULZ_ITERATIONS in training/muon.py"
-            raise ValueError(f"no Newton-Schulz iterations {newton_schulz!r}: {fix}")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "newton_schulz": newton_schulz}
         super().__init__(params, defaults)
 
@@ -105,6 +88,10 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
             # Nesterov momentum: the buffer averages the gradients, the update looks one step ahead. The updates take
             # the gradients' memory, which saves a copy of every matrix.

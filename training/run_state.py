@@ -33,10 +33,9 @@ class RunState:
     evaluated: bool = False
 
     # The best step that has a checkpoint, as {"step": 500, "val_loss": 3.9}, and the newest step saved in this run's
-    # folder. A thread writes the checkpoints: `previous_best` is what `best` was, in case the write fails.
+    # folder.
     best: dict[str, Any] | None = None
     last_saved_step: int | None = None
-    previous_best: dict[str, Any] | None = None
 
     # The step at which this process started or resumed the run.
     start_step: int = field(init=False)
@@ -70,20 +69,10 @@ class RunState:
         return self.step > self.start_step and (self.is_at_end or self.is_due(save_every))
 
     def update_best(self) -> None:
-        """Make this step the best if it is both saved and evaluated, and its val loss is the lowest so far. A step
-        without a checkpoint cannot be kept as the best."""
-        # Called after a save and after an evaluation: whichever comes second completes the pair.
+        """Make this step, which is saved, the best if its val loss is the lowest so far."""
         val_loss = self.measured.get("val_loss")
-        if val_loss is None or self.last_saved_step != self.step:
-            return
-        if self.best is None or val_loss < self.best["val_loss"]:
-            self.previous_best = self.best
+        if val_loss is not None and (self.best is None or val_loss < self.best["val_loss"]):
             self.best = {"step": self.step, "val_loss": val_loss}
-
-    def forget_failed_save(self, step: int | None) -> None:
-        """Note that the checkpoint of `step` could not be written: then it cannot be the best."""
-        if step is not None and self.best_step == step:
-            self.best = self.previous_best
 
     def advance(self) -> None:
         """Move to the next step, of which nothing is known yet."""
@@ -102,3 +91,8 @@ class RunState:
             "max_steps": self.max_steps,
             "data": self.data_id,
         }
+
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Any], max_steps: int, data_id: str) -> RunState:
+        """The progress that state_dict returned, in a run that may now have another length."""
+        return cls(max_steps, data_id, saved["step"], saved["record"], saved["evaluated"], saved["best"])

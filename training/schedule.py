@@ -13,11 +13,10 @@
 
 Called by training/step.py. The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and
 total_steps, and training/resume.py prints by how much it jumps. To add a schedule, add its name to
-TrainConfig.schedule, a function such as cosine_decay, and a case to choose_decay.
+TrainConfig.schedule, and a function such as cosine_decay to DECAYS.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -39,21 +38,7 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
         return (step + 1) / cfg.warmup_steps
 
     # In between, what is left of the decay is the distance from the floor.
-    decay = choose_decay(cfg)
-    return floor + (1 - floor) * decay(step, total_steps, cfg)
-
-
-def choose_decay(cfg: TrainConfig) -> Callable[[int, int, TrainConfig], float]:
-    """The function of a schedule: decay(step, total_steps, cfg) is how much of the decay is left at `step`, for
-    warmup_steps <= step < total_steps. It is 1 at warmup_steps (less if a trapezoid's cooldown begins before: see
-    describe_drop) and would be 0 at total_steps, one after the last update; lr_factor adds the floor."""
-    match cfg.schedule:
-        case "cosine":
-            return cosine_decay
-        case "trapezoid":
-            return trapezoid_decay
-        case _:
-            raise ValueError(f"no schedule {cfg.schedule!r}: add a case to choose_decay in training/schedule.py")
+    return floor + (1 - floor) * DECAYS[cfg.schedule](step, total_steps, cfg)
 
 
 def cosine_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
@@ -69,17 +54,9 @@ def trapezoid_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
     return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
 
 
-def describe_drop(cfg: TrainConfig, total_steps: int) -> str:
-    """The warning about a rate that drops from its peak in one step, because the warm-up and the trapezoid's cooldown
-    overlap; "" if it does not."""
-    # The last step of the warm-up is at the peak, and the next one is where the decay is by then.
-    if not 0 < cfg.warmup_steps < total_steps:
-        return ""
-    factor = lr_factor(cfg.warmup_steps, total_steps, cfg)
-    if factor > 1 - 1e-9:
-        return ""
-    problem = f"--warmup-steps {cfg.warmup_steps} and --cooldown {cfg.cooldown} of {total_steps} steps overlap"
-    return f"{problem}: the rate drops from its peak to {factor:.2f} of it in one step; lower one of them"
+# How much of the decay is left at `step`, for warmup_steps <= step < total_steps. It is 1 at warmup_steps (less if a
+# trapezoid's cooldown begins before) and would be 0 at total_steps; lr_factor adds the floor.
+DECAYS = {"cosine": cosine_decay, "trapezoid": trapezoid_decay}
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig) -> float:

@@ -1,0 +1,95 @@
+"""Muon is torch's, matrix by matrix."""
+
+import pytest
+import torch
+from helpers import choices
+
+from model import GPT, GPTConfig
+from system import machine
+from training import muon, optim
+from training.config import TrainConfig
+
+# Parameters by the names that the network gives them. The first has queries, keys and values; the first MLP's is as
+# tall as those, but is one matrix.
+MATRICES = {
+    "transformer.h.0.attn.c_attn.weight": (48, 16),
+    "transformer.h.0.mlp.c_fc.weight": (48, 16),
+    "transformer.h.1.mlp.c_fc.weight": (64, 16),
+    "transformer.h.2.mlp.c_fc.weight": (64, 16),
+    "transformer.h.0.mlp.c_proj.weight": (16, 64),
+    "transformer.h.0.attn.c_proj.weight": (16, 16),
+}
+
+
+def split_matrices(name, tensor):
+    """The matrices that are in a parameter, or in its gradient or its momentum."""
+    return tensor.chunk(3 if name.endswith("attn.c_attn.weight") else 1)
+
+
+def test_muon_is_torchs_for_each_matrix(monkeypatch):
+    """Matrices of one shape together; queries, keys and values each alone, though they share a parameter; a parameter
+    of an MLP as one, though it is three times as tall as wide. And state that torch's Muon saved is loaded."""
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)  # torch's Muon takes bfloat16 on any machine
+    torch.manual_seed(0)
+    settings = {"lr": 0.02, "momentum": 0.9}
+
+    # This project's Muon takes the parameters as they are, torch's each matrix as a parameter of its own.
+    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in MATRICES.items()}
+    for name, p in parameters.items():
+        muon.mark_matrices(name, p)
+    split = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach().clone())]
+    matrices = [torch.nn.Parameter(matrix) for matrix in split]
+    optimizer = muon.Muon([{"params": list(parameters.values()), "weight_decay": 0.1}], **settings)
+    reference = torch.optim.Muon([{"params": matrices, "weight_decay": 0.1}], **settings)
+
+    for step in range(4):
+        for p in parameters.values():
+            p.grad = torch.randn(p.shape)
+        gradients = [g.clone() for name, p in parameters.items() for g in split_matrices(name, p.grad)]
+        for p, gradient in zip(matrices, gradients, strict=True):
+            p.grad = gradient
+        optimizer.step()
+        reference.step()
+        found = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach())]
+        for a, b in zip(found, matrices, strict=True):
+            torch.testing.assert_close(a, b.detach(), atol=2e-4, rtol=0)  # lr times the rounding of bfloat16
+
+        # Half-way this project's Muon continues from torch's state, the parts of queries, keys and values put together.
+        if step == 1:
+            state = reference.state_dict()
+            q, k, v, *rest = [tensors["momentum_buffer"] for tensors in state["state"].values()]
+            buffers = [torch.cat((q, k, v)), *rest]
+            state["state"] = {i: {"momentum_buffer": buffer.clone()} for i, buffer in enumerate(buffers)}
+            state["param_groups"][0]["params"] = list(range(len(buffers)))
+            optimizer = muon.Muon([{"params": list(parameters.values()), "weight_decay": 0.1}], **settings)
+            optim.load_state([optimizer], [state])
+
+
+def test_queries_keys_and_values_are_three_matrices():
+    for name, p in GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)).named_parameters():
+        if ".h." in name and p.dim() == 2:
+            muon.mark_matrices(name, p)
+            assert p.matrix_rows == ((16, 16, 16) if "c_attn" in name else (p.size(0),))
+
+
+@pytest.mark.parametrize("has_bfloat16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_muon_uses_bfloat16_where_it_is_fast(has_bfloat16, dtype, monkeypatch):
+    """A T4 and older CPUs emulate it, more slowly than they multiply float32."""
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if has_bfloat16 else (7, 5))
+
+    on_a_cpu = muon.orthogonalize(torch.randn(1, 16, 64), muon.NEWTON_SCHULZ_ITERATIONS["fast"])
+
+    assert on_a_cpu.dtype == dtype
+    assert muon.newton_schulz_dtype(torch.device("cuda", 0)) == dtype
+
+
+def test_every_choice_of_iterations_orthogonalizes():
+    X = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))
+    values = {}
+    for name in choices(TrainConfig, "newton_schulz"):
+        result = muon.orthogonalize(X, muon.NEWTON_SCHULZ_ITERATIONS[name])
+        values[name] = torch.linalg.svdvals(result[0].float())
+        assert 0.6 < values[name].min() and values[name].max() < 1.3, name
+    assert (values["exact"] - 1).abs().max() < 0.02
+    assert not torch.equal(values["exact"], values["fast"])
