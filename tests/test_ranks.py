@@ -377,7 +377,7 @@ def lose_the_checkpoint_of_rank_1() -> None:
 def fill_the_disk_of_rank_0() -> None:
     """A `prepare` for ranks of which the first has no room for checkpoints."""
     shorten_sleeps()
-    plan.free_space = lambda folder: SimpleNamespace(free=10, note="")
+    plan.free_bytes = lambda folder: 10
 
 
 def test_what_fails_on_one_rank_before_training_ends_all_at_once(tiny_args, tmp_path, run_ranks):
