@@ -73,7 +73,7 @@ def choices(config_class, field) -> tuple:
 
 
 def load_metrics(run) -> list[dict]:
-    """The lines of a run's metrics.jsonl. Unlike training.metrics_file it fails at a line that is not JSON."""
+    """The lines of a run's metrics.jsonl. Unlike training.metrics it fails at a line that is not JSON."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
