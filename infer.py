@@ -254,7 +254,7 @@ def main() -> None:
 
     from system.machine import choose_device, device_name, dtype_name
     from training.open_model import open_model
-    from training.sampling import Sampler, stream
+    from model import Sampler, stream
 
     # Open the model, and check that it knows GPT-2's tokens and that the prompt fits it.
     device = choose_device(args.device)

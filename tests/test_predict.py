@@ -13,7 +13,7 @@ import torch
 from helpers import CPU, ROOT, choices, fields_with_choices, parse_config, with_unchecked
 
 import train_gpt2
-from model import GPT, GPTConfig, SkipInit
+from model import GPT, GPTConfig
 from system.cards import BEFORE_AMPERE, CARDS, geforce
 from system.cli import UserError
 from training import optim, predict
@@ -198,7 +198,7 @@ def test_networks_narrower_than_the_published_ones_are_named_in_the_report():
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_model(name):
     cfg = PRESETS[name]
-    with torch.device("meta"), SkipInit():
+    with torch.device("meta"):
         model = GPT(cfg.model)
     assert predict.predict(cfg, "H200").parameters == model.num_params()
 
@@ -281,7 +281,7 @@ def test_zero_shares_the_state_as_torch_does(name, monkeypatch):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     cfg = replace(PRESETS[name], zero_stage=1)
-    with torch.device("meta"), SkipInit():
+    with torch.device("meta"):
         model = GPT(cfg.model)
     numbers = [0] * 8
     for kind, groups in optim.parameter_groups(dict(model.named_parameters()), cfg).items():
@@ -303,7 +303,7 @@ def test_the_memory_of_a_step_follows_the_optimizer_and_the_zero_stage():
 
     saved_by_muon = bytes_of(optimizer="adamw") - bytes_of(optimizer="muon")
     assert saved_by_muon == pytest.approx(4 * matrices, rel=1e-3)
-    with torch.device("meta"), SkipInit():
+    with torch.device("meta"):
         model = GPT(cfg.model)
     state, share = (predict.optimizer_bytes(replace(cfg, zero_stage=stage), model, ranks=8) for stage in (0, 1))
     assert bytes_of() - bytes_of(zero_stage=1) == state - share > state / 2

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from model import VOCAB_SIZE
+from model import VOCAB_SIZE, Sampler, stream
 from system.cli import print0, printable
 from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
-from training import hellaswag_eval, sampling
+from training import hellaswag_eval
 from training.config import TrainConfig, config_drift
 from training.presets import PRESETS
 from training.reference import DATASETS, Reference, difference_in_data, difference_in_start, find_reference
@@ -126,10 +126,10 @@ class Evaluator:
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
-        sampler = sampling.Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+        sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         columns = list(idx.T)  # T tensors (NUM_SAMPLES,), to which each new token is appended
         with rt.autocast():
-            for new_ids in sampling.stream(model, idx, SAMPLE_TOKENS, sampler):
+            for new_ids in stream(model, idx, SAMPLE_TOKENS, sampler):
                 if stop_requested():
                     break
                 columns.append(new_ids)

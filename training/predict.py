@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import GPT, GPTConfig, SkipInit
+from model import GPT, GPTConfig
 from system.cards import BEFORE_AMPERE, CARDS, TURING, Card, other_forms
 from system.cli import UserError, format_cost, format_duration, require
 from training import microbatch, optim
@@ -152,7 +152,7 @@ def predict(cfg: TrainConfig, cards: str) -> Prediction:
     require(cfg.dtype != "float32", "--card predicts training in bfloat16 or float16; leave out --dtype float32")
 
     # On the meta device the model has shapes but no data.
-    with torch.device("meta"), SkipInit():
+    with torch.device("meta"):
         model = GPT(cfg.model)
     parameters = model.num_params()
     weight_size = bytes_per_weight(cfg, groups)
