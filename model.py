@@ -76,7 +76,7 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build the network."""
+        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
         # Old checkpoints lack newer settings, whose defaults mean "off". A setting that this version lacks must be off:
         # otherwise the same weights would compute something else.
         known = {field.name for field in fields(GPTConfig)}

@@ -24,7 +24,7 @@ from tokens.loader import Loader, to_device
 from training import hellaswag_eval
 from training.config import TrainConfig, config_drift
 from training.presets import PRESETS
-from training.reference import DATASETS, Reference, difference_in_data, difference_in_start, find_reference
+from training.reference import DATASETS, Reference, difference, find_reference
 from training.run_state import RunState
 from training.step import Forward, TrainStep
 
@@ -171,8 +171,8 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     if cfg.preset not in DATASETS or cfg.preset not in PRESETS:
         return None, ""
 
-    # The weights that the run began with.
-    reason = difference_in_start(cfg.init_from)
+    # The weights that the run began with, and the data, recognized by the names of the files.
+    reason = difference(cfg.preset, cfg.init_from, shard_name)
     if reason:
         return None, reason
 
@@ -183,13 +183,8 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     if flags:
         return None, f"{', '.join(flags)} {'differs' if len(flags) == 1 else 'differ'} from preset {cfg.preset}"
 
-    # The data, recognized by the names of the files.
-    reason = difference_in_data(cfg.preset, shard_name)
-    if reason:
-        return None, reason
-
     # The length of the run, which sets the learning rate at each step.
-    reference = find_reference(cfg.preset, max_steps, cfg.total_batch_size, shard_name)
+    reference = find_reference(cfg.preset, max_steps, cfg.total_batch_size)
     if reference is None:
         return None, f"no public run of {cfg.preset} has {max_steps:,} steps"
     return reference, ""
