@@ -252,9 +252,9 @@ def main() -> None:
     # Imported here, because torch takes seconds to import, and --help and the checks above do not need it.
     import torch
 
+    from model import Sampler, stream
     from system.machine import choose_device, device_name, dtype_name
     from training.open_model import open_model
-    from training.sampling import Sampler, stream
 
     # Open the model, and check that it knows GPT-2's tokens and that the prompt fits it.
     device = choose_device(args.device)

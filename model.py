@@ -16,24 +16,23 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * h
       |  ln_f, lm_head    the final norm, and one score for each token of the vocabulary
     logits (B, T, V)      at each position, for the token after it
 
-Every script uses this network: train_gpt2.py trains it, infer.py and hellaswag.py run it, hub.py converts it.
-Importing this module imports no other module of the project; `generate` imports training/sampling.py when it is called.
-Training compiles the blocks and replaces the head with one that never holds all the logits (training/step.py,
-training/head.py).
+Every script uses this network: train_gpt2.py trains it, infer.py and hellaswag.py run it, hub.py converts it. An export
+may contain a copy of this file, so it imports nothing of the project. Training compiles the blocks and replaces the
+head with one that never holds all the logits (training/step.py, training/head.py).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+from unittest import mock
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabulary to a round size
@@ -77,22 +76,28 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build that network.
-        An unknown setting is refused, because it may change what a network with the same weights computes."""
-        # Old checkpoints lack newer settings, whose defaults mean "off". Removed settings must have been off.
-        known = {f.name for f in fields(GPTConfig)}
-        removed = ("logit_softcap", "unet_skips", "value_tables")  # of versions up to November 2026
+        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
+        # Old checkpoints lack newer settings, whose defaults mean "off". A setting that this version lacks must be off:
+        # otherwise the same weights would compute something else.
+        known = {field.name for field in fields(GPTConfig)}
         for name in saved.keys() - known:
-            if name not in removed or saved[name]:
+            if saved[name]:
                 raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
-        return GPTConfig(**{name: value for name, value in saved.items() if name in known})
+        return GPTConfig(**{name: saved[name] for name in saved.keys() & known})
 
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""
-        # A config may come from a file: without an upper limit it could ask for all memory.
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if not 1 <= getattr(self, name) <= 2**20:
-                raise ValueError(f"{name} {getattr(self, name)} must lie between 1 and {2**20}")
+        # A config may come from a file: names may be unknown, and without an upper limit it could ask for all memory.
+        for field in fields(self):
+            value = getattr(self, field.name)
+            choices = get_args(field.type)  # empty unless the type is a Literal
+            if choices and value not in choices:
+                raise ValueError(f"{field.name} {value!r:.99} must be one of {', '.join(choices)}")
+
+            if field.type in (int, float):
+                least = min(field.default, 1)  # 0 means off, where it is the default
+                if not least <= value <= 2**20:  # refuses NaN, too
+                    raise ValueError(f"{field.name} {value!s:.99} must lie between {least} and {2**20}")
 
         # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:
@@ -100,45 +105,36 @@ class GPTConfig:
         if self.head_size % 2 and has_rope(self):
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
 
-        # The two real numbers. This comparison also refuses NaN; math.isfinite would raise OverflowError for a huge
-        # integer.
-        for name in ("attention_scale", "softcap"):
-            if not 0 <= getattr(self, name) <= 2**20:
-                raise ValueError(f"{name} {getattr(self, name)!s:.99} must lie between 0 and {2**20}")
+
+# ------------------------------------------------------------------------- positions
 
 
-# ------------------------------------------------------------------------- parts that depend on the config
+def rope_frequencies(hs: int) -> Tensor:
+    """Radians per position of each channel pair (hs / 2,): wavelengths from 2 pi to 10,000 * 2 pi positions (Su et al.
+    2021)."""
+    return 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
+
+
+def half_rope_frequencies(hs: int) -> Tensor:
+    """modded-nanogpt's since 2025: only half of the channel pairs rotate, at up to 1 radian per position; the others
+    have frequency 0."""
+    frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
+    return F.pad(frequencies, (0, hs // 2 - hs // 4))
+
+
+# GPTConfig.positions: the frequencies by which queries and keys rotate; None: an embedding of each position instead.
+POSITIONS = {"learned": None, "rope": rope_frequencies, "half_rope": half_rope_frequencies}
 
 
 def has_rope(config: GPTConfig) -> bool:
-    """Whether positions are rotations of queries and keys; otherwise they are learned embeddings."""
-    match config.positions:
-        case "learned":
-            return False
-        case "rope" | "half_rope":
-            return True
-        case _:
-            raise ValueError(f"no positions {config.positions!r}: add a case to has_rope in model.py")
+    """Whether positions are rotations of queries and keys."""
+    return POSITIONS[config.positions] is not None
 
 
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
-    # The frequency of each channel pair, in radians per position: (hs / 2,).
-    hs = config.head_size
-    match config.positions:
-        # Wavelengths from 2 pi to 10,000 * 2 pi positions (Su et al. 2021).
-        case "rope":
-            frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
-        # modded-nanogpt's since 2025: only half of the channel pairs rotate, at up to 1 radian per position; the others
-        # have frequency 0.
-        case "half_rope":
-            frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
-            frequencies = F.pad(frequencies, (0, hs // 2 - hs // 4))
-        case _:
-            raise ValueError(f"no rotation for positions {config.positions!r}: add a case to rope_table in model.py")
-
-    # The angle is position times frequency. The table is on the CPU even when the model is built on the meta device,
-    # because it is not in the state dict, so no checkpoint would fill it in.
+    # On the CPU even when the model is built on the meta device: no checkpoint has the table, to fill it in.
+    frequencies = POSITIONS[config.positions](config.head_size)  # (hs / 2,)
     positions = torch.arange(config.block_size, device="cpu").float()
     angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
     return torch.stack((angles.cos(), angles.sin()))
@@ -150,10 +146,12 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
     Queries and keys turn with their positions, so the score of a query and a key depends on the distance between them.
     """
-    # Each pair (a, b) is a vector in the plane: turn it clockwise.
     cos, sin = cos_sin.to(x.dtype)  # each (..., T, 1, hs / 2), the same for all heads
     a, b = x.chunk(2, dim=-1)  # (B, T, nh, hs) -> two of (B, T, nh, hs / 2)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+# ------------------------------------------------------------------------- norms and activations
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -177,33 +175,12 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight)
 
 
-def make_norm(config: GPTConfig) -> nn.Module:
-    """A new norm over the channels, of the kind that the config names."""
-    match config.norm:
-        case "layernorm":
-            return nn.LayerNorm(config.n_embd, bias=config.bias)
-        case "rmsnorm":
-            return RMSNorm(config.n_embd, elementwise_affine=False)
-        case "rmsnorm_gain":
-            return RMSNorm(config.n_embd, elementwise_affine=True)
-        case _:
-            raise ValueError(f"no norm {config.norm!r}: add a case to make_norm in model.py")
-
-
-def normalizes_embedding(config: GPTConfig) -> bool:
-    """Whether the embedding is normalized before the first block, as in modded-nanogpt's RMSNorm networks."""
-    match config.norm:
-        case "layernorm":
-            return False
-        case "rmsnorm" | "rmsnorm_gain":
-            return True
-        case _:
-            raise ValueError(f"no norm {config.norm!r}: add a case to normalizes_embedding in model.py")
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU (Hendrycks and Gimpel 2016) by its tanh approximation, which OpenAI's GPT-2 was trained with."""
-    return F.gelu(x, approximate="tanh")
+# GPTConfig.norm: a new norm over the channels.
+NORMS = {
+    "layernorm": lambda config: nn.LayerNorm(config.n_embd, bias=config.bias),
+    "rmsnorm": lambda config: RMSNorm(config.n_embd, elementwise_affine=False),
+    "rmsnorm_gain": lambda config: RMSNorm(config.n_embd),
+}
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -213,17 +190,12 @@ def relu_squared(x: Tensor) -> Tensor:
     return positive * positive
 
 
-def choose_activation(config: GPTConfig) -> Callable[[Tensor], Tensor]:
-    """The function between the two layers of the MLP."""
-    match config.activation:
-        case "gelu":
-            return gelu_tanh
-        case "gelu_erf":
-            return F.gelu
-        case "relu2":
-            return relu_squared
-        case _:
-            raise ValueError(f"no activation {config.activation!r}: add a case to choose_activation in model.py")
+# GPTConfig.activation: the function between the two layers of the MLP.
+ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),  # what OpenAI's GPT-2 was trained with
+    "gelu_erf": F.gelu,  # exact (Hendrycks and Gimpel 2016)
+    "relu2": relu_squared,
+}
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -254,10 +226,10 @@ class KVCache:
         self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nh, T, hs) of one layer; return all of them so far (B, nh, length + T, hs)."""
-        # Write them after those that are there, and return views of all. The length is the same for all layers until
-        # the last one has appended.
-        start, end = self.length, self.length + k.size(2)
+        """Append k, v (B, nh, T, hs) of one layer; return views of all so far (B, nh, length + T, hs), in the precision
+        of the cache."""
+        start = self.length
+        end = start + k.size(2)
         self.k[layer, :, :, start:end] = k
         self.v[layer, :, :, start:end] = v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
@@ -270,7 +242,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        # Queries, keys and values of all heads together; training/muon.py recognizes this weight by its name.
+        # training/muon.py recognizes this weight by its name.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
@@ -297,7 +269,7 @@ class Attention(nn.Module):
 
         # With a cache, the new positions attend to the S = length + T seen so far. Its precision may differ.
         if cache is not None:
-            k, v = cache.append(self.layer, k.to(cache.k.dtype), v.to(cache.v.dtype))  # (B, nh, S, hs)
+            k, v = cache.append(self.layer, k, v)  # (B, nh, S, hs)
             q = q.to(k.dtype)
 
         # softmax(q @ k^T * scale) @ v. A fused kernel (FlashAttention, Dao et al. 2022) never holds all (T, S) scores.
@@ -321,7 +293,7 @@ class MLP(nn.Module):
         # Four times as wide inside, as in the original transformer.
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.activation = choose_activation(config)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, 4C) -> (B, T, C)"""
@@ -333,9 +305,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.ln_1 = make_norm(config)
+        self.ln_1 = NORMS[config.norm](config)
         self.attn = Attention(config, layer)
-        self.ln_2 = make_norm(config)
+        self.ln_2 = NORMS[config.norm](config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
@@ -343,16 +315,6 @@ class Block(nn.Module):
         # Pre-norm: each part reads a normalized copy of the residual stream and adds to the stream itself.
         x = x + self.attn(self.ln_1(x), cos_sin, cache, mask)
         return x + self.mlp(self.ln_2(x))
-
-
-class SkipInit(TorchFunctionMode):
-    """A context in which torch.nn.init does nothing. Tensors on the meta device have no data to initialize, and the
-    attempt would import torch's compiler, which takes a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return None
-        return func(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
@@ -364,13 +326,14 @@ class GPT(nn.Module):
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
 
         # Embeddings, blocks, final norm, under the names of the public checkpoints. ln_0 is modded-nanogpt's.
-        layers: dict[str, nn.Module] = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        new_norm = NORMS[config.norm]
+        self.transformer = nn.ModuleDict()
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if not has_rope(config):
-            layers["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        layers["ln_0"] = make_norm(config) if normalizes_embedding(config) else nn.Identity()
-        layers["h"] = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
-        layers["ln_f"] = make_norm(config)
-        self.transformer = nn.ModuleDict(layers)
+            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.transformer.ln_0 = nn.Identity() if config.norm == "layernorm" else new_norm(config)
+        self.transformer.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.transformer.ln_f = new_norm(config)
 
         # The head, which GPT-2 ties to the token embedding (Press and Wolf 2017): both map between tokens and channels.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
@@ -406,7 +369,7 @@ class GPT(nn.Module):
 
         # An embedding whose output is normalized may have any scale, unless the head shares its weight: the scale only
         # sets its effective learning rate.
-        if normalizes_embedding(config) and not config.tied_head:
+        if isinstance(self.transformer.ln_0, RMSNorm) and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
     @classmethod
@@ -414,16 +377,18 @@ class GPT(nn.Module):
         """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises ValueError or
         RuntimeError if they do not match `config`."""
         # Check before building the layers: a config from a file may ask for a million of them.
-        layers = {name.split(".")[2] for name in state if name.startswith("transformer.h.")}
-        if len(layers) != config.n_layer:
-            raise ValueError(f"{len(layers)} layers of weights for a config with {config.n_layer}")
+        if config.n_layer > len(state):
+            raise ValueError(f"{len(state)} tensors for a config with {config.n_layer} layers")
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a float32 tensor")
 
-        # Build the modules without memory, then assign the tensors. assign=True unties the head, so tie it again.
-        with torch.device("meta"), SkipInit():
+        # Build the modules without memory. normal_ of a tensor without memory would import torch's compiler, which
+        # takes a second.
+        with torch.device("meta"), mock.patch.object(nn.init, "normal_"):
             model = cls(config)
+
+        # assign=True unties the head, so tie it again.
         model.load_state_dict(state, assign=True)
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight
@@ -434,12 +399,9 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> float:
-        """Training FLOPs per token: 6 per parameter used in a matmul (the head counts, embedding lookups do not) plus
+        """Training FLOPs per token: 6 per weight of a matmul (the head counts, embedding lookups do not) plus
         12 * n_layer * n_embd * T for attention (PaLM, Chowdhery et al. 2022, appendix B)."""
-        # A tied head uses the embedding's weight in a matmul, so that weight counts.
-        embeddings = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        tied_head = self.lm_head.weight.numel() if self.config.tied_head else 0
-        in_matmuls = self.num_params() - embeddings + tied_head
+        in_matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * in_matmuls + 12 * self.config.n_layer * self.config.n_embd * T
 
     def hidden(
@@ -475,7 +437,7 @@ class GPT(nn.Module):
             assert start + T <= self.config.block_size, f"{start + T} positions, block_size {self.config.block_size}"
             positions = slice(start, start + T)
 
-        # Embeddings. Learned positions are added here; RoPE is applied in the attention.
+        # Learned positions are added here; RoPE is applied in the attention.
         x = self.transformer.ln_0(self.transformer.wte(idx))  # (B, T) -> (B, T, C)
         cos_sin = None
         if has_rope(self.config):
@@ -494,7 +456,7 @@ class GPT(nn.Module):
                 else:
                     x = block(x, cos_sin, cache, mask)
 
-        # All layers have appended their keys and values, so the new positions are now cached ones.
+        # All layers have appended their keys and values.
         if cache is not None:
             cache.length += T
         return x
@@ -518,15 +480,11 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache. Its precision is autocast's. Without autocast it is float32 on a CPU, which is faster there,
         and the precision of the weights on other devices."""
-        # The head's weight has the device and the precision of the model.
         weight = self.lm_head.weight
         device_type = weight.device.type
+        dtype = torch.float32 if device_type == "cpu" else weight.dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-        elif device_type == "cpu":
-            dtype = torch.float32
-        else:
-            dtype = weight.dtype
         return KVCache(self.config, batch, max_len, weight.device, dtype)
 
     def generate(
@@ -538,13 +496,95 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """idx (B, T) continued to (B, T + max_new_tokens), drawn as training/sampling.py describes."""
-        # Imported here, so that importing model.py imports no other module. An export (hub.py export) has this file
-        # without the rest of the project. transformers, which has its own generate, refuses a file with an import that
-        # it cannot resolve, unless the import is inside try.
-        try:
-            from training.sampling import generate
-        except ImportError as e:
-            raise ImportError("GPT.generate needs training/sampling.py of the project that made this file") from e
+        """idx (B, T) int64 continued to (B, T + max_new_tokens). The last four arguments are those of Sampler."""
+        sampler = Sampler(temperature, top_k, top_p, generator)
+        columns = [new_ids[:, None] for new_ids in stream(self, idx, max_new_tokens, sampler)]  # each (B, 1)
+        return torch.cat((idx, *columns), dim=1)
 
-        return generate(self, idx, max_new_tokens, temperature, top_k, top_p, generator)
+
+# ------------------------------------------------------------------------- sampling
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn.
+
+    temperature: divides the logits; 0 always takes the most likely token. top_k: draw from this many most likely
+    tokens; None or 0 means all. top_p: draw from the fewest most likely tokens whose total probability reaches this
+    (nucleus sampling, Holtzman et al. 2019); None means all. generator: where the randomness comes from, on the device
+    of the logits; None means torch's global generator.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = 50
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Ids (B,) drawn from logits (B, V)."""
+        # Ids that only pad the vocabulary to a round size are never drawn. (B, V) -> (B, VOCAB_SIZE)
+        logits = logits[:, :VOCAB_SIZE].float()
+
+        # Temperature 0: greedy.
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+
+        # Keep the k most likely ids, sorted from the most to the least likely. (B, VOCAB_SIZE) -> (B, k)
+        vocabulary = logits.size(-1)
+        k = min(self.top_k, vocabulary) if self.top_k else vocabulary
+        logits, ids = logits.topk(k)
+
+        # Low temperatures sharpen the distribution, high ones flatten it. (B, k)
+        probs = F.softmax(logits / self.temperature, dim=-1)
+
+        # Keep an id while the ids before it total less than top_p, so that at least one id is always kept.
+        if self.top_p is not None:
+            total_before = probs.cumsum(dim=-1) - probs
+            probs = probs.masked_fill(total_before >= self.top_p, 0.0)
+
+        # Draw a place among the k (multinomial normalizes), then look up the id at that place. (B, k) -> (B, 1) -> (B,)
+        place = torch.multinomial(probs, 1, generator=self.generator)
+        return ids.gather(-1, place).squeeze(-1)
+
+
+@torch.no_grad()
+def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_samples: int = 1) -> Iterator[Tensor]:
+    """Yield the next ids (B * num_samples,) after idx (B, T) int64, max_new_tokens times.
+
+    T lies between 1 and the model's block_size. The prompt is read once for all of its samples. When the context is
+    full, the newer half of the text is read again from position 0, so the text may outgrow block_size.
+    """
+    B, T = idx.shape
+    block_size = model.config.block_size
+
+    # A cache for the whole text, or for as much of it as the model reads at once. Its length is rounded up: otherwise
+    # an attention kernel pads the mask again in every layer.
+    max_len = math.ceil((T + max_new_tokens) / 16) * 16
+    cache = model.new_cache(B, min(max_len, block_size))
+
+    # The ids that the cache does not hold yet: first the prompt, then each new id. (B, n)
+    unread = idx
+    for step in range(max_new_tokens):
+        # The context is full: empty the cache and read the newer half of the text again.
+        if cache.length == block_size:
+            cache.length = 0
+            newer_half = max(1, block_size // 2)
+            unread = idx[:, -newer_half:]
+
+        # Only the last position predicts the next token. (B, n) -> (B, n, C) -> (B, C) -> (B, V)
+        last_hidden = model.hidden(unread, cache)[:, -1]
+        logits = model.logits(last_hidden)
+
+        # The prompt has been read; from here on each sample has a row of its own, and a copy of the prompt's keys and
+        # values. B -> B * num_samples
+        if step == 0 and num_samples > 1:
+            logits = logits.repeat_interleave(num_samples, dim=0)
+            idx = idx.repeat_interleave(num_samples, dim=0)
+            cache.k = cache.k.repeat_interleave(num_samples, dim=1)  # (n_layer, B, nh, max_len, hs)
+            cache.v = cache.v.repeat_interleave(num_samples, dim=1)
+
+        # Append the new ids to the text, and read them next. (B * num_samples,) -> (B * num_samples, 1)
+        new_ids = sampler.draw(logits)
+        unread = new_ids[:, None]
+        idx = torch.cat((idx, unread), dim=1)
+        yield new_ids

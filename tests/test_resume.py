@@ -4,10 +4,8 @@ never overwritten, and never continues silently with other settings or other dat
 import errno
 import hashlib
 import json
-import shutil
 
 import pytest
-import torch
 from helpers import delete_checkpoints_after, load_curve, load_weights, same_bits, train_quickstart
 
 from system.cli import UserError

@@ -15,12 +15,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from model import VOCAB_SIZE
+from model import VOCAB_SIZE, Sampler, stream
 from system.cli import print0, printable
 from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
-from training import hellaswag_eval, reference, sampling
+from training import hellaswag_eval, reference
 from training.config import RULES, TrainConfig, config_drift, flag
 from training.presets import PRESETS
 from training.run_state import RunState
@@ -86,11 +86,11 @@ class Evaluator:
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
-        sampler = sampling.Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+        sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         idx = torch.tensor([self.prompt] * NUM_SAMPLES, device=rt.device)  # (NUM_SAMPLES, T)
         columns = list(idx.T)  # T tensors (NUM_SAMPLES,), to which each new token is appended
         with rt.autocast():
-            for new_ids in sampling.stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler):
+            for new_ids in stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler):
                 if stop_requested():
                     break
                 columns.append(new_ids)
@@ -120,8 +120,9 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     shard_name: a file of the run's data, by whose name the data are recognized."""
     if cfg.preset not in reference.DATASETS or cfg.preset not in PRESETS:
         return None, ""
-    if cfg.init_from != "scratch":
-        return None, f"--init-from {cfg.init_from} does not begin from scratch"
+    reason = reference.difference(cfg.preset, cfg.init_from, shard_name)
+    if reason:
+        return None, reason
 
     # Settings that shape the result; config_drift gives them as "max_lr: 0.0006 -> 0.001". The margin allows for
     # another seed or order of the data, and the rows that pad the vocabulary are not used.
@@ -132,10 +133,8 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     if flags:
         return None, f"{', '.join(flags)} not as in preset {cfg.preset}"
 
-    found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size, shard_name)
-    if found is None:
-        return None, f"no public run of {cfg.preset} has {max_steps:,} steps on {shard_name}"
-    return found, ""
+    found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
+    return found, "" if found else f"no public run of {cfg.preset} has {max_steps:,} steps"
 
 
 def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
