@@ -38,7 +38,7 @@ from tokens.hub_data import pull_for_training
 from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import checkpoint, hellaswag_eval, plan, predict, replicas, resume
-from training.config import TrainConfig
+from training.config import TrainConfig, settings_by_flag
 from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger
 from training.open_model import open_model
@@ -411,7 +411,7 @@ def main() -> None:
 
     # Entering the session joins the other ranks, if there are any, and refuses different settings. The precision is
     # chosen after that (choose_dtype); until then float32 is a placeholder.
-    settings = resume.settings_by_flag(cfg)
+    settings = settings_by_flag(cfg)
     session = distributed.session(cfg.device, "float32", cfg.deterministic, settings=settings)
 
     # --eval-only and --dry-run save nothing, so Ctrl-C may end them at once.

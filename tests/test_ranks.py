@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint, optim, plan, replicas, resume, schedule
-from training.config import MAY_DIFFER, TrainConfig
+from training.config import TrainConfig, settings_by_flag
 from training.master_weights import MasterWeights
 from training.run_state import RunState
 from training.step import TrainStep
@@ -302,7 +302,7 @@ def run_in_threads(*functions) -> list:
 
 
 def test_ranks_with_other_settings_code_or_torch_are_refused_by_name(tiny_args, monkeypatch):
-    settings = resume.settings_by_flag(parse_config("quickstart", *tiny_args))
+    settings = settings_by_flag(parse_config("quickstart", *tiny_args))
     others = settings | {"--val-every": "5", "--model.n-layer": "3"}
 
     def refusals(*settings_of_ranks):
@@ -322,20 +322,6 @@ def test_ranks_with_other_settings_code_or_torch_are_refused_by_name(tiny_args, 
     results = refusals(settings, settings)
     assert all("the code (a hash) is version" in str(result) for result in results), results
     assert "check out the same commit on every machine" in str(results[0])
-
-
-def test_settings_that_concern_one_machine_may_differ(tiny_args):
-    """Another folder, another time limit. Every setting is either compared or named in MAY_DIFFER."""
-    base = parse_config("quickstart", *tiny_args)
-    flags = "--data-dir a --out-dir b --hellaswag-data c --resume auto --device cpu --time-limit 1h --gpu-hour-usd 2"
-    other = parse_config("quickstart", *tiny_args, *flags.split())
-
-    assert resume.settings_by_flag(other) == resume.settings_by_flag(base)
-    assert {field.name for field in fields(TrainConfig)} >= MAY_DIFFER
-
-    # But the kind of a path must not differ: a rank that downloads would wait for one that does not.
-    pulled = parse_config("quickstart", *tiny_args, "--data-dir", "hf://me/data")
-    assert resume.settings_by_flag(pulled) != resume.settings_by_flag(base)
 
 
 def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, tmp_path):

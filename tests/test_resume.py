@@ -227,17 +227,6 @@ def test_a_run_that_an_earlier_version_began_resumes_to_the_same_bits(tiny_args,
         assert "rng" not in checkpoint.read_train_state(run)
 
 
-def test_a_setting_that_no_longer_exists_is_refused_unless_it_was_off(tiny_args, tmp_path):
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "3")
-    path = checkpoint.optim_path(run, 3)
-    train_state = checkpoint.read_file(path)
-    train_state["config"]["muon_momentum_warmup"] = 300
-    checkpoint.write(path, train_state)
-
-    with pytest.raises(UserError, match="muon_momentum_warmup no longer exists: use the version that saved it"):
-        train_quickstart(tiny_args, run, "--max-steps", "6", "--resume", "auto")
-
-
 def test_an_earlier_run_over_small_shards_is_refused_because_their_order_has_changed(tiny_args, tmp_path, monkeypatch):
     # Earlier versions shuffled each small shard alone, and their fingerprint did not say how many go together.
     with monkeypatch.context() as patch:

@@ -3,42 +3,47 @@
     cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
     cfg = replace(cfg, max_lr=1e-3)     # the rules of __post_init__ are checked again
 
-Every module of a run takes its settings from it. training/presets.py holds the presets and parses the command line. A
-field's docstring is its help text. Adding a field adds a flag: give it a place in training/help.py, and decide below
-whether it may change on resume.
-"""
+Every module of a run takes its settings from it. training/presets.py has the presets and parses the command line.
 
-from __future__ import annotations
+A new field is a new flag, and the comment beside or above it is its help text. The field's type says what else there is
+to know. A setting that says nothing shapes the result, and a number is not negative:
+
+    type          shapes the result       may change on resume    may differ between ranks
+    float         yes                     no                      no
+    Noise[...]    as another seed does    no                      no
+    Free[...]     no, or as announced     yes                     no
+    Local[...]    no                      yes                     yes: paths, what rank 0 uses, what the ranks vote on
+"""
 
 import dataclasses
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-import tyro
+from tyro.conf import Suppress
 
 from model import GPTConfig
 from system.cli import UserError, parse_duration, require
 
-# Settings that may change on resume: training continues as before, or reports how its schedule changes. All others
-# shape the result and need --allow-drift.
-MAY_CHANGE = frozenset("""
-preset data_dir out_dir epochs steps_per_epoch max_steps micro_batch_size val_every val_tokens hellaswag_every
-hellaswag_data sample_every sample_prompt save_every keep resume allow_drift init_from device dtype
-deterministic compile recompute zero_stage tracker time_limit skip_bad_steps gpu_hour_usd dry_run card eval_only
-""".split())  # fmt: skip
-
-# Settings that may differ between the machines of one run: paths, settings that only rank 0 uses, and settings that the
-# ranks vote on. All others must be equal on all ranks. training/resume.py compares the files that the paths name.
-MAY_DIFFER = frozenset("""
-data_dir out_dir hellaswag_data init_from resume device sample_prompt tracker time_limit gpu_hour_usd
-""".split())  # fmt: skip
-
-# Settings of earlier versions that shaped the result and no longer exist, with the value that means "off". A checkpoint
-# with another value is refused. Other unknown settings are ignored.
-REMOVED = {"muon_momentum_warmup": 0}
-
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known about a setting: its kind (see above) and, for a number, its range."""
+
+    kind: str = "recipe"
+    low: float = 0
+    high: float = inf
+
+
+T = TypeVar("T")
+Noise = Annotated[T, Rule("noise")]
+Free = Annotated[T, Rule("free")]
+Local = Annotated[T, Rule("local")]
+Positive = Annotated[T, Rule(low=1)]
+Fraction = Annotated[T, Rule(high=1)]
 
 
 @dataclass(frozen=True)
@@ -47,177 +52,111 @@ class TrainConfig:
 
     # The recipe it started from, and the network.
 
-    preset: Annotated[str, tyro.conf.Suppress] = "gpt2-124m"
+    preset: Suppress[Free[str]] = "gpt2-124m"
     model: GPTConfig = GPT2_124M
 
-    # Data and length of the run.
+    # Data and length of the run. On resume, the fingerprint of the shards is compared instead of their folder.
 
-    data_dir: str = "data/fineweb-edu"  # may change on resume, which compares the shards' fingerprint
-    """Folder of token shards, or hf://OWNER/NAME to pull them first."""
-    out_dir: str = ""
-    """Run folder; default log/PRESET."""
-    seed: int = 1337
-    """Seeds the weights and the order of the data."""
-    shuffle: bool = True
-    """Shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order."""
-    epochs: int = 1
-    """Passes over the data; overrides the preset's max-steps."""
-    steps_per_epoch: int = 0
-    """Optimizer steps counted as one epoch; 0 derives them from the data."""
-    max_steps: int = 0
-    """Total optimizer steps; 0: epochs * steps-per-epoch."""
+    data_dir: Local[str] = "data/fineweb-edu"  # folder of token shards
+    out_dir: Local[str] = ""  # run folder; default log/PRESET
+    seed: Noise[int] = 1337  # of the weights and the order of the data
+    # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
+    shuffle: Noise[bool] = True
+    epochs: Annotated[int, Rule("free", low=1)] = 1  # passes over the data; overrides the preset's max-steps
+    steps_per_epoch: Free[int] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
+    max_steps: Free[int] = 0  # total optimizer steps; 0: epochs * steps-per-epoch
 
     # The batch of a step, and how it is split. micro_batch_size does not change the result beyond rounding.
 
-    total_batch_size: int = 524_288
-    """Tokens per step, over all ranks and micro-steps."""
-    micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences per forward pass of a rank; auto finds what fits in memory."""
-    sequence_length: int = 1024
-    """Tokens per sequence (T)."""
+    total_batch_size: Positive[int] = 524_288  # tokens per step, over all ranks and micro-steps
+    # sequences per forward pass of a rank; auto finds what fits in memory
+    micro_batch_size: Annotated[int | Literal["auto"], Rule("free", low=1)] = "auto"
+    sequence_length: Positive[int] = 1024  # tokens per sequence (T)
 
     # Schedule and optimizer.
 
-    max_lr: float = 6e-4
-    """Peak learning rate."""
-    min_lr: float = 6e-5
-    """Learning rate at the end of the schedule."""
-    warmup_steps: int = 715
-    """Steps over which the rate rises linearly to its peak."""
+    max_lr: float = 6e-4  # peak learning rate
+    min_lr: float = 6e-5  # learning rate at the end of the schedule
+    warmup_steps: int = 715  # steps over which the rate rises linearly to its peak
+    # the decay to min-lr: half a cosine, or constant and then linear
     schedule: Literal["cosine", "trapezoid"] = "cosine"
-    """The decay to min-lr: half a cosine, or constant and then linear."""
-    cooldown: float = 0.2
-    """Fraction of max-steps over which the trapezoid decays; others do not use it."""
-    weight_decay: float = 0.1
-    """Weight decay of the matrices and embeddings that AdamW updates."""
-    vector_weight_decay: float = 0.0
-    """Weight decay of biases and gains."""
-    grad_clip: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """With muon, AdamW updates all but the blocks' matrices."""
-    beta1: float = 0.9
-    """AdamW's decay rate for the average of the gradients."""
-    beta2: float = 0.95
-    """AdamW's decay rate for the average of the squared gradients."""
-    adam_eps: float = 1e-8
-    """Added to the denominator of AdamW's update."""
-    muon_lr: float = 0.02
-    """Peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest."""
-    muon_weight_decay: float = 0.0
-    """Weight decay of the blocks' matrices with --optimizer muon."""
-    muon_momentum: float = 0.95
-    """Muon's decay rate for the average of the gradients."""
-    newton_schulz: Literal["fast", "exact"] = "fast"
-    """Muon's iterations. fast: 5, approximate; exact: 12, converged."""
-    embed_lr_scale: float = 1.0
-    """Multiplies max-lr for the embeddings; untied ones need high rates."""
-    vector_lr_scale: float = 1.0
-    """Multiplies max-lr for biases and gains."""
+    cooldown: Fraction[float] = 0.2  # fraction of max-steps over which a trapezoid decays
+    weight_decay: float = 0.1  # of the matrices and embeddings that AdamW updates
+    vector_weight_decay: float = 0.0  # of biases and gains
+    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    optimizer: Literal["adamw", "muon"] = "adamw"  # with muon, AdamW updates all but the blocks' matrices
+    beta1: Fraction[float] = 0.9  # AdamW's decay rate for the average of the gradients
+    beta2: Fraction[float] = 0.95  # AdamW's decay rate for the average of the squared gradients
+    adam_eps: float = 1e-8  # added to the denominator of AdamW's update
+    muon_lr: float = 0.02  # peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest
+    muon_weight_decay: float = 0.0  # of the blocks' matrices with --optimizer muon
+    muon_momentum: Fraction[float] = 0.95  # Muon's decay rate for the average of the gradients
+    newton_schulz: Literal["fast", "exact"] = "fast"  # Muon's iterations: 5, approximate, or 12, converged
+    embed_lr_scale: float = 1.0  # multiplies max-lr for the embeddings; untied ones need high rates
+    vector_lr_scale: float = 1.0  # multiplies max-lr for biases and gains
 
     # Evaluation and saving; a period is in steps.
 
-    val_every: int = 250
-    """Steps between measurements of the validation loss."""
-    val_tokens: int = 10_485_760
-    """Tokens to validate on, from the start of the val split."""
-    hellaswag_every: int = 250
-    """Steps between HellaSwag scores."""
-    hellaswag_data: str = ""
-    """HellaSwag rows (.jsonl); default is where `python hellaswag.py` puts them."""
-    sample_every: int = 250
-    """Steps between samples."""
-    sample_prompt: str = "Hello, I'm a language model,"
-    """Text to continue; @val: the first words of the val split."""
-    save_every: int = 5000
-    """Steps between checkpoints; 0: only at the end."""
-    keep: int = 0
-    """Newest checkpoints to keep, besides the best by val loss; 0: all."""
+    val_every: Free[int] = 250  # steps between measurements of the validation loss
+    val_tokens: Free[int] = 10_485_760  # tokens to validate on, from the start of the val split
+    hellaswag_every: Free[int] = 250  # steps between HellaSwag scores
+    hellaswag_data: Local[str] = ""  # HellaSwag rows (.jsonl); default: where hellaswag.py puts them
+    sample_every: Free[int] = 250  # steps between samples
+    # text to continue; @val: the first words of the val split
+    sample_prompt: Local[str] = "Hello, I'm a language model,"
+    save_every: Free[int] = 5000  # steps between checkpoints; 0: only at the end
+    keep: Free[int] = 0  # newest checkpoints to keep, besides the best by val loss; 0: all
 
     # What the run starts from.
 
-    resume: str = "none"
-    """none, auto (the run folder's newest checkpoint) or a model_*.pt."""
-    allow_drift: bool = False
-    """Resume even if settings that shape the result have changed."""
-    init_from: str = "scratch"
-    """scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder."""
+    resume: Local[str] = "none"  # none, auto (the run folder's newest checkpoint) or a model_*.pt
+    allow_drift: Free[bool] = False  # resume even if settings that shape the result have changed
+    init_from: Free[str] = "scratch"  # scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder
 
     # Hardware. None of this changes the result beyond rounding, except `weights`.
 
-    device: str = "auto"
-    """auto, cuda, cuda:1, mps or cpu."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the matrix products; auto: the fastest that all ranks have."""
-    weights: Literal["float32", "bfloat16"] = "float32"
-    """Of the model and its gradients. With bfloat16, the optimizer keeps float32 master weights, and checkpoints store
-    these."""
-    deterministic: bool = False
-    """Make GPU runs bit-identical too, at some cost in speed; CPU runs always are."""
-    compile: bool = True
-    """torch.compile; off: starts at once, but trains slower."""
-    recompute: bool = False
-    """Recompute blocks in the backward pass: less memory, up to 1/3 slower."""
-    zero_stage: Literal[0, 1] = 0
-    """1 shards the optimizer state across ranks (ZeRO-1)."""
+    device: Local[str] = "auto"  # auto, cuda, cuda:1, mps or cpu
+    # precision of the matrix products; auto: the fastest that all ranks have
+    dtype: Free[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
+    # of the model and its gradients; with bfloat16 the optimizer and the checkpoints keep float32 master weights
+    weights: Noise[Literal["float32", "bfloat16"]] = "float32"
+    deterministic: Free[bool] = False  # make GPU runs bit-identical too, slower; CPU runs always are
+    compile: Free[bool] = True  # torch.compile; off: starts at once, but trains slower
+    recompute: Free[bool] = False  # recompute blocks in the backward pass: less memory, up to 1/3 slower
+    zero_stage: Free[Literal[0, 1]] = 0  # 1 shards the optimizer state across ranks (ZeRO-1)
 
     # Everything else.
 
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"
-    """Where else the curves go; wandb needs: pip install wandb."""
-    time_limit: str = ""
-    """Save and stop after this long, e.g. 3h50m; 0: no limit."""
-    skip_bad_steps: int = 0
-    """Non-finite steps to skip before stopping, counted from each start."""
-    gpu_hour_usd: float = 0.0
-    """Price of one GPU-hour, for the cost estimates."""
-    dry_run: bool = False
-    """Print the plan with measured speed, memory, time and cost; then exit."""
-    card: str = ""
-    """With --dry-run: predict the run on other cards, e.g. 8xH100, A100-40GB or 2080Ti+3090."""
-    eval_only: bool = False
-    """Print val loss and HellaSwag of the weights of --init-from, then exit."""
-    overfit_single_batch: bool = False
-    """Train on the first batch only: its loss must collapse."""
+    # where else the curves go; wandb needs: pip install wandb
+    tracker: Local[Literal["none", "tensorboard", "wandb"]] = "none"
+    time_limit: Local[str] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
+    skip_bad_steps: Free[int] = 0  # non-finite steps to skip before stopping, counted from each start
+    gpu_hour_usd: Local[float] = 0.0  # price of one GPU-hour, for the cost estimates
+    dry_run: Free[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
+    card: Free[str] = ""  # with --dry-run: predict the run on other cards, e.g. 8xH100 or 2080Ti+3090
+    eval_only: Free[bool] = False  # print val loss and HellaSwag of the weights of --init-from, then exit
+    overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse
 
     def __post_init__(self):
-        """Raises UserError for the first setting that breaks a rule, or ValueError for a value outside its Literal."""
-        # The other rules divide by this one.
-        T, tokens, B = self.sequence_length, self.total_batch_size, self.micro_batch_size
-        require(T >= 1, f"--sequence-length {T} must be at least 1")
-        nearest_batch = max(1, round(tokens / T)) * T  # what the message suggests
-
-        # (field, whether its rule holds, the rule). The order counts: the first rule that is broken is reported.
-        rules = [
-            ("sequence_length", T <= self.model.block_size, f"exceeds the model's context: add --model.block-size {T}"),
-            ("total_batch_size", tokens >= T and tokens % T == 0,
-             f"is not a whole number of sequences of {T} tokens; use --total-batch-size {nearest_batch}"),
-            ("micro_batch_size", B == "auto" or B >= 1, "must be at least 1, or auto"),
-            ("cooldown", 0 <= self.cooldown <= 1, "must be a fraction of the steps, between 0 and 1"),
-            ("min_lr", self.max_lr >= self.min_lr >= 0, f"must lie between 0 and --max-lr {self.max_lr}"),
-            ("epochs", self.epochs >= 1, "must be at least 1"),
-            ("card", self.dry_run or not self.card, "only predicts a run, it does not train: add --dry-run"),
-            ("val_tokens", self.val_tokens >= T, f"is less than one sequence of {T}"),
-        ]  # fmt: skip
-
-        # Rules that many fields share.
-        not_negative = """
-            max_steps steps_per_epoch warmup_steps val_every hellaswag_every sample_every save_every keep grad_clip
-            skip_bad_steps weight_decay vector_weight_decay muon_lr muon_weight_decay adam_eps embed_lr_scale
-            vector_lr_scale gpu_hour_usd
-        """.split()
-        rules += [(name, getattr(self, name) >= 0, "must not be negative") for name in not_negative]
-        for name in ("beta1", "beta2", "muon_momentum"):
-            rules.append((name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1"))
-
-        # "--cooldown 2.0 must be a fraction of the steps, between 0 and 1"
-        for name, holds, rule in rules:
-            require(holds, f"--{name.replace('_', '-')} {getattr(self, name)} {rule}")
-
-        # A config saved by another version may name a choice that does not exist here.
-        check_choices(self)
-        check_choices(self.model)
+        """Raises UserError for the first setting that breaks a rule."""
+        check_types(self)
+        check_types(self.model)
+        for name, rule in RULES.items():
+            value = getattr(self, name)
+            if isinstance(value, int | float):
+                is_in_range = rule.low <= value <= rule.high  # NaN is in none
+                require(is_in_range, f"{flag(name)} {value} must lie between {rule.low} and {rule.high}")
         parse_duration(self.time_limit)
+
+        # The rules between settings.
+        T, tokens = self.sequence_length, self.total_batch_size
+        fix = f"add --model.block-size {T}"
+        require(T <= self.model.block_size, f"--sequence-length {T} exceeds the model's context: {fix}")
+        fix = f"use --total-batch-size {max(1, round(tokens / T)) * T}"
+        require(tokens % T == 0, f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; {fix}")
+        require(self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}")
+        require(self.min_lr <= self.max_lr, f"--min-lr {self.min_lr} exceeds --max-lr {self.max_lr}")
+        require(self.dry_run or not self.card, f"--card {self.card} predicts a run, it does not train: add --dry-run")
 
     @property
     def run_dir(self) -> Path:
@@ -232,19 +171,15 @@ class TrainConfig:
     def total_steps(self, sequences_per_epoch: int) -> int:
         """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if
         the data are less than one step."""
-        # max_steps wins, then steps_per_epoch, then the size of the data.
         if self.max_steps:
             return self.max_steps
         if self.steps_per_epoch:
             return self.epochs * self.steps_per_epoch
         steps = self.epochs * sequences_per_epoch // self.sequences_per_step
-        if steps > 0:
-            return steps
-
-        # Too little data for a single step.
-        data = f"--epochs {self.epochs} of this data ({sequences_per_epoch} sequences of {self.sequence_length} tokens)"
-        batch = f"one step of --total-batch-size {self.total_batch_size}"
-        raise UserError(f"{data} is less than {batch}; lower it, or set --max-steps")
+        data = f"--epochs {self.epochs} of this data ({sequences_per_epoch} sequences)"
+        batch = f"--total-batch-size {self.total_batch_size}"
+        require(steps, f"{data} is less than one step of {batch}; lower it, or set --max-steps")
+        return steps
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as checkpoints and config.json store them: {field: value}, with the network as a dict of its
@@ -252,29 +187,52 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_dict(saved: dict[str, Any]) -> TrainConfig:
+    def from_dict(saved: dict[str, Any]) -> "TrainConfig":
         """The config stored in a checkpoint. Fields unknown to this version are dropped, new ones get defaults. Raises
         UserError for values that are not valid here."""
-        # Old checkpoints lack new fields, and have some that were removed.
-        known = {f.name for f in dataclasses.fields(TrainConfig)}
-        values = {k: v for k, v in saved.items() if k in known}
-
-        # `saved` comes from a file, so its values may be anything.
+        # `saved` comes from a file, so it may be anything.
         try:
-            for name, off in REMOVED.items():
-                require(saved.get(name, off) == off, f"{name} no longer exists: use the version that saved it")
-            return TrainConfig(**{**values, "model": GPTConfig.from_dict(saved.get("model", {}))})
-        except (UserError, ValueError, TypeError, AttributeError) as e:
+            values = {name: saved[name] for name in RULES if name in saved}
+            values["model"] = GPTConfig.from_dict(saved.get("model", {}))
+            return TrainConfig(**values)
+        except Exception as e:
             raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
 
 
-def check_choices(config: object) -> None:
-    """Raise ValueError if a field of a dataclass has a value that is not in its Literal. The type says what is allowed,
-    but nothing checks it for values that come from a file."""
+# {field: its Rule}
+RULES = {
+    name: getattr(hint, "__metadata__", [Rule()])[0]
+    for name, hint in get_type_hints(TrainConfig, include_extras=True).items()
+}
+
+
+def flag(name: str) -> str:
+    """max_lr -> --max-lr"""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_types(config: Any) -> None:
+    """Raise UserError if a field of a dataclass has a value that its type does not allow. Python does not check that,
+    and the value may come from a file."""
     for name, hint in get_type_hints(type(config)).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            choices = ", ".join(map(str, get_args(hint)))
-            raise ValueError(f"{name} {getattr(config, name)!r} must be one of {choices}")
+        # int: [int]; Literal["a", "b"]: ["a", "b"]; int | Literal["auto"]: [int, "auto"]
+        allowed = [leaf for option in get_args(hint) or [hint] for leaf in get_args(option) or [option]]
+        if float in allowed:
+            allowed.append(int)
+        value = getattr(config, name)
+        require(value in allowed or type(value) in allowed, f"{name} {value!r:.99} must be one of {allowed}")
+
+
+def flatten(cfg: TrainConfig) -> dict[str, Any]:
+    """{name: value} of every setting; those of the network are called "model.n_layer"."""
+    values = cfg.to_dict()
+    network = values.pop("model")
+    return {f"model.{name}": value for name, value in network.items()} | values
+
+
+def kind_of(name: str) -> str:
+    """The kind of a setting of `flatten`: recipe, noise, free or local."""
+    return RULES.get(name, Rule()).kind
 
 
 def config_drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
@@ -282,17 +240,14 @@ def config_drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[st
     those that shape the result."""
     harmless: list[str] = []
     refused: list[str] = []
-
-    # The network, field by field, so that the message names what differs.
-    for field in dataclasses.fields(GPTConfig):
-        old_value, new_value = getattr(old.model, field.name), getattr(new.model, field.name)
-        if old_value != new_value:
-            refused.append(f"model.{field.name}: {old_value} -> {new_value}")
-
-    # All other settings.
-    for field in dataclasses.fields(TrainConfig):
-        old_value, new_value = getattr(old, field.name), getattr(new, field.name)
-        if field.name != "model" and old_value != new_value:
-            changes = harmless if field.name in MAY_CHANGE else refused
-            changes.append(f"{field.name}: {old_value} -> {new_value}")
+    after = flatten(new)
+    for name, value in flatten(old).items():
+        if value != after[name]:
+            changes = harmless if kind_of(name) in ("free", "local") else refused
+            changes.append(f"{name}: {value} -> {after[name]}")
     return harmless, refused
+
+
+def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
+    """The settings that all ranks must have been started with, by flag."""
+    return {flag(name): str(value) for name, value in flatten(cfg).items() if kind_of(name) != "local"}

@@ -22,7 +22,7 @@ from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training import hellaswag_eval, sampling
-from training.config import TrainConfig, config_drift
+from training.config import RULES, TrainConfig, config_drift, flag
 from training.presets import PRESETS
 from training.reference import DATASETS, Reference, difference_in_data, difference_in_start, find_reference
 from training.run_state import RunState
@@ -154,12 +154,6 @@ def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
     return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
 
 
-# Settings that shape the result but leave a run comparable with the public runs of its preset: the margin allows for
-# another seed or order of the data, bfloat16 weights made no difference (bench/RESULTS.md), and the rows that pad the
-# vocabulary are not used.
-COMPARABLE_SETTINGS = ("seed", "shuffle", "weights", "model.vocab_size")
-
-
 def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple[Reference | None, str]:
     """Choose the public runs to compare a run of `max_steps` with. Returns (reference, "") or (None, reason), where the
     reason is empty for a preset without public runs. `shard_name` is a file of the run's data.
@@ -179,7 +173,9 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     # Settings that shape the result; config_drift gives them as "max_lr: 0.0006 -> 0.001".
     _, changes = config_drift(PRESETS[cfg.preset], cfg)
     changed = [change.split(":")[0] for change in changes]
-    flags = ["--" + name.replace("_", "-") for name in changed if name not in COMPARABLE_SETTINGS]
+    comparable = [name for name, rule in RULES.items() if rule.kind == "noise"]
+    comparable.append("model.vocab_size")  # the rows that pad it are not used
+    flags = [flag(name) for name in changed if name not in comparable]
     if flags:
         return None, f"{', '.join(flags)} {'differs' if len(flags) == 1 else 'differ'} from preset {cfg.preset}"
 

@@ -358,19 +358,19 @@ def to_code_config(config: GPTConfig) -> dict[str, Any]:
 def from_code_config(hf_config: dict[str, Any]) -> GPTConfig:
     """The GPTConfig in the config.json of an export with code. Raises UserError if it is incomplete or not valid."""
     from model import GPTConfig
-    from training.config import check_choices
+    from training.config import check_types
 
     # `network` must have every field of GPTConfig. The code in the folder is neither read nor run.
     network = hf_config.get("network")
     names = {field.name for field in fields(GPTConfig)}
     require(isinstance(network, dict) and names <= network.keys(), "the entry network lacks settings of a GPTConfig")
 
-    # The sizes are numbers, as in read_sizes; GPTConfig and check_choices check the other values.
+    # The sizes are numbers, as in read_sizes; GPTConfig and check_types check the other values.
     sizes = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
     not_numbers = [name for name in sizes if type(network[name]) is not int]
     require(not not_numbers, f"{', '.join(not_numbers)} must be numbers")
     config = GPTConfig.from_dict(network)
-    check_choices(config)
+    check_types(config)
     return config
 
 

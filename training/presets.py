@@ -7,20 +7,20 @@ Called by train_gpt2.py with sys.argv. To add a preset, add an entry to PRESETS 
 
 from __future__ import annotations
 
-import difflib
-import sys
+import time
+from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import tyro
 
 from model import GPTConfig
-from system.cli import UserError, env_rank, print0
+from system.cli import env_rank, print0, require
 from training.config import TrainConfig
-from training.help import OTHER_TRAINERS, help_text, switches
+
+OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
 
 def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
@@ -61,17 +61,7 @@ _speedrun = replace(
     beta1=0.8, adam_eps=1e-10 / 524_288,  # the original sums the gradients of a step's tokens; here they are averaged
 )
 
-def _by_name(*configs: TrainConfig) -> dict[str, TrainConfig]:
-    """{preset name: config}. Raises ValueError if two have one name, as after a replace() without preset=."""
-    table: dict[str, TrainConfig] = {}
-    for cfg in configs:
-        if cfg.preset in table:
-            raise ValueError(f"two presets are called {cfg.preset!r}: give the new one its own preset=")
-        table[cfg.preset] = cfg
-    return table
-
-
-PRESETS = _by_name(
+PRESETS = {cfg.preset: cfg for cfg in (
     # build-nanogpt's recipe: FineWeb-Edu, AdamW, a cosine; larger sizes with the papers' rates.
     _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
     _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
@@ -121,7 +111,7 @@ PRESETS = _by_name(
         val_every=40, val_tokens=65_536, hellaswag_every=0, save_every=40, keep=2,
         sample_every=80, sample_prompt="def ",
     ),
-)
+)}
 # fmt: on
 
 
@@ -133,15 +123,6 @@ def is_network_from_init(cfg: TrainConfig) -> bool:
 # ------------------------------------------------------------------------- the command line
 
 
-@dataclass(frozen=True)
-class EarlyFlags:
-    """Flags that determine the defaults of the others, so they are read first."""
-
-    resume: str = "none"
-    epochs: int | None = None
-    max_steps: int | None = None
-
-
 def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
     or the help that was asked for.
@@ -150,74 +131,43 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     changes need flags.
     """
     # A first word that is not a flag is a preset.
-    preset = None
     flags = argv
-    if argv and not argv[0].startswith("-"):
-        preset = argv[0]
-        flags = argv[1:]
-    if preset is not None and preset not in PRESETS:
-        similar = difflib.get_close_matches(preset, PRESETS, 1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else "."
-        raise UserError(f"no preset {preset!r}{hint} Presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
+    preset = "gpt2-124m"
+    has_preset = bool(argv) and not argv[0].startswith("-")
+    if has_preset:
+        preset, *flags = argv
+    require(preset in PRESETS, f"no preset {preset!r}; presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
+    defaults = PRESETS[preset]
 
-    # The defaults: a preset's, or those of the run to resume.
-    early, _ = tyro.cli(EarlyFlags, args=flags, return_unknown_args=True, add_help=False)
-    if preset is None and early.resume not in ("none", "auto"):
+    # Three flags decide on the defaults of the others, so they are read first.
+    early_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    early_parser.add_argument("--resume", default="none")
+    early_parser.add_argument("--epochs")
+    early_parser.add_argument("--max-steps", "--max_steps")
+    early, _ = early_parser.parse_known_args(flags)
+    if not has_preset and early.resume not in ("none", "auto"):
         path = Path(early.resume)
         run_dir = path if path.is_dir() else path.parent
         defaults = replace(TrainConfig.from_dict(read_saved_config(early.resume)), out_dir=str(run_dir))
-    else:
-        defaults = PRESETS[preset or "gpt2-124m"]
-
-    # --epochs without --max-steps overrides the preset's number of steps.
-    if early.epochs is not None and early.max_steps is None:
+    if early.epochs and not early.max_steps:
         defaults = replace(defaults, max_steps=0)
 
-    # -h asks for help only if no value follows: in llm.c, `-h 1` turns HellaSwag on.
-    wants_long_help = "--help" in flags
-    wants_short_help = False
-    if "-h" in flags:
-        words_after = flags[flags.index("-h") + 1 :]
-        wants_short_help = not words_after or words_after[0].startswith("-")
-    if wants_long_help or wants_short_help:
-        print0(help_text(defaults, wants_long_help, list(PRESETS)))
-        raise SystemExit(0)
-
-    # Parse the flags over the defaults.
-    refuse_values_of_switches(flags)
     try:
-        cfg = tyro.cli(TrainConfig, default=defaults, args=flags, prog="train_gpt2.py [PRESET]", add_help=False)
-    except SystemExit:  # an unknown flag is often one of another trainer
-        if env_rank() == 0:
-            print(OTHER_TRAINERS, file=sys.stderr, flush=True)
+        cfg = tyro.cli(
+            TrainConfig,
+            default=defaults,
+            args=flags,
+            prog="train_gpt2.py [PRESET]",
+            description=f"Presets: {', '.join(PRESETS)}; the values below are those of {defaults.preset}.",
+            compact_help="--help" not in flags,
+            console_outputs=env_rank() == 0,
+        )
+    except SystemExit as e:
+        if e.code:
+            print0(OTHER_TRAINERS)
+        # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
+        if env_rank() > 0:
+            time.sleep(3)
         raise
-
-    # find_spec also finds a mere folder named wandb, which has no origin.
-    if cfg.tracker == "wandb" and getattr(find_spec("wandb"), "origin", None) is None:
-        raise UserError("--tracker wandb needs its package: .venv/bin/pip install wandb")
+    require(cfg.tracker != "wandb" or find_spec("wandb"), "--tracker wandb needs: .venv/bin/pip install wandb")
     return cfg
-
-
-def refuse_values_of_switches(flags: list[str]) -> None:
-    """Raise UserError for a switch that is given a value, as in `--compile=False` of nanoGPT or `--compile 0`."""
-    # Each word with the one after it.
-    for word, following in pairwise([*flags, "--"]):
-        name, equals, value = word.partition("=")
-        switch = name.replace("_", "-")
-        if switch not in switches():
-            continue
-
-        # The value is after the equals sign, or the next word if that is no flag.
-        typed = word
-        if not equals:
-            if following.startswith("-"):
-                continue
-            value = following
-            typed = f"{word} {following}"
-
-        # Suggest what was probably meant: --compile=False turns it off, --no-compile=False turns it on.
-        on, off = switches()[switch]
-        meant = switch
-        if value.lower() in ("0", "false", "no", "off"):
-            meant = off if switch == on else on
-        raise UserError(f"{typed}: a switch takes no value; write {meant}; {OTHER_TRAINERS}")

@@ -6,7 +6,7 @@
 
 Called by train_gpt2.py before anything is built. A resumed run gives the same bits as a run that was never stopped;
 whatever would silently change its result is refused. Ranks that would train different runs are refused, too:
-settings_by_flag has the settings that all ranks must share, and check_ranks_agree compares the files that they found.
+config.settings_by_flag has the settings that all ranks must share; check_ranks_agree compares the files they found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
 from training import checkpoint, hellaswag_eval, schedule
-from training.config import MAY_DIFFER, TrainConfig, config_drift
+from training.config import TrainConfig, config_drift
 from training.metrics_file import read_metrics
 from training.open_model import open_model
 from training.presets import PRESETS, is_network_from_init
@@ -170,21 +170,6 @@ def set_metrics_aside(run_dir: Path) -> None:
 
 
 # ------------------------------------------------------------------------- the ranks
-
-
-def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
-    """The settings that all ranks must have been started with, by flag: all but those in MAY_DIFFER. Of a path only
-    the kind is compared, because ranks with different kinds would wait for each other."""
-    # The fields of the network are flags of their own: --model.n-layer.
-    settings = cfg.to_dict()
-    network = settings.pop("model")
-    flags = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
-    flags |= {f"model.{name}": value for name, value in network.items()}
-
-    # A rank that downloads its data, or loads weights, waits for the others where a rank that does not would not.
-    flags["data_dir"] = cfg.data_dir if cfg.data_dir.startswith("hf://") else "a folder"
-    flags["init_from"] = "scratch" if cfg.init_from == "scratch" else "weights"
-    return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
 
 
 def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, run: RunState, data: Loader) -> None:
