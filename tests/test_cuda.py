@@ -123,7 +123,7 @@ for vocab_size in (50257, 50304):
         with torch.autocast(sys.argv[1], torch.bfloat16):
             x = model.hidden(idx)
             assert x.dtype == torch.bfloat16, x.dtype
-            _, loss = forward(idx, targets)
+            loss = forward(idx, targets)
         loss.backward()
         found.append((loss.detach(), model.lm_head.weight.grad.float()))
     (loss, gradient), *others = found

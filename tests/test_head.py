@@ -40,7 +40,7 @@ def loss_and_gradients(model, forward, idx, targets, precision=None, scale=1.0):
     """The loss of `forward` and the gradients of `scale` times that loss by name, under autocast to `precision`."""
     model.zero_grad()
     with torch.autocast("cpu", precision) if precision else nullcontext():
-        _, loss = forward(idx, targets)
+        loss = forward(idx, targets)
     (loss * scale).backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 

@@ -61,9 +61,9 @@ def test_auto_halves_until_a_size_fits(card):
 
 def test_auto_takes_what_fits_on_every_rank(card):
     """On the other rank only one sequence fits; both try the same sizes."""
-    others = iter([True, True, True, False])
+    others = iter([True, True, False])
     assert choose(card, 6, any_rank=lambda flag: flag or next(others)) == 1
-    assert card.tried == [6, 3, 1] or card.tried == [6, 3, 2, 1]
+    assert card.tried == [6, 3, 1]
 
 
 def test_a_model_that_does_not_fit_is_refused(card):
@@ -172,4 +172,4 @@ def test_a_rank_without_memory_stops_both_at_once(tiny_args, tmp_path, run_ranks
         fails=True,
     )
     assert "no size fits" in output
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
