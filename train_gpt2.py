@@ -34,7 +34,6 @@ from system import distributed, machine
 from system.cli import UserError, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import lock_folder
-from tokens.hub_data import pull_for_training
 from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import checkpoint, hellaswag_eval, plan, predict, replicas, resume
