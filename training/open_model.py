@@ -28,7 +28,7 @@ def open_model(name: str | Path) -> GPT:
     path = Path(name)
 
     # A checkpoint of this project: a file, or a folder that holds no weights in Hugging Face's layout.
-    is_run_folder = path.is_dir() and not convert.is_hf_folder(path)
+    is_run_folder = path.is_dir() and not convert.find_weight_files(path)
     if path.suffix == ".pt" or is_run_folder:
         model, _ = checkpoint.load(path)
         return model
@@ -47,4 +47,4 @@ def open_model(name: str | Path) -> GPT:
 
 def has_model(folder: Path) -> bool:
     """Whether a folder holds a checkpoint of this project or weights in Hugging Face's layout."""
-    return folder.is_dir() and (any(folder.glob("model_*.pt")) or convert.is_hf_folder(folder))
+    return folder.is_dir() and (any(folder.glob("model_*.pt")) or convert.find_weight_files(folder))
