@@ -325,6 +325,17 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> float:
     return plan.print_estimate(train_step, run.max_steps)
 
 
+def check(cfg: TrainConfig) -> None:
+    """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
+    UserError if the data are missing or the GPU cannot be used."""
+    find_shards(cfg.data_dir, "train")
+    if cfg.val_every:
+        find_shards(cfg.data_dir, "val")
+    device = machine.choose_device(cfg.device)
+    ranks = torch.cuda.device_count() if device.type == "cuda" else 1
+    print(cfg.run_dir.resolve(), ranks, sep="\n")
+
+
 def print_prediction(cfg: TrainConfig) -> None:
     """--dry-run --card: print what the run would cost on cards that this machine does not have. Needs no GPU and
     no data; if the number of steps depends on the data, 1,000 are assumed."""
@@ -402,7 +413,10 @@ def local_data(cfg: TrainConfig, rt: Runtime) -> Path:
 def main() -> None:
     """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
-    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    flags = [word for word in sys.argv[1:] if word != "--check"]
+    cfg = parse(flags, lambda path: checkpoint.read_train_state(path)["config"])
+    if "--check" in sys.argv:
+        return check(cfg)
 
     # --dry-run --card: a prediction needs no device.
     if cfg.card:
