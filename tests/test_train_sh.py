@@ -7,7 +7,6 @@ runpodctl.
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import time
 
 import pytest
 from faults import hub_server
-from helpers import ROOT, TINY_FLAGS, load_curve, make_shards, train_quickstart
+from helpers import ROOT, TINY_FLAGS, assert_curves_close, load_curve, make_shards, train_quickstart
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
@@ -387,3 +386,76 @@ def test_log_begins_with_the_end_and_its_price(pod):
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_accepts_the_scripts():
     subprocess.run(["shellcheck", ROOT / "train.sh", ROOT / "cloud" / "slurm.sbatch", ROOT / ".ci" / "run"], check=True)
+
+
+# ------------------------------------------------------------------------- with every real part
+
+
+@pytest.mark.slow
+def test_pod_from_rent_to_removal(tmp_path):
+    """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod; sample at home."""
+    pod, home = tmp_path / "pod", tmp_path / "home"
+    pod.mkdir()
+    home.mkdir()
+    (tmp_path / "bin").mkdir()
+    run, last_step = pod / "log" / "quickstart", 60
+    make_shards(pod / "toy")
+    flags = [*TINY_FLAGS, "--model.vocab-size", "50304", "--total-batch-size", "64", "--micro-batch-size", "1"]
+    flags += ["--max-steps", str(last_step), "--val-every", "20", "--val-tokens", "256", "--save-every", "5"]
+
+    with hub_server.start(tmp_path / "hub") as server:
+        # runpodctl writes down what the Hub has when it is called.
+        published = server.root / "models" / "tester" / "life"
+        runpodctl = tmp_path / "bin" / "runpodctl"
+        runpodctl.write_text(f'#!/bin/sh\n(echo "$@"; ls {published}) >> {tmp_path}/removed\n')
+        runpodctl.chmod(0o755)
+        path = f"{tmp_path}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        env = {"PATH": path, "HOME": str(pod), "OMP_NUM_THREADS": "1"}
+        env |= {"NPROC": "2", "PUSH_TO": "tester/life", "REMOVE_POD": "1", "RUNPOD_POD_ID": "pod7"}
+        env |= {"RESTART_DELAY": "0", "REMOVE_DELAY": "0", "START_WAIT": "0", **server.env()}
+
+        def start():
+            command = ["bash", str(ROOT / "train.sh"), "quickstart", *flags, "--data-dir", "toy"]
+            how = {"cwd": pod, "env": env, "text": True, "start_new_session": True, "timeout": 120}
+            return subprocess.run(command, check=True, stdout=subprocess.PIPE, **how).stdout
+
+        def log():
+            return "".join(path.read_text() for path in sorted(run.glob("train-*.log")))
+
+        def newest_step():
+            return checkpoint.latest_step(run) or 0
+
+        # Start; stop by the printed command. It saves, and the machine stays.
+        printed = start()
+        wait_for(lambda: newest_step() >= 10, 240)
+        subprocess.run(re.search("stop: +(.*)", printed)[1], shell=True, check=True, cwd="/")
+        wait_for(lambda: not (run / "train.pid").exists(), 240)
+        stopped_at = newest_step()
+        assert 10 <= stopped_at < last_step
+        assert "training stopped" in log() and not (tmp_path / "removed").exists()
+
+        # The same command resumes; a rank that is killed is restarted without human help.
+        start()
+        wait_for(lambda: newest_step() >= stopped_at + 10, 240)
+        torchrun = rank_pids(int((run / "train.pid").read_text()))[0]
+        os.kill(rank_pids(torchrun)[-1], signal.SIGKILL)
+        wait_for((tmp_path / "removed").exists, 240)
+
+        # The pod was removed after the last checkpoint was published.
+        assert "failure 1" in log() and "training finished" in log(), log()
+        removed = (tmp_path / "removed").read_text().split()
+        assert removed[:3] == ["pod", "delete", "pod7"] and f"model_{last_step:05d}.pt" in removed
+
+        # Another machine knows nothing but the Hub.
+        home_env = {"PATH": os.environ["PATH"], "HOME": str(home), **server.env(), "HF_HOME": str(home / "hf")}
+
+        def run_at_home(script, *args):
+            command = [sys.executable, str(ROOT / script), *args]
+            return subprocess.check_output(command, cwd=home, env=home_env, text=True, timeout=180)
+
+        run_at_home("hub.py", "pull-model", "tester/life", "life")
+        assert run_at_home("infer.py", "life", "x = ", "--max-new-tokens", "3").startswith("x = ")
+
+    # The losses and weights are those of an undisturbed run.
+    undisturbed = train_quickstart([*flags, "--data-dir", str(pod / "toy")], tmp_path / "undisturbed")
+    assert_curves_close(load_curve(run), load_curve(undisturbed))
