@@ -25,6 +25,7 @@ from typing import NamedTuple
 from system import cli
 
 cli.set_omp_wait_policy()  # before torch is imported
+import torch
 
 from model import VOCAB_SIZE
 from system import distributed, machine
@@ -197,6 +198,15 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
 # ------------------------------------------------------------------------- without training
 
 
+def check(cfg: TrainConfig) -> None:
+    """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
+    UserError if the data are missing or the GPU cannot be used."""
+    open_data(cfg)
+    device = machine.choose_device(cfg.device)
+    ranks = torch.cuda.device_count() if device.type == "cuda" else 1
+    print(cfg.run_dir.resolve(), ranks, sep="\n")
+
+
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
     preset fixes the number of steps. Nothing is saved. Every rank must call it."""
@@ -240,7 +250,10 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
 def main() -> None:
     """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
-    cfg = parse(sys.argv[1:], lambda path: checkpoint.read_train_state(path)["config"])
+    words = [word for word in sys.argv[1:] if word != "--check"]
+    cfg = parse(words, lambda path: checkpoint.read_train_state(path)["config"])
+    if "--check" in sys.argv:
+        return check(cfg)
     if cfg.card:
         return print0(plan.predict(cfg))
 
