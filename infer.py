@@ -4,9 +4,9 @@
     python infer.py gpt2 "Hello, I'm a language model," --num-samples 4 --temperature 0.8 --seed 42
     echo "Once upon a time" | python infer.py log/gpt2-124m - --temperature 0 --json
 
-An empty prompt starts a new document. The prompt must fit the model's context, but the text may outgrow it: the model
-then rereads the newer half of the context and drops the older half. The text goes to stdout; a line on stderr says on
-which device and in which precision it is generated. The sampling itself is in training/sampling.py.
+An empty prompt starts a new document; - reads standard input. The prompt must fit the model's context, but the text may
+outgrow it: the model then rereads the newer half of the context and drops the older half. The text goes to stdout; a
+line on stderr says on which device and in which precision it is generated. The sampling itself is in model.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import codecs
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from system.cli import UserError, printable, require, run_cli
+from system.cli import printable, require, run_cli
 from tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -37,6 +36,16 @@ if TYPE_CHECKING:
 MIN_BFLOAT16_SPEEDUP = 1 / 1.25
 MAX_MEASURED_ROWS = 64  # keeps the measurement short when many samples are asked for
 
+# The least and the greatest value of each number.
+RANGES = {
+    "max_new_tokens": (1, 10**9),
+    "num_samples": (1, 10**9),
+    "temperature": (0, 10**9),
+    "top_k": (0, 10**9),
+    "top_p": (1e-9, 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
+
 
 @dataclass(frozen=True)
 class Args:
@@ -44,8 +53,6 @@ class Args:
     """Run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)."""
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[PROMPT]")] = ""
     """Text to continue; - reads standard input (without a final newline)."""
-    file: Path | None = None
-    """Read the prompt from this file instead, unchanged."""
     max_new_tokens: int = 64
     """Generate so many tokens; a token is about 4 characters of English."""
     num_samples: int = 1
@@ -58,70 +65,25 @@ class Args:
     """Sample from the fewest most likely tokens whose probabilities add up to this."""
     seed: int = 42
     """The same seed and flags on the same machine give the same text."""
-    stop_at_eot: bool = False
-    """End a sample where the model ends the document."""
     json: bool = False
     """Write one JSON object per sample."""
-    allow_special: bool = False
-    """Encode <|endoftext|> in the prompt as the special token; otherwise it is plain text."""
     device: str = "auto"
     """cuda, mps or cpu; auto takes the first of these that is available."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and the cache; auto takes a GPU's best, and measures on a CPU that has bfloat16."""
 
 
-def check_args(args: Args) -> None:
-    """Raise UserError, with the value and the rule, unless every number lies in its range."""
-    require(args.max_new_tokens >= 1, f"--max-new-tokens {args.max_new_tokens}: must be 1 or more")
-    require(args.num_samples >= 1, f"--num-samples {args.num_samples}: must be 1 or more")
-    require(0 <= args.temperature < float("inf"), f"--temperature {args.temperature}: must be 0 (greedy) or more")
-    require(args.top_k >= 0, f"--top-k {args.top_k}: must be 0 (all) or more")
-    require(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be above 0, at most 1")
-    require(abs(args.seed) < 2**63, f"--seed {args.seed}: must be a 64-bit number")
-
-
 # ------------------------------------------------------------------------- text in and out
 
 
-def read_prompt(args: Args) -> str:
-    """The prompt from the command line, the file or standard input. Raises UserError if it cannot be read."""
-    # Exactly one source: the file, standard input or the command line.
-    require(not (args.file and args.prompt), f"give either a prompt or --file {args.file}, not both")
-    try:
-        if args.file:
-            return args.file.read_bytes().decode()
-        if args.prompt == "-":
-            return sys.stdin.buffer.read().decode().removesuffix("\n")
-        return args.prompt
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"cannot read the prompt from {args.file or 'stdin'} as UTF-8 text: {e}") from None
+def read_prompt(text: str) -> str:
+    """The prompt that the command line gives, or that of standard input. Broken Unicode becomes question marks."""
+    if text == "-":
+        return sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+    return text.encode(errors="replace").decode()
 
 
-def encode_prompt(text: str, allow_special: bool) -> list[int]:
-    """Token ids of a prompt. An empty prompt becomes the token that starts a document."""
-    # With disallowed_special empty, the text <|endoftext|> is encoded as plain text unless `special` has it.
-    special = {"<|endoftext|>"} if allow_special else set()
-    ids = tokenizer.encoding().encode(text, allowed_special=special, disallowed_special=())
-    return ids or [tokenizer.EOT]
-
-
-def stop_at_end_of_text(batches: Iterator[torch.Tensor], stop: bool) -> Iterator[list[int | None]]:
-    """Yield the ids (num_samples,) of each time step as a list, with None for the samples that have ended, until all
-    have ended. A sample ends with its first <|endoftext|>, which is not yielded; with stop=False none ends."""
-    ended: set[int] = set()
-    for batch in batches:
-        ids = batch.tolist()
-
-        # Note the samples that end here. Tokens that are still generated for a sample that has ended are ignored.
-        for sample, token in enumerate(ids):
-            if stop and token == tokenizer.EOT:
-                ended.add(sample)
-        if len(ended) == len(ids):
-            return
-        yield [None if sample in ended else token for sample, token in enumerate(ids)]
-
-
-def write_stream(prompt: str, ids: Iterator[int]) -> None:
+def write_stream(prompt: str, ids: Iterable[int]) -> None:
     """Print a prompt, then its continuation as it is generated. A character of several bytes may be split across
     tokens: it appears when its last byte is there."""
     # An incremental decoder keeps the bytes of an incomplete character until the rest arrives.
@@ -136,21 +98,12 @@ def write_stream(prompt: str, ids: Iterator[int]) -> None:
     print(printable(utf8.decode(b"", final=True)), flush=True)
 
 
-def write_samples(prompt: str, steps: Iterator[Sequence[int | None]], num_samples: int, as_json: bool) -> None:
-    """Print all samples once they are complete. `steps` yields the ids of all samples for one time step after the
-    other, None for a sample that has ended."""
-    # Turn the ids of each time step into the ids of each sample.
-    samples: list[list[int]] = [[] for _ in range(num_samples)]
-    for step_ids in steps:
-        for sample, token in zip(samples, step_ids, strict=True):
-            if token is not None:
-                sample.append(token)
-
-    # JSON escapes control codes by itself; text for a terminal must be made printable.
-    for number, sample in enumerate(samples, 1):
-        text = tokenizer.encoding().decode(sample)
+def write_samples(prompt: str, samples: list[list[int]], as_json: bool) -> None:
+    """Print all samples, given as ids. JSON escapes control codes by itself; text for a terminal is made printable."""
+    for number, ids in enumerate(samples, 1):
+        text = tokenizer.encoding().decode(ids)
         if as_json:
-            print(json.dumps({"prompt": prompt, "text": text, "tokens": sample}))
+            print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
         else:
             print(f"--- sample {number}\n{printable(prompt + text)}")
 
@@ -164,13 +117,9 @@ def can_pack_weights(dtype: torch.dtype) -> bool:
 
     if not torch.backends.mkldnn.is_available():
         return False
-
-    # bfloat16 needs AVX-512 on x86.
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:  # needs AVX-512 on x86
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-    # float32 was not tried on Arm.
-    return dtype == torch.float32 and platform.machine() == "x86_64"
+    return dtype == torch.float32 and platform.machine() == "x86_64"  # was not tried on Arm
 
 
 def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -211,15 +160,9 @@ def fastest_dtype(device: torch.device, num_samples: int) -> torch.dtype:
     from system.distributed import Runtime
     from system.machine import Product, choose_dtype
 
-    # The matrix (8192, 1024) is too large for most caches, as the weights of a model are: a token reads all of them
-    # from memory.
-    product = Product(
-        rows=min(num_samples, MAX_MEASURED_ROWS),
-        width=1024,
-        columns=8192,
-        min_speedup=MIN_BFLOAT16_SPEEDUP,
-        make_linear=pack_linear_weight,
-    )
+    # The matrix (8192, 1024) is too large for most caches, as the weights of a model are.
+    rows = min(num_samples, MAX_MEASURED_ROWS)
+    product = Product(rows, 1024, 8192, MIN_BFLOAT16_SPEEDUP, pack_linear_weight)
     dtype, _ = choose_dtype(Runtime(device, torch.float32), product=product)
     return dtype
 
@@ -230,11 +173,8 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     import torch
 
     model = model.to(device, dtype)
-
-    # A GPU needs no packing.
     if device.type == "cpu":
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
-            # From now on the layer multiplies by the packed copy.
             layer.forward = partial(pack_linear_weight(layer.weight.detach()), bias=layer.bias)
             # Free the unpacked weight. The head keeps it: it may be the embedding's, and tells new_cache the precision.
             if layer is not model.lm_head:
@@ -243,34 +183,31 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
 
 
 def main() -> None:
-    # What was asked for. Mistakes are reported before anything heavy is imported.
+    # Mistakes are reported before anything heavy is imported.
     args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    check_args(args)
-    prompt = read_prompt(args)
-    prompt_ids = encode_prompt(prompt, args.allow_special)
+    for name, (least, most) in RANGES.items():
+        value = getattr(args, name)
+        flag = name.replace("_", "-")
+        require(least <= value <= most, f"--{flag} {value}: must lie between {least} and {most}")
+    prompt = read_prompt(args.prompt)
+    prompt_ids = tokenizer.encoding().encode_ordinary(prompt) or [tokenizer.EOT]
 
-    # Imported here, because torch takes seconds to import, and --help and the checks above do not need it.
+    # torch takes seconds to import, and --help and the checks above do not need it.
     import torch
 
     from model import Sampler, stream
     from system.machine import choose_device, device_name, dtype_name
     from training.open_model import open_model
 
-    # Open the model, and check that it knows GPT-2's tokens and that the prompt fits it.
+    # The model must know GPT-2's tokens, and the prompt must fit it.
     device = choose_device(args.device)
     model = open_model(args.model)
-    vocab_size = model.config.vocab_size
-    block_size = model.config.block_size
-    require(
-        vocab_size > tokenizer.EOT,
-        f"{args.model} has a vocabulary of {vocab_size} tokens, fewer than GPT-2's; choose a GPT-2",
-    )
-    require(
-        len(prompt_ids) <= block_size,
-        f"the prompt has {len(prompt_ids)} tokens, but the context of {args.model} is {block_size}; shorten it",
-    )
+    config = model.config
+    tokens = f"{config.vocab_size} tokens, fewer than GPT-2's"
+    require(config.vocab_size > tokenizer.EOT, f"{args.model} has a vocabulary of {tokens}; choose a GPT-2")
+    context = f"the context of {args.model} is {config.block_size}"
+    require(len(prompt_ids) <= config.block_size, f"the prompt has {len(prompt_ids)} tokens, but {context}; shorten it")
 
-    # Make it ready in the precision that was asked for or is the fastest here.
     if args.dtype == "auto":
         dtype = fastest_dtype(device, args.num_samples)
     else:
@@ -281,21 +218,15 @@ def main() -> None:
     # The same seed gives the same samples: nothing else draws from this generator.
     generator = torch.Generator(device).manual_seed(args.seed)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, generator)
-
-    # Generate lazily: `steps` yields the ids of all samples for one time step after the other.
     idx = torch.tensor([prompt_ids], device=device)  # (1, T)
-    batches = stream(model, idx, args.max_new_tokens, sampler, args.num_samples)
-    steps = stop_at_end_of_text(batches, args.stop_at_eot)
-
-    # Write. A terminal that is not UTF-8, or a prompt of broken Unicode, shows ? instead of failing.
-    sys.stdout.reconfigure(errors="replace")
-    prompt = prompt.encode(errors="replace").decode()
+    steps = stream(model, idx, args.max_new_tokens, sampler, args.num_samples)  # yields (num_samples,)
 
     # One sample appears as it is generated; several would be interleaved, so they are printed at the end.
+    sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
     if args.num_samples == 1 and not args.json:
-        write_stream(prompt, (ids[0] for ids in steps))
+        write_stream(prompt, (ids.item() for ids in steps))
     else:
-        write_samples(prompt, steps, args.num_samples, args.json)
+        write_samples(prompt, torch.stack(list(steps), dim=1).tolist(), args.json)
 
 
 if __name__ == "__main__":
