@@ -19,7 +19,6 @@ import math
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from system.cli import UserError, print0, require, run_cli
 from system.hub_client import hold_files, open_to_write, pull, push, staging_folder
 from tokens.hub_data import pull_data, push_data
-from training import convert, metrics_file, model_card
+from training import convert, metrics, model_card
 from training.gguf import GgufType, check_convertible, write_gguf
 
 if TYPE_CHECKING:
@@ -96,15 +95,15 @@ def planned_sizes(cfg: TrainConfig) -> tuple[int, int, int] | None:
 
     from model import GPT
     from tokens import shards
-    from training import predict, presets
+    from training import plan, presets
 
     # On the meta device a model has shapes and no memory. What the optimizers keep follows from the shapes.
     if presets.is_network_from_init(cfg):
         return None
     with torch.device("meta"):
         model = GPT(cfg.model)
-    model_bytes = predict.FLOAT32 * model.num_params()
-    optimizer_bytes = predict.optimizer_bytes(replace(cfg, zero_stage=0), model, ranks=1)
+    model_bytes = 4 * model.num_params()
+    optimizer_bytes = plan.OPTIMIZER_BYTES * model.num_params()
 
     # The length of the run follows from the size of the shards, two bytes a token, if they are here.
     saves = 1
@@ -345,7 +344,7 @@ def best_model(run_dir: Path) -> Path | None:
     # The validation loss of each saved step.
     saved = checkpoint.complete_steps(run_dir, ["model"])
     val_losses = {}
-    for row in metrics_file.read_metrics(run_dir / "metrics.jsonl"):
+    for row in metrics.read_metrics(run_dir / "metrics.jsonl"):
         if row["step"] in saved and isinstance(row.get("val_loss"), float):
             val_losses[row["step"]] = row["val_loss"]
 

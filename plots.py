@@ -26,7 +26,7 @@ import tyro
 
 from system.cli import UserError, print0, printable, require, run_cli
 from system.files import atomic_write
-from training import metrics_file, trackers
+from training import metrics
 from training.reference import (
     DATASETS,
     TOKENS_PER_STEP,
@@ -97,7 +97,7 @@ def read_curves(run_dir: str | Path) -> Curves:
     fix = "give the --out-dir of a run, or start one: python train_gpt2.py quickstart"
     require(found, f"no {Path(run_dir) / METRICS_FILE}; {fix}")
     path = found[0]
-    rows = metrics_file.read_metrics(path) if path.name == METRICS_FILE else read_other_log(path)
+    rows = metrics.read_metrics(path) if path.name == METRICS_FILE else read_other_log(path)
 
     # Several lines may have the same step: merge them. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
@@ -142,7 +142,7 @@ def write_tensorboard(run_dir: Path) -> Path:
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-                writer.add_scalar(trackers.tensorboard_tag(key), value, step)
+                writer.add_scalar(metrics.tensorboard_tag(key), value, step)
     return out
 
 
@@ -289,7 +289,7 @@ def choose_reference(run_dir: Path, run: PlottedRun) -> Reference | None:
     warning. None, with the reason printed, for a run that began from trained weights or trains on other data: by the
     same rule, a run prints no verdict."""
     # A log of another trainer has no config.
-    config = metrics_file.read_config(run_dir)
+    config = metrics.read_config(run_dir)
     if not config:
         return read_references()[0]
 
@@ -336,7 +336,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
 
     # The x axis of every panel: steps or, if the runs have steps of different sizes, tokens. Logs of other trainers do
     # not state the size.
-    tokens_per_step = [metrics_file.tokens_per_step(folder) for folder in dirs]
+    tokens_per_step = [metrics.tokens_per_step(folder) for folder in dirs]
     sizes = {*tokens_per_step, *(TOKENS_PER_STEP for _ in references)}
     over_tokens = len(sizes) > 1 and None not in sizes
     reference_step_size = 1

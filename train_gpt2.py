@@ -37,7 +37,7 @@ from system.files import lock_folder
 from tokens.hub_data import pull_for_training
 from tokens.loader import Loader
 from tokens.shards import find_shards
-from training import checkpoint, hellaswag_eval, plan, predict, replicas, resume
+from training import checkpoint, hellaswag_eval, plan, replicas, resume
 from training.config import TrainConfig
 from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger
@@ -67,7 +67,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
 
     # The same command starts and resumes a run, so the run may already be complete.
     if run.is_complete:
-        fix = f"run the same command with {plan.resume_flag(sys.argv, cfg)} and a larger --max-steps or --epochs"
+        fix = "run the same command with --resume auto and a larger --max-steps or --epochs"
         print0(f"{cfg.run_dir} is complete at step {run.step}; to train further, {fix}")
         return finish("finished", rt)
 
@@ -153,12 +153,11 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> None:
             save()
             status, reason = "stopped", stop.reason()
             outcome = f"stopped by {stop.reason()} at step {run.step}; checkpoint saved"
-            message = f"{outcome}. To resume, {plan.how_to_resume(sys.argv, cfg, rt)}"
+            message = f"{outcome}. To resume, run the same command with --resume auto"
         # A loss or gradient was not finite. The weights are still good: save them, then report it as an error.
         except UpdateRefused as refused:
             outcome = save_before_error(save, writer, rt)
-            flags = f"{plan.resume_flag(sys.argv, cfg)} --skip-bad-steps 5"
-            fix = f"to skip such steps, run the same command with {flags}"
+            fix = "to skip such steps, run the same command with --resume auto --skip-bad-steps 5"
             hint = "if it happens again, lower --max-lr with --allow-drift"
             raise UserError(f"{refused}; {outcome}; {fix}; {hint}") from None
         metrics.close()
@@ -309,32 +308,20 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest, val_prom
 # ------------------------------------------------------------------------- without training
 
 
-def dry_run(cfg: TrainConfig, rt: Runtime) -> float:
+def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
-    preset fixes the number of steps. Returns the seconds that all steps take."""
+    preset fixes the number of steps."""
     # The network, and the data if they are here or if the number of steps depends on them.
     cfg, initial_model = resume.resolve_network(cfg, saved=None)
     data = None
-    if Path(cfg.data_dir).is_dir() or not has_fixed_steps(cfg):
+    if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
         data = train_loader(cfg, cfg.data_dir)
 
     # A run of the same length from its first step, and everything that training needs. Nothing is saved.
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
     train_step = build_train_step(cfg, rt, initial_model=initial_model)
     plan.print_plan(train_step, data, run)
-    return plan.print_estimate(train_step, run.max_steps)
-
-
-def print_prediction(cfg: TrainConfig) -> None:
-    """--dry-run --card: print what the run would cost on cards that this machine does not have. Needs no GPU and
-    no data; if the number of steps depends on the data, 1,000 are assumed."""
-    max_steps = cfg.total_steps(0) if has_fixed_steps(cfg) else 1000
-    print0(predict.report(cfg, predict.predict(cfg, cfg.card), max_steps))
-
-
-def has_fixed_steps(cfg: TrainConfig) -> bool:
-    """Whether the number of steps is known without the data."""
-    return cfg.max_steps > 0 or cfg.steps_per_epoch > 0
+    plan.dry_run(train_step, run)
 
 
 def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
@@ -406,8 +393,7 @@ def main() -> None:
 
     # --dry-run --card: a prediction needs no device.
     if cfg.card:
-        print_prediction(cfg)
-        return print0(f"next, on that machine: ./train.sh {plan.without_dry_run(sys.argv[1:])}".rstrip())
+        return print0(plan.predict(cfg))
 
     # Entering the session joins the other ranks, if there are any, and refuses different settings. The precision is
     # chosen after that (choose_dtype); until then float32 is a placeholder.
@@ -419,8 +405,7 @@ def main() -> None:
         with session as rt:
             if cfg.eval_only:
                 return evaluate(cfg, rt)
-            seconds = dry_run(cfg, rt)
-            return print0(plan.next_command(sys.argv[1:], rt, seconds))
+            return dry_run(cfg, rt)
 
     # Train. Signals are handled from the start, so that one during start-up is not lost. One process at a time may
     # write to the run folder: rank 0 holds its lock.

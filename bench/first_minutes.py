@@ -76,7 +76,7 @@ def run_make(target: str, variables: list[str], clone: Path, env: dict[str, str]
 
 def last_val_loss(clone: Path) -> float | None:
     """The last validation loss of the run that quickstart left."""
-    # Read here and not by training/metrics_file.py: the clone may be an older version.
+    # Read here and not by training/metrics.py: the clone may be an older version.
     val_loss = None
     for line in (clone / "log" / "quickstart" / "metrics.jsonl").read_text().splitlines():
         val_loss = json.loads(line).get("val_loss", val_loss)

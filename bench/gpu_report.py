@@ -9,13 +9,13 @@ a part that fails or runs out of time, it has the last lines of the output; then
 
     machine *       cards, driver, versions, links between the cards
     data *          tokens to train on: Python's standard library, unless --data-dir has shards
-    steps *         time, MFU and memory of a step, and the micro-batch that `auto` finds, beside what is predicted
+    steps *         time, MFU and memory of a step, and the micro-batch that `auto` finds; its time also as predicted
     tests *         tests/test_cuda.py: samples, scores and curves agree with the CPU's; a killed run resumes exactly
     resume *        a full-width run with --deterministic that is killed resumes exactly
     hellaswag *     rows scored per second
     sampling *      tokens generated per second
     two-ranks *     whether two cards have the loss curve of one, and how much faster they are; needs two cards
-    larger *        as `steps`, for the larger presets that are predicted to fit
+    larger *        as `steps`, for the larger presets
     profile *       the kernels that take most of a step
     attention, head, checkpoint, longer, tuning, recipes     the other benchmarks, by --only
 """
@@ -38,7 +38,7 @@ import tyro
 from system import cli, machine
 from system.cli import UserError, require
 from system.files import atomic_write
-from training import hellaswag_eval, metrics_file, predict
+from training import cards, hellaswag_eval, metrics, plan
 from training.presets import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,28 +264,25 @@ def measure_step(report: Report, preset_and_flags: str, limit: float) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-def predict_step(report: Report, preset_and_flags: str) -> predict.Prediction:
-    """What --dry-run --card would predict. Raises UserError if the card is not known, or if nothing fits it."""
-    card = report.sizes.card or list_gpus()[0]
-    return predict.predict(parse(preset_and_flags.split(), None), card)
+def predict_step_ms(report: Report, preset_and_flags: str) -> str:
+    """Milliseconds of a step as --dry-run --card predicts them; "?" for a card that it does not know."""
+    cfg = parse(preset_and_flags.split(), None)
+    try:
+        names = cards.find_cards(report.sizes.card or list_gpus()[0])
+    except UserError:
+        return "?"
+    return f"{1e3 * plan.predict_step_s(cfg, names):,.0f}"
 
 
-def step_row(preset_and_flags: str, predicted: predict.Prediction | None, measured: dict) -> str:
-    """A row of the table of steps: each figure as predicted -> measured."""
+def step_row(preset_and_flags: str, predicted_ms: str, measured: dict) -> str:
+    """A row of the table of steps."""
     # MFU is known if the card has a data sheet.
     rate = measured["tokens"] / measured["ms"] * 1e3
     mfu = f"{rate * measured['flops_per_token'] / measured['peak_flops']:.1%}" if measured["peak_flops"] else "?"
-    # What was predicted, beside what was measured.
-    pairs = [
-        (predicted and predicted.micro_batch_size, measured["B"]),
-        (predicted and f"{predicted.memory_bytes / 2**30:.1f}", f"{measured['peak_gb'] * 1e9 / 2**30:.1f}"),
-        (predicted and f"{predicted.step_s * 1e3:,.0f}", f"{measured['ms']:,.0f}"),
-        (predicted and f"{predicted.mfu:.1%}", mfu),
-    ]
-    cells = [f"{before or '?'} → {after}" for before, after in pairs]
-
-    # What is only measured. The last part of a step is the optimizer's update.
+    # The last part of a step is the optimizer's update.
     update_ms = statistics.median(parts[-1] for parts in measured["times"])
+    cells = [str(measured["B"]), f"{measured['peak_gb'] * 1e9 / 2**30:.1f}"]
+    cells += [f"{predicted_ms} → {measured['ms']:,.0f}", mfu]
     cells += [f"{update_ms:,.1f}", f"{rate:,.0f}", f"{measured['first_s']:.0f}", f"{measured['loss']:.4f}"]
     return f"| `{preset_and_flags}` | {' | '.join(cells)} |"
 
@@ -293,7 +290,7 @@ def step_row(preset_and_flags: str, predicted: predict.Prediction | None, measur
 def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
     """Measure a step of each preset with flags. One that fails still has a row, and its message is below the table."""
     lines = [
-        "Predicted → measured.",
+        "Milliseconds of a step: predicted → measured.",
         "",
         "| preset, flags | micro-batch | peak GiB | step ms | MFU | update ms | tokens/s | first step s | loss |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -301,20 +298,9 @@ def steps_table(report: Report, rows: tuple[str, ...], limit: float) -> str:
     problems = []
     measured_any = False
     for row in rows:
-        # A preset that is predicted not to fit is skipped. An unknown card is measured without a prediction.
-        predicted = None
+        predicted_ms = predict_step_ms(report, row)
         try:
-            predicted = predict_step(report, row)
-        except predict.DoesNotFit as e:
-            lines.append(f"| `{row}` | {e} |")
-            measured_any = True
-            continue
-        except UserError as e:
-            problems.append(str(e))
-
-        # Measure it, with or without a prediction.
-        try:
-            lines.append(step_row(row, predicted, measure_step(report, row, limit)))
+            lines.append(step_row(row, predicted_ms, measure_step(report, row, limit)))
             measured_any = True
         except PartFailed as e:
             lines.append(f"| `{row}` | failed, see below |")
@@ -332,7 +318,7 @@ def steps_part(report: Report) -> str:
 
 
 def larger_part(report: Report) -> str:
-    """A step of the larger presets that fit."""
+    """A step of the larger presets. One that does not fit fails, and its row says so."""
     return steps_table(report, report.sizes.larger, limit=240)
 
 
@@ -405,7 +391,7 @@ def two_ranks_part(report: Report) -> str:
             report.run(*map(str, command), limit=240)
 
             # The first steps warm up, so the time is that of the second half.
-            rows = [row for row in metrics_file.read_metrics(out / "metrics.jsonl") if "train_loss" in row]
+            rows = [row for row in metrics.read_metrics(out / "metrics.jsonl") if "train_loss" in row]
             curves[ranks] = [row["train_loss"] for row in rows]
             step_ms[ranks] = statistics.median(row["step_ms"] for row in rows[steps // 2 :])
 

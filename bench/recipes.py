@@ -32,7 +32,7 @@ import tyro
 from system.cli import require, run_cli
 from tokens import shards
 from tokens.tokenizer import EOT
-from training import metrics_file
+from training import metrics
 
 # Flags that every recipe gets, by size.
 SIZES = {
@@ -150,7 +150,7 @@ def train(args: Args, shared_flags: str, name: str, recipe: Recipe, steps: int, 
     require(process.returncode == 0, problem)
 
     # Seconds are steps times the median step: the first one compiles, and evaluations are not training.
-    rows = metrics_file.read_metrics(out / "metrics.jsonl")
+    rows = metrics.read_metrics(out / "metrics.jsonl")
     step_s = statistics.median(row["step_ms"] for row in rows if "step_ms" in row) / 1e3
     tokens_per_step = json.loads((out / "config.json").read_text())["total_batch_size"]
     return [

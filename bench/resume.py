@@ -26,7 +26,7 @@ import torch
 import tyro
 
 from system import cli, machine
-from training import metrics_file
+from training import metrics
 from training.checkpoint import model_path
 from training.open_model import open_model
 
@@ -102,7 +102,7 @@ def measure_way(args: Args, way: str, folder: Path) -> str:
     final = model_path(undisturbed, args.steps)
     repeated_differs = describe_difference(final, model_path(repeated, args.steps))
     resumed_differs = describe_difference(final, model_path(killed, args.steps))
-    rows = metrics_file.read_metrics(undisturbed / "metrics.jsonl")
+    rows = metrics.read_metrics(undisturbed / "metrics.jsonl")
     ms = statistics.median(row["step_ms"] for row in rows[2:] if "step_ms" in row)
     loss = [row["train_loss"] for row in rows if "train_loss" in row][-1]
     return f"| {way} | {repeated_differs} | {resumed_differs} | {ms:,.0f} | {loss:.6f} |"

@@ -36,9 +36,10 @@ from torch import Tensor
 import train_gpt2
 from bench import turns
 from model import GPT
-from system import cards, cli, distributed, machine
+from system import cli, distributed, machine
 from system.distributed import Runtime
 from tokens.loader import to_device
+from training import cards
 from training.config import TrainConfig
 from training.microbatch import choose_micro_batch_size
 from training.presets import parse

@@ -80,7 +80,7 @@ def with_unchecked(config, **values):
 
 
 def load_metrics(run) -> list[dict]:
-    """The lines of a run's metrics.jsonl. Unlike training.metrics_file it fails at a line that is not JSON."""
+    """The lines of a run's metrics.jsonl. Unlike training.metrics it fails at a line that is not JSON."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from helpers import make_documents, make_hellaswag_rows, make_shards, write_json
 from bench import generate, gpu_report
 from system import machine
 from system.cli import UserError
-from training import predict
 
 # A network and a step that take a fraction of a second.
 SMALL = (
@@ -110,22 +110,16 @@ def test_a_torch_that_cannot_use_the_gpu_ends_the_report_before_its_first_part(t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("error, is_measured", [
-    (predict.DoesNotFit("one sequence is too large"), False), (UserError("no data sheet fits this card"), True),
-])  # fmt: skip
-def test_only_a_preset_that_is_predicted_not_to_fit_is_skipped(tmp_path, monkeypatch, error, is_measured):
-    def predict_step(report, row):
-        raise error
-
+@pytest.mark.parametrize("card, predicted", [("NVIDIA H100 80GB HBM3", "1,080 →"), ("Gaudi 3", "? →")])
+def test_a_card_without_a_data_sheet_is_measured_too(tmp_path, monkeypatch, card, predicted):
     measured = {"tokens": 1, "ms": 1, "flops_per_token": 1, "peak_flops": 0, "B": 1, "peak_gb": 1, "times": [[1]]}
-    monkeypatch.setattr(gpu_report, "predict_step", predict_step)
     monkeypatch.setattr(gpu_report, "measure_step", lambda *_: measured | {"first_s": 1, "loss": 1.0})
-    report = gpu_report.Report(gpu_report.Args(out_dir=tmp_path), gpu_report.ON_A_CPU, 0.0)
+    sizes = replace(gpu_report.ON_A_CPU, card=card)
+    report = gpu_report.Report(gpu_report.Args(out_dir=tmp_path), sizes, 0.0)
 
     table = gpu_report.steps_table(report, ("gpt2-124m",), limit=1)
 
-    assert ("? → 1" in table) == is_measured
-    assert str(error) in table
+    assert predicted in table
 
 
 @pytest.mark.slow

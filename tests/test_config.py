@@ -5,12 +5,10 @@ import dataclasses
 import functools
 import importlib
 import re
-import sys
-import types
 
 import pytest
 import torch
-from helpers import ROOT, choices, fields_with_choices, load_weights, same_bits, train_quickstart, with_unchecked
+from helpers import ROOT, choices, fields_with_choices, load_weights, same_bits, train_quickstart
 
 from model import GPTConfig
 from system.cli import UserError, parse_duration, run_cli
@@ -18,7 +16,6 @@ from training import checkpoint, presets
 from training.config import MAY_CHANGE, TrainConfig, config_drift
 from training.help import GROUPS, OTHER_TRAINERS, field_help, flag_name, switches
 from training.presets import PRESETS, is_network_from_init, parse
-from training.trackers import make_tracker
 
 
 def nothing_saved(path):
@@ -367,17 +364,6 @@ def test_a_value_that_is_no_choice_is_refused_with_the_choices(field):
     listed = ", ".join(choices(TrainConfig, field))
     with pytest.raises(ValueError, match=f"{field} 'new' must be one of {listed}"):
         dataclasses.replace(PRESETS["gpt2-124m"], **{field: "new"})
-
-
-def test_every_tracker_has_a_class_of_its_own(monkeypatch, tmp_path):
-    """One that is named in TrainConfig, and not handled in make_tracker, raises."""
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **settings: None))
-    cfg = dataclasses.replace(PRESETS["quickstart"], out_dir=str(tmp_path))
-    names = choices(TrainConfig, "tracker")
-    classes = {type(make_tracker(dataclasses.replace(cfg, tracker=name), 0, -1)) for name in names}
-    assert len(classes) == len(names), f"some of {names} share a class of {classes}"
-    with pytest.raises(ValueError, match="no tracker 'new'"):
-        make_tracker(with_unchecked(cfg, tracker="new"), 0, -1)
 
 
 def test_an_impossible_network_is_refused_with_the_value_and_the_rule(expect_failure):

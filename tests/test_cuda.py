@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY_FLAGS, make_hellaswag_rows, write_jsonl, write_tiny_model
 
-from training.metrics_file import read_metrics
+from training.metrics import read_metrics
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 

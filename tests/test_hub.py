@@ -28,7 +28,7 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from system.hub_client import log_in_command, open_hub
 from tokens import shards, tokenizer
-from training import checkpoint, convert, gguf, metrics_file, model_card
+from training import checkpoint, convert, gguf, metrics, model_card
 from training.open_model import open_model
 from training.presets import PRESETS, parse
 
@@ -633,7 +633,7 @@ def test_a_run_is_pushed_while_it_writes_its_metrics(run, tiny, run_folder, tmp_
     run("pull-model", "tester/grows", tmp_path / "new")
     assert {p.name for p in (tmp_path / "new").glob("*.pt")} == {"model_00030.pt", "optim_00030.pt"}
     assert checkpoint.latest_step(tmp_path / "new") == 30
-    assert {row["step"] for row in metrics_file.read_metrics(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
+    assert {row["step"] for row in metrics.read_metrics(tmp_path / "new" / "metrics.jsonl")} >= {10, 20}
     run("pull-model", "tester/grows", tmp_path / "all", "--every-step")
     assert checkpoint.complete_steps(tmp_path / "all") == [10, 30]
 

@@ -26,7 +26,7 @@ from processes import rank_pids, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training import checkpoint
-from training.trackers import tensorboard_tag
+from training.metrics import tensorboard_tag
 
 GPT2_TOKENS = ["--model.vocab-size", "50304"]  # the vocabulary of make_shards, for the tiny network
 LAST_STEP = 100

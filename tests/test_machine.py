@@ -3,16 +3,15 @@ unknown, never another card's."""
 
 import logging.handlers
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT, train_quickstart
+from helpers import ROOT
 from torch.torch_version import TorchVersion
 
-from system import cards, machine
+from system import machine
 from system.cli import UserError
 
 
@@ -89,36 +88,6 @@ def test_a_mac_gpu_with_an_older_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     with pytest.raises(UserError, match="'mps' is not available here"):
         machine.choose_device("mps")
-
-
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_bfloat16_weights_on_a_cpu_that_emulates_them_are_warned_of(
-    has_bfloat16, tiny_args, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
-    train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1", "--weights", "bfloat16")
-    assert ("many times slower than --weights float32" in capsys.readouterr().out) == (not has_bfloat16)
-
-
-# Names as the driver spells them, less NVIDIA, and their peak in TFLOP/s; -: not known.
-PEAKS = """
-A100-SXM4-80GB 312; H100 80GB HBM3 989; H100 PCIe 756; H800 989; H800 PCIe 756; H200 989; H200 NVL 835; B200 2250
-L4 121; Tesla T4 65; Tesla V100-SXM2-16GB 125; Tesla V100-PCIE-32GB 112; GeForce RTX 3090 71; GeForce RTX 4090 165.2
-GeForce RTX 5090 209.5; GeForce RTX 2080 Ti 56.9; GeForce RTX 3090 Ti -; GeForce RTX 4090 Laptop GPU -
-GeForce RTX 4090 D -; A100-SXM4-40GB MIG 1g.5gb -; H20 -; AMD Instinct MI300X -"""
-
-
-@pytest.mark.parametrize("card", [card.strip() for card in re.split("[;\n]", PEAKS.strip())])
-def test_the_peak_of_a_card_is_its_data_sheets_or_unknown(monkeypatch, card):
-    name, peak = card.rsplit(" ", 1)
-    driver_name = name if name.startswith(("Tesla", "AMD")) else f"NVIDIA {name}"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name)
-    expected = None if peak == "-" else float(peak) * 1e12
-    assert cards.peak_flops(torch.device("cuda", 0)) == expected
-
-
-def test_the_peak_of_a_cpu_is_unknown():
-    assert cards.peak_flops(torch.device("cpu")) is None
 
 
 # ------------------------------------------------------------------------- Windows

@@ -15,7 +15,7 @@ from helpers import ROOT
 
 import plots
 from system.cli import UserError
-from training import trackers
+from training import metrics
 from training.presets import PRESETS
 from training.reference import DATASETS, find_reference, read_references
 
@@ -134,7 +134,7 @@ def test_a_finished_run_becomes_tensorboard_curves(tmp_path, capsys):
     assert f"tensorboard --logdir {run}" in capsys.readouterr().out and not (run / "curves.png").exists()
     events = EventAccumulator(str(run / "tensorboard"), {"scalars": 0}).Reload()
     for key, (steps, values) in plots.read_curves(run).items():
-        points = events.Scalars(trackers.tensorboard_tag(key))  # as --tracker tensorboard has them
+        points = events.Scalars(metrics.tensorboard_tag(key))  # as --tracker tensorboard has them
         assert [p.step for p in points] == steps.tolist()
         assert [p.value for p in points] == pytest.approx(values.tolist())
     with pytest.raises(UserError, match="already exists"):

@@ -32,7 +32,7 @@ from model import GPT
 from tokens import shards, tokenizer
 from training import checkpoint, stop
 from training.evaluator import Evaluator
-from training.metrics_file import read_metrics
+from training.metrics import read_metrics
 from training.step import TrainStep
 from training.stop import StopRequest
 

@@ -99,7 +99,7 @@ def test_the_network_imports_nothing_of_the_project():
     assert project_imports(modules["model"], modules) == set()
 
 
-@pytest.mark.parametrize("module", ["training.metrics_file", "training.reference", "plots", "system.cli"])
+@pytest.mark.parametrize("module", ["training.metrics", "training.reference", "plots", "system.cli"])
 def test_reading_what_a_run_wrote_needs_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,10 +1,11 @@
-"""What a run reports: a line of metrics.jsonl per step, the line on the console, the throughput.
+"""What a run reports: a line of metrics.jsonl and of the console for each step, and the curves of a tracker.
 
     metrics = MetricsLogger(train_step, run)
     metrics.log_step(run, result, lr, seconds)
+    rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
-Called by train_gpt2.py. metrics.jsonl holds one object a line, `step` always, and no step twice;
-training/metrics_file.py reads it. Trackers (TensorBoard, wandb) get the same values. For the same step:
+Called by train_gpt2.py. plots.py, hub.py and training/resume.py read what a run has written; importing this module
+imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the same step:
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
     the console     step   250/19073 | loss: 5.800000 | lr 2.1000e-04 | norm: 0.7000 | dt: ... | eta: 12h30m
@@ -15,20 +16,61 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from system import cards
-from system.cli import UserError, cost_usd, format_duration, print0
+from system.cli import cost_usd, format_duration, print0
 from system.files import atomic_write
-from training.metrics_file import read_metrics
-from training.trackers import Tracker, make_tracker
+from training.cards import total_peak_flops
 
 if TYPE_CHECKING:
+    from training.config import TrainConfig
     from training.run_state import RunState
     from training.step import StepResult, TrainStep
+
+# ------------------------------------------------------------------------- reading what a run has written
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, each with at least `step`. Skips a line that a kill has cut off, and whatever else
+    is not a row. Empty if there is no file."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line, parse_int=_parse_integer)
+        except (ValueError, RecursionError):
+            continue
+        # type() and not isinstance(): True is an int.
+        if isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0:
+            rows.append(row)
+    return rows
+
+
+def _parse_integer(digits: str) -> int | float:
+    """An integer of JSON; one with too many digits for numpy's int64 becomes a float, which the plots can draw."""
+    return int(digits) if len(digits) < 19 else float(digits)
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.json; empty if there is none that can be read. Plots and model cards work without it."""
+    try:
+        config = json.loads((run_dir / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def tokens_per_step(run_dir: Path) -> int | None:
+    """Tokens per step of a run, from its config.json; None if it is not recorded there."""
+    tokens = read_config(run_dir).get("total_batch_size")
+    return tokens if type(tokens) is int else None
+
+
+# ------------------------------------------------------------------------- writing
 
 
 class MetricsLogger:
@@ -38,146 +80,188 @@ class MetricsLogger:
     """
 
     def __init__(self, train_step: TrainStep, run: RunState):
+        """Every rank must make one."""
         self.cfg = train_step.cfg
-        self.world_size = train_step.rt.world_size
-        self.is_main = train_step.rt.is_main
-        self.throughput = Throughput(train_step)
+        self.rt = train_step.rt
+        self.flops_per_token = train_step.model.flops_per_token(self.cfg.sequence_length)
+        self.peak_flops = total_peak_flops(self.rt)
         self.start_time = time.monotonic()
-        self.last_print_time: float | None = None
-
-        # The other ranks get a tracker that does nothing, and no file.
-        self.tracker = Tracker()
-        if not self.is_main:
+        self.last_print_time = -math.inf
+        self.steps_timed = 0
+        self.average_s = 0.0
+        if not self.rt.is_main:
             return
 
         # Drop the lines of steps that this run will repeat. The new file replaces the old one at once.
         path = self.cfg.run_dir / "metrics.jsonl"
-        old_rows = read_metrics(path)
-        kept = [json.dumps(row) + "\n" for row in old_rows if row["step"] < run.start_step]
+        rows = read_metrics(path)
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] < run.start_step]
         with atomic_write(path) as f:
             f.write("".join(kept).encode())
 
-        # One write per line, without a buffer whose flush could fail later.
+        # Unbuffered: each line is one write of the operating system, which a kill of this process cannot take back.
         self.file = open(path, "ab", buffering=0)
-        last_logged_step = max([-1, *(row["step"] for row in old_rows)])
-        self.tracker = make_tracker(self.cfg, run.start_step, last_logged_step)
+        self.last_logged_step = max((row["step"] for row in rows), default=-1)
+        self.tracker = TRACKERS[self.cfg.tracker](self.cfg, run.start_step, self.last_logged_step)
 
     def log_step(self, run: RunState, result: StepResult, lr: float, seconds: float) -> None:
         """Log the step that has just been done in `seconds`: its line in metrics.jsonl and, at most about once a
-        second, on the console. `lr` is the scheduled value of --max-lr. Raises what `write` raises."""
-        # Add the measurements of the step to those made before it, such as the val loss.
+        second, on the console. `lr` is the scheduled value of --max-lr."""
+        # The moving average of the time of a step, for the ETA. The first steps compile, so it starts after them.
+        is_steady = self.steps_timed >= 3
+        self.average_s = 0.9 * self.average_s + 0.1 * seconds if is_steady else seconds
+        self.steps_timed += 1
+
+        # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
+        tokens_per_second = self.cfg.total_batch_size / seconds
+        mfu = None
+        if self.peak_flops:
+            mfu = tokens_per_second * self.flops_per_token / self.peak_flops
+
+        # These values join what was measured before the step, such as the val loss.
         run.measured |= {"train_loss": result.loss, "lr": lr, "grad_norm": result.norm}
-        run.measured |= self.throughput.update(seconds)
+        run.measured |= {"step_ms": seconds * 1e3, "tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(run.measured)
 
         # The first step and the last are always shown.
         now = time.monotonic()
-        is_due = self.last_print_time is None or now - self.last_print_time >= 1
-        if self.is_main and (is_due or run.step >= run.max_steps - 1):
+        if now - self.last_print_time >= 1 or run.step >= run.max_steps - 1:
             self.last_print_time = now
-            print(self._console_line(run), flush=True)
+            print0(self._console_line(run))
 
     def _console_line(self, run: RunState) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
-        # Step, loss, rate, norm and speed are always known.
         row = run.measured
         parts = [
             f"step {run.step:5d}/{run.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}",
             f"norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms | tok/sec: {row['tokens_per_second']:,.0f}",
         ]
-
-        # The MFU is known for cards with a data sheet, the ETA after two steps, the cost if the price is given. The
-        # step of this line is done, but not counted yet.
         if row["mfu"]:
             parts.append(f"mfu: {row['mfu']:.1%}")
-        eta_s = self.throughput.eta_s(run.max_steps - run.step - 1)
-        if math.isfinite(eta_s):
+        # The time of the first step is not representative. The step of this line is done, but not counted yet.
+        if self.steps_timed > 1:
+            eta_s = self.average_s * (run.max_steps - run.step - 1)
             parts.append(f"eta: {format_duration(eta_s)}")
         if self.cfg.gpu_hour_usd:
             seconds = time.monotonic() - self.start_time
-            parts.append(f"cost: ${cost_usd(seconds, self.world_size, self.cfg.gpu_hour_usd):.2f}")
+            parts.append(f"cost: ${cost_usd(seconds, self.rt.world_size, self.cfg.gpu_hour_usd):.2f}")
         return " | ".join(parts)
 
     def write(self, measured: dict[str, Any]) -> None:
-        """Append one line: `step` and whatever was measured there. Raises UserError if it cannot be written, or OSError
-        if the cause may be temporary."""
-        if not self.is_main:
+        """Append one line: `step` and whatever was measured there."""
+        if not self.rt.is_main:
             return
-
         # JSON has no NaN and no infinity, which a refused update may contain: write null.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in measured.items()}
         line = json.dumps(row).encode() + b"\n"
-
-        # One write for the whole line. A full disk may take a part of it; readers skip a torn line.
-        with self._explain_errors(len(line)):
-            self.file.write(line)
-
-        # The tracker gets every value that is known.
+        self.file.write(line)
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
-        self.tracker.log_scalars(measured["step"], values)
+        self.tracker.log(measured["step"], values)
 
     def log_text(self, step: int, text: str) -> None:
-        """Send samples to the console and the tracker."""
+        """Send samples to the console and the tracker. For rank 0."""
         print0(text)
-        self.tracker.log_text(step, text)
+        # A resumed run repeats samples that the tracker has already.
+        if step > self.last_logged_step:
+            self.tracker.log(step, {"samples": text})
 
     def flush(self) -> None:
-        """Bring everything to storage. Called before a checkpoint is written: a run that resumes from the checkpoint
-        writes the later lines again, but not the earlier ones. TensorBoard buffers its points for minutes.
-        """
-        # A network file system may report only now that the quota is full.
-        with self._explain_errors():
-            os.fsync(self.file.fileno())
+        """Bring everything to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
+        checkpoint writes the later lines again, but not the earlier ones."""
+        os.fsync(self.file.fileno())
         self.tracker.flush()
-
-    @contextmanager
-    def _explain_errors(self, needed: int | None = None) -> Iterator[None]:
-        """Turn an error of the disk into a UserError, unless it may be temporary."""
-        try:
-            yield
-        except OSError as e:
-            problem = f"cannot write to {self.file.name}: {e.strerror or e}"
-            raise UserError(f"{problem}; fix that, then continue with --resume auto") from None
 
     def close(self) -> None:
         """Close the file and the tracker. Every rank may call it."""
-        if self.is_main:
+        if self.rt.is_main:
             self.file.close()
             self.tracker.close()
 
 
-class Throughput:
-    """How fast a run is: step time, tokens per second, MFU (None if the peak of a card is unknown), time to go. Every
-    rank must make one."""
+# ------------------------------------------------------------------------- trackers
 
-    def __init__(self, train_step: TrainStep):
-        # The work of a step.
-        self.tokens_per_step = train_step.cfg.total_batch_size
-        self.flops_per_token = train_step.model.flops_per_token(train_step.cfg.sequence_length)
 
-        # MFU is the achieved share of the peak FLOP/s of all GPUs together (PaLM, Chowdhery et al. 2022), which may be
-        # of several kinds. One without a data sheet, whose peak is 0 here, leaves it unknown.
-        rt = train_step.rt
-        peaks = rt.gather(cards.peak_flops(rt.device) or 0.0)
-        self.peak_flops = sum(peaks) if all(peaks) else 0
+class Tracker:
+    """What shows the curves and samples of a run. This one, --tracker none, does nothing; the others override it.
 
-        # The steps of this start, and the moving average of the time that one takes.
-        self.steps_seen = 0
-        self.average_s = 0.0
+    A resumed run repeats the steps after its checkpoint, which the tracker has been sent already.
+    """
 
-    def update(self, seconds: float) -> dict[str, Any]:
-        """Count a step that took `seconds`; return step_ms, tokens_per_second and mfu."""
-        # The first steps compile, so the average starts after them.
-        if self.steps_seen < 3:
-            self.average_s = seconds
-        else:
-            self.average_s = 0.9 * self.average_s + 0.1 * seconds
-        self.steps_seen += 1
+    def __init__(self, cfg: TrainConfig, start_step: int, last_logged_step: int):
+        """For a run that starts or resumes at `start_step`. last_logged_step: the newest in metrics.jsonl; -1 if there
+        is none."""
 
-        tokens_per_second = self.tokens_per_step / seconds
-        mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
-        return {"step_ms": seconds * 1e3, "tokens_per_second": tokens_per_second, "mfu": mfu}
+    def log(self, step: int, values: dict[str, float | str]) -> None:
+        """Add a point at `step` to the curve of each number in `values`, {key of metrics.jsonl: value}; show texts."""
 
-    def eta_s(self, steps: int) -> float:
-        """Seconds that `steps` more will take; NaN after the first step, which is not representative."""
-        return self.average_s * steps if self.steps_seen > 1 else math.nan
+    def flush(self) -> None:
+        """Write what is still buffered."""
+
+    def close(self) -> None:
+        """Write what is still buffered; nothing is logged afterwards."""
+
+
+def tensorboard_tag(key: str) -> str:
+    """Where TensorBoard shows the curve of a key of metrics.jsonl: GROUP/KEY. TensorBoard opens the first two groups,
+    so there are only two."""
+    group = "loss" if key.endswith(("_loss", "_bpb")) else "run"
+    return f"{group}/{key}"
+
+
+class TensorBoardTracker(Tracker):
+    """Writes RUN_DIR/tensorboard."""
+
+    def __init__(self, cfg: TrainConfig, start_step: int, last_logged_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides the points of the steps that a resumed run repeats.
+        self.writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start_step)
+
+    def log(self, step: int, values: dict[str, float | str]) -> None:
+        for key, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(key, f"```\n{value}\n```", step)
+            else:
+                self.writer.add_scalar(tensorboard_tag(key), value, step)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbTracker(Tracker):
+    """Sends to Weights & Biases: project WANDB_PROJECT (default gpt2), name WANDB_NAME (default the run folder's)."""
+
+    def __init__(self, cfg: TrainConfig, start_step: int, last_logged_step: int):
+        import wandb
+
+        # The id, kept with the run, by which a resumed run continues its curves at wandb, which cannot withdraw points.
+        # Before December 2026 the file had PROJECT/ID.
+        id_file = cfg.run_dir / "wandb_id"
+        self.first_step = last_logged_step + 1
+        if start_step == 0 or not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+            self.first_step = start_step
+        run_id = id_file.read_text().rpartition("/")[2]
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "gpt2",
+            id=run_id,
+            name=os.environ.get("WANDB_NAME", cfg.run_dir.name),
+            resume="allow",
+            dir=str(cfg.run_dir),
+            config=cfg.to_dict(),
+        )
+
+    def log(self, step: int, values: dict[str, float | str]) -> None:
+        if step >= self.first_step:
+            self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+# The classes of TrainConfig.tracker.
+TRACKERS = {"none": Tracker, "tensorboard": TensorBoardTracker, "wandb": WandbTracker}

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from system.cli import UserError
 from tokens import shards, tokenizer
-from training import gguf, metrics_file
+from training import gguf, metrics
 
 if TYPE_CHECKING:
     from model import GPT, GPTConfig
@@ -75,15 +75,15 @@ def read_run(weights: Path) -> Run:
 
     # Add the run's measurements up to this step, the latest of each kind.
     measured_at: dict[str, int] = {}
-    for row in metrics_file.read_metrics(weights.with_name("metrics.jsonl")):
+    for row in metrics.read_metrics(weights.with_name("metrics.jsonl")):
         if row["step"] <= step:
             figures |= row
             measured_at |= dict.fromkeys(row, row["step"])
     figures["step"] = step
 
     # How many tokens the model has seen, if the run's config.json is there.
-    saved = metrics_file.read_config(weights.parent)
-    tokens_per_step = metrics_file.tokens_per_step(weights.parent)
+    saved = metrics.read_config(weights.parent)
+    tokens_per_step = metrics.tokens_per_step(weights.parent)
     if tokens_per_step:
         figures["tokens"] = step * tokens_per_step
 

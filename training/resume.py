@@ -24,7 +24,7 @@ from system.distributed import Runtime
 from tokens.loader import Loader
 from training import checkpoint, hellaswag_eval, schedule
 from training.config import MAY_DIFFER, TrainConfig, config_drift
-from training.metrics_file import read_metrics
+from training.metrics import read_metrics
 from training.open_model import open_model
 from training.presets import PRESETS, is_network_from_init
 from training.run_state import RunState

@@ -45,7 +45,7 @@ import plots
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import documents, shards
-from training import checkpoint, convert, hellaswag_eval, metrics_file
+from training import checkpoint, convert, hellaswag_eval, metrics
 from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import PRESETS
@@ -198,8 +198,8 @@ def make_step(saved: dict | None = None) -> TrainStep:
 
 def read_run_figures(folder: Path) -> None:
     """metrics.jsonl and config.json as the plots and the log of a resumed run read them."""
-    metrics_file.tokens_per_step(folder)
-    for row in metrics_file.read_metrics(folder / "metrics.jsonl"):
+    metrics.tokens_per_step(folder)
+    for row in metrics.read_metrics(folder / "metrics.jsonl"):
         json.dumps(row)
     plots.read_curves(folder)
 

@@ -58,7 +58,7 @@ from system import distributed
 from system.cli import UserError
 from tokens import shards
 from training import checkpoint
-from training.metrics_file import read_metrics
+from training.metrics import read_metrics
 from training.open_model import open_model
 from training.step import TrainStep
 

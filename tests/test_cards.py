@@ -1,0 +1,69 @@
+"""GPUs by their data sheets: found as people write them, and as the driver names them."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import CPU
+
+from system.cli import UserError
+from system.distributed import Runtime
+from training import cards
+
+# Names as the driver spells them, and their peak in TFLOP/s; None: not known, though it looks like a known one.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H200": 989,
+    "NVIDIA B200": 2250,
+    "NVIDIA A10G": 70,
+    "NVIDIA RTX A6000": 154.8,
+    "Tesla T4": 65,
+    "Tesla V100-SXM2-32GB": 125,
+    "NVIDIA GeForce RTX 2080 Ti": 56.9,
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA H100 NVL": None,
+    "NVIDIA H20": None,
+    "NVIDIA L40": None,
+    "AMD Instinct MI300X": None,
+}
+
+
+@pytest.mark.parametrize("driver_name, tflops", PEAKS.items())
+def test_a_peak_is_the_data_sheets_or_unknown(monkeypatch, driver_name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name)
+    peak = cards.peak_flops(torch.device("cuda", 0))
+    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+@pytest.mark.parametrize("other, total", [(3e12, 4e12), (None, None)])
+def test_the_peaks_of_all_ranks_add_up(monkeypatch, other, total):
+    monkeypatch.setattr(cards, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(Runtime, "gather", lambda self, peak: [peak, other])
+    assert cards.total_peak_flops(dataclasses.replace(CPU, world_size=2)) == total
+
+
+def test_a_cpu_has_no_known_peak():
+    assert cards.total_peak_flops(CPU) is None
+
+
+@pytest.mark.parametrize("text, names", [
+    ("2xH100", ["H100", "H100"]), ("A100-40GB", ["A100-40GB"]), ("a100 80gb", ["A100"]), ("4090", ["RTX 4090"]),
+    ("2 x NVIDIA H100 80GB HBM3", ["H100", "H100"]), ("h100-pcie", ["H100 PCIe"]), ("rtx a6000", ["A6000"]),
+    ("2080Ti+2x3090", ["RTX 2080 Ti", "RTX 3090", "RTX 3090"]),
+])  # fmt: skip
+def test_cards_are_found_as_people_write_them(text, names):
+    assert cards.find_cards(text) == names
+
+
+@pytest.mark.parametrize("text", ["MI300X", "0xH100", "8x", "3090 Ti", "A100-20GB", "3090+", ""])
+def test_an_unknown_card_is_refused_with_the_known_ones(text):
+    with pytest.raises(UserError, match=r"is not known.*H100 PCIe.*RTX 2080 Ti"):
+        cards.find_cards(text)
