@@ -101,7 +101,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
                     run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
                     update_best(run, writer)
-                    metrics.log_text(run.step, evaluator.sample_text(run, stop.is_requested))
+                    samples = evaluator.sample_text(run, stop.is_requested)
+                    if samples:
+                        metrics.log_text(run.step, samples)
                 if run.is_at_end:
                     break
 
