@@ -140,6 +140,7 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
         problems = "; ".join(shards.verify(data_dir))
         require(not problems, f"{data_dir} was not pushed: {problems}")
         names = [shard.file for shard in manifest.shards]
+    require(names, f"{data_dir} has no shard (NAME_train_000001.npy or .bin)")
 
     with open_hub() as api:
         repo = open_to_write(api, repo, "dataset", public)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from system.cli import UserError, require
-from system.hub_client import open_hub, remove_partial_downloads
+from system.hub_client import open_hub
 from tokens import shards
 from tokens.documents import DATASETS_BUILDERS, READERS, choose_reader, format_names, import_datasets, split_suffixes
 
@@ -176,7 +176,7 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
 
     # List the files at one revision, so that an upload in the meantime changes nothing.
     folder = subset.rpartition("/")[0] or None
-    with open_hub(repo, hint="; without network: python fineweb.py --source stdlib") as (api, repo):
+    with open_hub() as api:
         revision = api.dataset_info(repo, expand=["sha"], timeout=10).sha
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         try:
@@ -313,10 +313,9 @@ def download_files(source: dict, first_index: int, folder: Path) -> Iterator[Pat
 
     # fineweb.py shows a progress bar for the tokens.
     disable_progress_bars()
-    remove_partial_downloads(folder)
     for file in source["files"][first_index:]:
-        with open_hub(source["name"]) as (api, repo):
+        with open_hub() as api:
             path = api.hf_hub_download(
-                repo, file["path"], repo_type="dataset", revision=source["revision"], local_dir=folder
+                source["name"], file["path"], repo_type="dataset", revision=source["revision"], local_dir=folder
             )
         yield Path(path)

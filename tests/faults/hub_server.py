@@ -9,11 +9,9 @@ datasets; in download and Git LFS addresses a model's has no prefix.
 
     request                                        answer
     ---------------------------------------------  ------------------------------------------------------------------
-    GET  /api/whoami-v2                            the token's user
     POST /api/repos/create                         make a repository
     GET  /api/KIND/OWNER/NAME[/revision/REV]       the commit, whether it is private, the names of the files
     GET  /api/KIND/OWNER/NAME/tree/REV[/FOLDER]    the folders, and the files with sizes and hashes
-    POST /api/KIND/OWNER/NAME/paths-info/REV       the same for some files
     GET  /api/KIND/OWNER/NAME/auth-check/write     whether the token may write
     POST /api/KIND/OWNER/NAME/preupload/REV        for each file of a commit: as LFS object, or inside the commit
     POST /OWNER/NAME.git/info/lfs/objects/batch    for each LFS object: where to upload it, unless it is here already
@@ -22,10 +20,9 @@ datasets; in download and Git LFS addresses a model's has no prefix.
     GET  /api/KIND/OWNER/NAME/lfs-files            the stored objects, those of removed files included
     POST /api/KIND/OWNER/NAME/lfs-files/batch      delete stored objects for good
     GET  /OWNER/NAME/resolve/REV/FILE              a download, whole or a range of bytes; HEAD for its size and hash
-    POST /api/validate-yaml                        the check of a model card: always fine
 
-Not here: branches and old revisions (only the newest is kept), pull requests, pages of long listings, and the network
-protocol of Xet storage (tests/test_downloads.py has a folder in its place).
+Not here: branches and old revisions (only the newest is kept), pages of long listings, and the network protocol of Xet
+storage, which has a folder in its place.
 """
 
 import base64
@@ -38,40 +35,32 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 USER = "tester"  # the token's user, who may write to tester/* and nothing else
-INVALID_TOKEN = "Invalid credentials in Authorization header"
 STORAGE_LIMIT = "Private repository storage limit reached, please upgrade your plan"
 
 # Files that the Hub stores as LFS objects, by sha256. The others are stored in git itself, by git's own hash.
 LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 
-# /api/models/OWNER/NAME, then perhaps an action with its revision, then perhaps a path.
 REPO_URL = re.compile(
     r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+?)"
-    r"(?:/(?P<action>revision|tree|paths-info|preupload|commit|auth-check)/(?P<revision>[^/]+)(?:/(?P<folder>.+))?"
-    r"|/(?P<objects>lfs-files(?:/batch)?))?"
+    r"(?:/(?P<action>revision|tree|preupload|commit|auth-check|lfs-files)(?:/(?P<revision>[^/]+)(?:/(?P<folder>.+))?)?)?"
 )
-DOWNLOAD_URL = re.compile(
-    r"/(?P<kind>datasets/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)",
-)
+DOWNLOAD_URL = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 @dataclass
 class Fault:
-    """What goes wrong, for the next `times` requests whose path contains `path`.
-
-    kind: drop (connection lost half-way through the body), status (answer `code`), corrupt (one byte flipped),
-    html (a web page instead of the answer).
-    """
+    """What goes wrong, for the next `times` requests whose path contains `path`. kind: drop (connection lost half-way
+    through the body), corrupt (one byte flipped), or status (answer `code`)."""
 
     kind: str
     path: str
     times: int = 1
     code: int = 500
     message: str = "planted fault"
-    method: str | None = None  # GET, HEAD, POST, PUT; None: GET for drop and corrupt, any for the others
+    method: str | None = None  # None: GET for drop and corrupt, any for status
 
 
 @dataclass
@@ -117,13 +106,20 @@ class Hub:
     def take_fault(self, method: str, path: str) -> Fault | None:
         """The fault that hits this request, if any; it counts as used. Requests come from several threads."""
         with self.lock:
-            # The first planted fault that fits. Without a method, drop and corrupt are for downloads.
             for fault in self.faults:
-                default_method = "GET" if fault.kind in ("drop", "corrupt") else method
+                default_method = method if fault.kind == "status" else "GET"
                 if fault.times > 0 and fault.path in path and (fault.method or default_method) == method:
                     fault.times -= 1
                     return fault
         return None
+
+    def object_path(self, sha256: str) -> Path:
+        """Where an LFS object is stored."""
+        return self.root / ".lfs" / sha256
+
+    def used_bytes(self) -> int:
+        """What all stored objects take."""
+        return sum(path.stat().st_size for path in (self.root / ".lfs").glob("*"))
 
 
 def list_file(name: str, path: Path) -> dict:
@@ -136,15 +132,21 @@ def list_file(name: str, path: Path) -> dict:
     return listed
 
 
-def list_folder(name: str) -> dict:
-    """A folder as the Hub lists it."""
-    return {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
-
-
 def content_hash(path: Path) -> str:
     """The hash by which the Hub knows a file: sha256 for LFS, else git's."""
     listed = list_file(path.name, path)
     return listed.get("lfs", listed)["oid"]
+
+
+def list_paths(folder: Path) -> dict[str, Path]:
+    """The files of a repository by their path in it."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def commit_hash(folder: Path) -> str:
+    """The repository's newest commit: a function of the names, sizes and times of what is there."""
+    facts = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in list_paths(folder).items()]
+    return hashlib.sha1(repr(facts).encode()).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -164,18 +166,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_body(self) -> bytes:
         """The body of the request, sent in one piece or in chunks (its length, the chunk, an empty line)."""
-        # Uploads of streams are chunked, everything else states its length.
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-        # A chunk is its length in hexadecimal, its bytes, and an empty line. One of length 0 is the last.
         chunks = []
-        is_last = False
-        while not is_last:
+        while not chunks or chunks[-1]:
             size = int(self.rfile.readline(), 16)
             chunks.append(self.rfile.read(size))
             self.rfile.readline()
-            is_last = size == 0
         return b"".join(chunks)
 
     def answer(self, body: bytes | dict | list = b"", status: int = 200, **headers: str) -> None:
@@ -191,70 +188,44 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
         # Faults that spoil the body: the headers have promised all of it.
-        fault_kind = self.fault.kind if self.fault else ""
-        if fault_kind == "drop":
+        if self.fault and self.fault.kind == "drop":
             body = body[: len(body) // 2]
             self.close_connection = True
-        elif fault_kind == "corrupt":
+        elif self.fault and self.fault.kind == "corrupt":
             body = body[:-1] + bytes(byte ^ 1 for byte in body[-1:])
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def answer_error(self, status: int, code: str = "", message: str = "") -> None:
+    def answer_error(self, status: int, message: str, code: str = "") -> None:
         """An error as the Hub sends it: huggingface_hub looks at these two headers."""
-        self.answer({"error": message or code}, status, X_Error_Code=code, X_Error_Message=message or code)
-
-    # ------------------------------------------------------------------------- what the caller may see
+        self.answer({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
 
     @property
     def authorized(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {self.hub.token}"
 
-    def list_files(self, folder: Path) -> dict[str, Path]:
-        """The files of a repository by their path in it."""
-        return {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
-
-    def commit_hash(self, folder: Path) -> str:
-        """The repository's newest commit: a function of the names, sizes and times of what is there."""
-        facts = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in self.list_files(folder).items()]
-        return hashlib.sha1(repr(facts).encode()).hexdigest()
-
-    def find_repo(self, kind: str, repo: str, revision: str) -> tuple[Path, str] | None:
-        """Folder and newest commit of a repository that this caller may see; None, after answering, otherwise."""
+    def find_repo(self, kind: str, repo: str, revision: str) -> Path | None:
+        """The folder of a repository that this caller may see; None, after answering, otherwise."""
+        # A wrong token is an error even for a public repository.
         if self.headers.get("Authorization") and not self.authorized:
-            # A wrong token is an error even for a public repository.
-            self.answer_error(401, message=INVALID_TOKEN)
-            return None
-
+            return self.answer_error(401, "Invalid credentials in Authorization header")
         # As the Hub does: without a token, a private repository looks like one that does not exist.
         folder = self.hub.root / kind / repo
         is_hidden = f"{kind}/{repo}" in self.hub.private and not self.authorized
         if is_hidden or not folder.is_dir():
-            self.answer_error(404 if self.authorized else 401, "RepoNotFound", "Repository not found")
-            return None
-
-        commit = self.commit_hash(folder)
-        if revision not in ("main", commit):
-            self.answer_error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            return None
-        return folder, commit
+            return self.answer_error(404 if self.authorized else 401, "Repository not found", "RepoNotFound")
+        if revision not in ("main", "write", "batch", commit_hash(folder)):
+            return self.answer_error(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return folder
 
     # ------------------------------------------------------------------------- choosing the action
 
     def handle_request(self) -> None:
         """Answer one request: choose the action by its method and path. See the table in the module's docstring."""
         data = self.read_body()
-
-        # Faults that replace the answer, or take it away.
         self.fault = self.hub.take_fault(self.command, self.path)
-        fault_kind = self.fault.kind if self.fault else ""
-        if fault_kind == "status":
+        if self.fault and self.fault.kind == "status":
             return self.answer({"error": self.fault.message}, self.fault.code)
-        if fault_kind == "html":
-            return self.answer(b"<html><body>Please log in to this network</body></html>", Content_Type="text/html")
-        if fault_kind == "drop" and self.command == "PUT":
-            self.close_connection = True
-            return None
 
         # Files up and down.
         path = unquote(urlsplit(self.path).path)
@@ -270,79 +241,61 @@ class Handler(BaseHTTPRequestHandler):
             headers = {"X_Xet_Cas_Url": self.hub.xet_storage, "X_Xet_Access_Token": "xet-token"}
             return self.answer(b"", 200, X_Xet_Token_Expiration=str(2**31), **headers)
 
-        # One repository.
-        if match := REPO_URL.fullmatch(path):
-            if match["objects"]:
-                return self.manage_objects(match["kind"], match["repo"], data)
-            action, revision = match["action"] or "revision", match["revision"] or "main"
-            return self.call_api(match["kind"], match["repo"], action, revision, match["folder"] or "", data)
-
-        # The user.
+        # Repositories.
         if path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
-        if path in ("/api/whoami-v2", "/api/repos/create") and not self.authorized:
-            return self.answer_error(401, message=INVALID_TOKEN)
-        if path == "/api/whoami-v2":
-            return self.answer({"type": "user", "name": USER, "orgs": [], "auth": {"type": "access_token"}})
         if path == "/api/repos/create":
             return self.create_repo(json.loads(data))
-        return self.answer_error(404, message=f"the stand-in has no {self.command} {path}")
+        if match := REPO_URL.fullmatch(path):
+            return self.call_api(**match.groupdict(), data=data)
+        return self.answer_error(404, f"the stand-in has no {self.command} {path}")
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
-    def call_api(self, kind: str, repo: str, action: str, revision: str, folder_name: str, data: bytes) -> None:
-        """One action on one repository; `folder_name` is the folder of a listing, `data` the body of the request."""
-        # In auth-check's address the place of the revision has the kind of access.
-        found = self.find_repo(kind, repo, "main" if action == "auth-check" else revision)
-        if found is None:
+    def call_api(
+        self, kind: str, repo: str, action: str | None, revision: str | None, folder: str | None, data: bytes
+    ) -> None:
+        """One action on one repository; `folder` is the folder of a listing, `data` the body of the request."""
+        root = self.find_repo(kind, repo, revision or "main")
+        if root is None:
             return None
-        folder, commit = found
-        files = self.list_files(folder)
-
-        # Reading.
-        if action == "revision":
+        files = list_paths(root)
+        if action in (None, "revision"):
             siblings = [{"rfilename": name} for name in files]
-            private = f"{kind}/{repo}" in self.hub.private
-            return self.answer({"id": repo, "sha": commit, "private": private, "siblings": siblings, "tags": []})
+            facts = {"id": repo, "sha": commit_hash(root), "private": f"{kind}/{repo}" in self.hub.private}
+            return self.answer({**facts, "siblings": siblings, "tags": []})
         if action == "tree":
-            return self.list_tree(files, folder_name)
-        if action == "paths-info":
-            wanted = parse_qs(data.decode()).get("paths", [])
-            return self.answer([list_file(name, files[name]) for name in wanted if name in files])
+            return self.list_tree(files, folder or "")
 
         # Writing.
         if not self.authorized or not repo.startswith(f"{USER}/") or self.hub.read_only:
-            return self.answer_error(403, message="no write permission")
-        match action:
-            case "auth-check":
-                return self.answer()
-            case "preupload":
-                return self.choose_upload_modes(json.loads(data)["files"], files, commit)
-            case "commit":
-                return self.commit(repo, folder, [json.loads(line) for line in data.splitlines()])
-            case _:
-                raise ValueError(f"the stand-in has no action {action!r}")
+            return self.answer_error(403, "no write permission")
+        if action == "auth-check":
+            return self.answer()
+        if action == "preupload":
+            return self.choose_upload_modes(json.loads(data)["files"], files, commit_hash(root))
+        if action == "commit":
+            return self.commit(f"{kind}/{repo}", root, [json.loads(line) for line in data.splitlines()])
+        return self.manage_objects(self.hub.objects.setdefault(f"{kind}/{repo}", {}), data)
 
     # ------------------------------------------------------------------------- writing
 
     def create_repo(self, request: dict) -> None:
         """Make the folder of a new repository, if the token may."""
+        if not self.authorized:
+            return self.answer_error(401, "Invalid credentials in Authorization header")
         # The owner is the token's user unless the request names another.
         owner = request.get("organization") or USER
         kind = request.get("type", "model") + "s"
         if owner != USER or self.hub.read_only:
-            message = f"You don't have the rights to create a {request['type']} under {owner}"
-            return self.answer_error(403, message=message)
+            return self.answer_error(403, f"You don't have the rights to create a {request['type']} under {owner}")
 
         repo = f"{kind}/{owner}/{request['name']}"
-        url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{owner}/{request['name']}"
-
+        url = f"{self.hub.url}/{repo.removeprefix('models/')}"
         # It exists: with exist_ok, huggingface_hub accepts this answer.
         if (self.hub.root / repo).exists():
             return self.answer({"url": url, "error": "You already created this repo"}, 409)
         (self.hub.root / repo).mkdir(parents=True)
-
-        # Older and newer versions of huggingface_hub ask for a private one in different words.
         if request.get("private") or request.get("visibility") == "private":
             self.hub.private.add(repo)
         return self.answer({"url": url, "name": f"{owner}/{request['name']}"})
@@ -358,129 +311,90 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"files": modes, "commitOid": commit})
 
     def offer_uploads(self, request: dict) -> None:
-        """For each LFS object: where to upload it, unless it is here already."""
-        # A full account is refused before anything is uploaded.
-        new = [wanted for wanted in request["objects"] if not self.object_path(wanted["oid"]).is_file()]
-        stored = sum(path.stat().st_size for path in (self.hub.root / ".lfs").glob("*"))
-        if self.hub.quota is not None and new and stored + sum(wanted["size"] for wanted in new) > self.hub.quota:
-            return self.answer_error(403, message=STORAGE_LIMIT)
-
-        # An object that is here is offered without an action, so that it is not sent again.
-        offers = []
-        for lfs_object in request["objects"]:
-            href = f"{self.hub.url}/lfs/{lfs_object['oid']}"
-            if self.object_path(lfs_object["oid"]).is_file():
-                offers.append(lfs_object)
-            else:
-                offers.append({**lfs_object, "actions": {"upload": {"href": href}}})
-        self.answer({"transfer": "basic", "objects": offers})
-
-    def object_path(self, sha256: str) -> Path:
-        """Where an LFS object is stored until a commit gives it a name."""
-        return self.hub.root / ".lfs" / sha256
+        """For each LFS object: where to upload it. One that is here is offered without an action, so that it is not
+        sent again. A full account is refused before anything is uploaded."""
+        new = [wanted for wanted in request["objects"] if not self.hub.object_path(wanted["oid"]).is_file()]
+        needed = self.hub.used_bytes() + sum(wanted["size"] for wanted in new)
+        if self.hub.quota is not None and new and needed > self.hub.quota:
+            return self.answer_error(403, STORAGE_LIMIT)
+        for wanted in new:
+            wanted["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}
+        return self.answer({"transfer": "basic", "objects": request["objects"]})
 
     def store_object(self, sha256: str, data: bytes) -> None:
-        """Store the bytes of an LFS object."""
-        # An upload that was changed on its way is refused, as the Hub does.
+        """Store the bytes of an LFS object. An upload that was changed on its way is refused, as the Hub does."""
         if hashlib.sha256(data).hexdigest() != sha256:
-            return self.answer_error(400, message="sha256 does not match")
-        self.object_path(sha256).parent.mkdir(exist_ok=True)
-        self.object_path(sha256).write_bytes(data)
+            return self.answer_error(400, "sha256 does not match")
+        self.hub.object_path(sha256).parent.mkdir(exist_ok=True)
+        self.hub.object_path(sha256).write_bytes(data)
         return self.answer()
 
     def commit(self, repo: str, folder: Path, lines: list[dict]) -> None:
-        """Add the files of a commit: the first line is its header, each other one a file with its content (base64) or
-        the hash of an LFS object."""
-        # Add or remove each file.
+        """Add the files of a commit, and remove some: the first line is its header, each other one a file with its
+        content (base64) or the hash of an LFS object."""
         for line in lines[1:]:
             value = line["value"]
             target = folder / value["path"]
-            match line["key"]:
-                case "file":
-                    content = base64.b64decode(value["content"])
-                case "lfsFile":
-                    stored = self.object_path(value["oid"])
-                    if not stored.is_file():
-                        return self.answer_error(400, message=f"LFS object {value['oid']} was not uploaded")
-                    content = stored.read_bytes()
-                    self.hub.objects.setdefault(f"{folder.parent.parent.name}/{repo}", {})[value["oid"]] = value["path"]
-                case "deletedFile":
-                    target.unlink()
-                    continue
-                case key:
-                    return self.answer_error(400, message=f"the stand-in cannot commit {key!r}")
+            if line["key"] == "deletedFile":
+                target.unlink()
+                continue
+            if line["key"] == "lfsFile":
+                content = self.hub.object_path(value["oid"]).read_bytes()
+                self.hub.objects.setdefault(repo, {})[value["oid"]] = value["path"]
+            else:
+                content = base64.b64decode(value["content"])
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
+        commit = commit_hash(folder)
+        return self.answer({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/x/y/commit/{commit}"})
 
-        # The files that are there now make the new commit.
-        commit = self.commit_hash(folder)
-        url = f"{self.hub.url}/{repo}/commit/{commit}"
-        return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
-
-    def manage_objects(self, kind: str, repo: str, data: bytes) -> None:
-        """List the stored objects of a repository, or delete some for good."""
-        found = self.find_repo(kind, repo, "main")
-        if found is None:
-            return None
-        objects = self.hub.objects.setdefault(f"{kind}/{repo}", {})
-
-        # GET lists them, with the fields that huggingface_hub reads.
+    def manage_objects(self, objects: dict[str, str], data: bytes) -> None:
+        """GET lists the stored objects of a repository, POST deletes some for good."""
         if self.command == "GET":
-            listed = []
-            for sha256, name in objects.items():
-                entry = {"fileOid": sha256, "oid": sha256, "filename": name, "pushedAt": "2026-11-01T00:00:00.000Z"}
-                listed.append({**entry, "size": self.object_path(sha256).stat().st_size})
-            return self.answer(listed)
-
-        # POST deletes those whose hashes it names.
-        if not self.authorized or self.hub.read_only:
-            return self.answer_error(403, message="no write permission")
+            times = {"pushedAt": "2026-11-01T00:00:00.000Z"}
+            listed = [{"fileOid": sha256, "oid": sha256, "filename": name, **times} for sha256, name in objects.items()]
+            return self.answer([{**entry, "size": 1} for entry in listed])
         for sha256 in json.loads(data)["deletions"]["sha"]:
             del objects[sha256]
-            self.object_path(sha256).unlink()
+            self.hub.object_path(sha256).unlink()
         return self.answer({})
 
     # ------------------------------------------------------------------------- reading
 
     def list_tree(self, files: dict[str, Path], folder_name: str) -> None:
-        """The files and folders below a folder, or without recursive=true only those directly in it."""
-        # The files below the folder; one without files does not exist.
+        """The folders and files below a folder, or without recursive=true only those directly in it."""
         prefix = f"{folder_name}/" if folder_name else ""
         below = [name for name in files if name.startswith(prefix)]
         if folder_name and not below:
-            return self.answer_error(404, "EntryNotFound", "Entry not found")
-
-        # Their folders come first, then the files; without recursive=true only what has no further / in its path.
+            return self.answer_error(404, "Entry not found", "EntryNotFound")
         folders = {parent.as_posix() for name in below for parent in PurePosixPath(name).parents if parent.name}
         inside = [name for name in (*sorted(folders), *below) if name.startswith(prefix)]
-        if parse_qs(urlsplit(self.path).query).get("recursive", [""])[0].lower() != "true":
+        if "recursive=true" not in self.path.lower():
             inside = [name for name in inside if "/" not in name.removeprefix(prefix)]
 
         listed = []
         for name in inside:
-            is_file = name in files
-            listed.append(list_file(name, files[name]) if is_file else list_folder(name))
+            as_folder = {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
+            listed.append(list_file(name, files[name]) if name in files else as_folder)
         return self.answer(listed + self.hub.extra_tree)
 
     def download(self, kind: str, repo: str, revision: str, name: str) -> None:
         """A file or a range of its bytes. The hash is in ETag, the commit in X-Repo-Commit."""
-        found = self.find_repo(kind.rstrip("/"), repo, revision)
-        if found is None:
+        folder = self.find_repo(kind.rstrip("/"), repo, revision)
+        if folder is None:
             return None
-        folder, commit = found
-
         # Looked up in the listing, so that no name leads out of the folder.
-        path = self.list_files(folder).get(name)
+        path = list_paths(folder).get(name)
         if path is None:
-            return self.answer_error(404, "EntryNotFound", "Entry not found")
+            return self.answer_error(404, "Entry not found", "EntryNotFound")
 
         data = path.read_bytes()
+        commit = commit_hash(folder)
         headers = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes", "ETag": f'"{content_hash(path)}"'}
-
         # A file in Xet storage says so, and where to get a token for it.
         xet_hash = self.hub.xet_hashes.get(content_hash(path))
         if xet_hash:
-            token_url = f"{self.hub.url}/api/{kind or 'models/'}{repo}/xet-read-token/{commit}"
+            token_url = f"{self.hub.url}/api/{kind}{repo}/xet-read-token/{commit}"
             headers |= {"X_Xet_Hash": xet_hash, "X_Xet_Refresh_Route": token_url}
 
         # A range, such as bytes=1000-, continues an interrupted download.
