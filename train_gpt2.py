@@ -27,7 +27,6 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from model import VOCAB_SIZE
 from system import distributed, machine
 from system.cli import UserError, format_duration, print0, require
 from system.distributed import Runtime
@@ -101,9 +100,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
                     run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
                     update_best(run, writer)
-                    samples = evaluator.sample_text(run, stop.is_requested)
-                    if samples:
-                        metrics.log_text(run.step, samples)
+                    metrics.log_text(run.step, evaluator.sample_text(run, stop.is_requested))
                 if run.is_at_end:
                     break
 
@@ -131,7 +128,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
 
         # All ranks wait until the last checkpoint is on the disk: torchrun ends every rank when one exits early.
         metrics.close()
-        writer.wait(run.best_step)
+        writer.wait()
         rt.barrier(hours=2)
     return ending
 
@@ -184,17 +181,11 @@ def update_best(run: RunState, writer: checkpoint.CheckpointWriter) -> None:
 
 
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
-    """What a finished run prints: the path of the last weights, the path of the best ones if an earlier step was
-    better, and the commands to use them."""
-    path = checkpoint.model_path(cfg.run_dir, run.step)
-    text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {path}"
-    if run.best and run.best_step < run.step:
-        path = checkpoint.model_path(cfg.run_dir, run.best_step)
-        text += f"\nbest val loss {run.best['val_loss']:.4f}: {path}"
-    commands = [f"python plots.py {shlex.quote(str(cfg.run_dir))}"]
-    if cfg.model.vocab_size >= VOCAB_SIZE:  # infer.py samples only models with GPT-2's vocabulary
-        commands.append(f'python infer.py {shlex.quote(str(path))} "Once upon a time"')
-    return f"{text}\nnext: {'; '.join(commands)}"
+    """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
+    step = run.best_step or run.step
+    path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
+    text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; step {step} is in {path}"
+    return f'{text}\nnext: python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} "Once upon a time"'
 
 
 # ------------------------------------------------------------------------- without training
@@ -243,10 +234,9 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
-    if cfg.hellaswag_every or cfg.hellaswag_data:
-        examples = hellaswag_eval.available_examples(cfg.hellaswag_data, model.config)
-        if examples:
-            print0(hellaswag_eval.summary_line(hellaswag_eval.evaluate(model, examples, rt.device, rt)))
+    examples = hellaswag_eval.available_examples(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else []
+    if examples:
+        print0(hellaswag_eval.summary_line(hellaswag_eval.evaluate(model, examples, rt.device, rt)))
 
 
 def main() -> None:

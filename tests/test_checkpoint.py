@@ -177,24 +177,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 6  # nothing else is in the folder
 
 
-def test_the_earlier_best_goes_when_the_last_is_best(tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path, step, keep=1, best_step=1)
-    assert checkpoint.complete_steps(tmp_path) == [1, 3]
-
-    # the last evaluation comes after the last save
-    writer = checkpoint.CheckpointWriter(tmp_path, keep=1)
-    writer.save(4, *read_contents(tmp_path, 3), best_step=1)
-    writer.wait(best_step=4)
-
-    assert checkpoint.complete_steps(tmp_path) == [4]
-
-
-def read_contents(folder: Path, step: int) -> tuple[dict, dict]:
-    """The contents of both files of a step."""
-    return tuple(checkpoint.read_file(p(folder, step)) for p in (checkpoint.model_path, checkpoint.optim_path))
-
-
 def test_the_optimizer_is_written_before_the_model(tmp_path, monkeypatch):
     """A model file says that its step is complete, so it must be the last one."""
     written = []

@@ -269,14 +269,13 @@ class CheckpointWriter:
         self.run_dir = Path(run_dir)
         self.keep = keep
         self.thread: threading.Thread | None = None
-        self.newest_save: int | None = None  # the step
         self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._join()
+        self.has_failed()
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
         """Copy the contents of both files to host memory, then write the copies in a thread.
@@ -286,35 +285,23 @@ class CheckpointWriter:
         """
         # At most one snapshot is in host memory, so wait for the previous write first. Training waits for this copy,
         # and for nothing else. The thread shares no tensor with training.
-        self._join()
+        self.has_failed()
         copies: dict = {}
         model_copy = copy_to_host(model, copies)
         train_copy = copy_to_host({"format": FORMAT, **train}, copies)
-        self.newest_save = step
         self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step))
         self.thread.start()
 
-    def wait(self, best_step: int | None = None) -> None:
-        """Wait for the write in progress, if any. Raises UserError if the last write failed.
-
-        `best_step` is the best step of the finished run. If the last evaluation, after the last save, has changed it,
-        the checkpoint of the earlier best step is deleted.
-        """
-        self._join()
-        if self.error is not None:
-            newest = f"Newest complete step there: {latest_step(self.run_dir)}"
-            raise UserError(f"could not write the checkpoint in {self.run_dir}: {self.error}. {newest}")
-        if self.newest_save is not None and best_step is not None:
-            self._delete_old(self.newest_save, best_step)
-
     def has_failed(self) -> bool:
         """Wait for the write in progress, if any. Whether it failed."""
-        self._join()
-        return self.error is not None
-
-    def _join(self) -> None:
         if self.thread is not None:
             self.thread.join()
+        return self.error is not None
+
+    def wait(self) -> None:
+        """Wait for the write in progress, if any. Raises UserError if the last write failed."""
+        problem = f"could not write the checkpoint in {self.run_dir}"
+        require(not self.has_failed(), f"{problem} ({self.error}); newest complete step: {latest_step(self.run_dir)}")
 
     def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""

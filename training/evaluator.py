@@ -11,6 +11,7 @@ or the order of the data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -107,11 +108,8 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
 
     # Sequence 0 of shard 0, without the <|endoftext|> that begins a document, and not beyond the next one.
     tokens = data.read(np.array([[0, 0]]))[0].tolist()  # (T + 1,)
-    if tokens[0] == tokenizer.EOT:
-        tokens = tokens[1:]
-    if tokenizer.EOT in tokens:
-        tokens = tokens[: tokens.index(tokenizer.EOT)]
-    return tokens[:PROMPT_TOKENS][-cfg.model.block_size :] or [tokenizer.EOT]
+    document = list(takewhile(lambda token: token != tokenizer.EOT, tokens[1:]))
+    return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
 
 def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple[reference.Reference | None, str]:

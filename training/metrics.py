@@ -159,7 +159,9 @@ class MetricsLogger:
         self.tracker.log(measured["step"], values)
 
     def log_text(self, step: int, text: str) -> None:
-        """Send samples to the console and the tracker. For rank 0."""
+        """Send samples, if there are any, to the console and the tracker."""
+        if not text:
+            return
         print0(text)
         # A resumed run repeats samples that the tracker has already.
         if step > self.last_logged_step:

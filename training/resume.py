@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,16 +145,10 @@ def set_metrics_aside(run_dir: Path) -> None:
     """Rename the metrics.jsonl of a folder that has no checkpoint, so that the run that starts there does not overwrite
     the curve of a run that was killed before its first save, or whose checkpoints were deleted."""
     path = run_dir / "metrics.jsonl"
-    if checkpoint.latest_step(run_dir) is not None or not read_metrics(path):
-        return
-
-    # The first free number: metrics_old_1.jsonl.
-    number = 1
-    while (run_dir / f"metrics_old_{number}.jsonl").exists():
-        number += 1
-    kept = run_dir / f"metrics_old_{number}.jsonl"
-    os.rename(path, kept)
-    print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept.name}")
+    if checkpoint.latest_step(run_dir) is None and read_metrics(path):
+        kept = path.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+        os.rename(path, kept)
+        print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept}")
 
 
 # ------------------------------------------------------------------------- the ranks
