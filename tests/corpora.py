@@ -1,0 +1,86 @@
+"""Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+from helpers import write_jsonl, write_parquet
+
+import fineweb
+from tokens import shards, tokenizer
+from tokens.documents import READERS, read_file, read_text
+
+
+def write_documents_jsonl(path: Path, documents: list) -> None:
+    write_jsonl(path, [{"text": document} for document in documents])
+
+
+def write_csv(path: Path, documents: list) -> None:
+    """With the columns n and text."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("n", "text"), *enumerate(documents)])
+
+
+# Suffix: what writes such a file. Plain text, whatever its suffix, is one document.
+PARSED = [suffix for suffix, reader in READERS.items() if reader is not read_text]
+WRITERS = {
+    ".parquet": lambda path, documents: write_parquet(path, documents, row_group_size=16),
+    ".jsonl": write_documents_jsonl,
+    ".ndjson": write_documents_jsonl,
+    ".json": write_documents_jsonl,
+    ".csv": write_csv,
+    ".txt": lambda path, documents: path.write_bytes("".join(documents).encode()),
+}
+
+
+def write_documents(path: Path, documents: list) -> Path:
+    """A file of documents in the format that its suffix names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    WRITERS[path.suffix](path, documents)
+    return path
+
+
+def read_documents(path: Path, column: str = "text", split_on: str | None = None) -> list[str]:
+    """The documents of a file, put together from the pieces in its chunks."""
+    documents = []
+    for chunk in read_file(path, 0, column, split_on):
+        for text, begins in zip(chunk.texts, chunk.begins, strict=True):
+            if begins:
+                documents.append(text)
+            else:
+                documents[-1] += text
+    return documents
+
+
+def run_fineweb(*args) -> None:
+    """fineweb.py's main in this process; raises UserError if it fails."""
+    previous_argv = sys.argv
+    sys.argv = ["fineweb.py", *map(str, args)]
+    try:
+        fineweb.main()
+    finally:
+        sys.argv = previous_argv
+
+
+def encode(documents) -> list[int]:
+    """The ids that shards of these documents must hold: EOT before each one, None as an empty document."""
+    encoding = tokenizer.encoding()
+    return [i for text in documents for i in (tokenizer.EOT, *encoding.encode_ordinary(text or ""))]
+
+
+def read_tokens(folder: Path) -> list[int]:
+    """All tokens of a folder, val first. Its manifest must be complete and describe them."""
+    assert shards.verify(folder) == []
+    manifest = shards.read_manifest(folder)
+    sizes = [shard.tokens for shard in manifest.shards]
+    assert all(size == manifest.shard_tokens for size in sizes[:-1]) and manifest.complete
+    tokens = np.concatenate([shards.read_shard(folder / shard.file) for shard in manifest.shards])
+    assert sum(shard.documents for shard in manifest.shards) == (tokens == tokenizer.EOT).sum()
+    return tokens.tolist()
+
+
+def read_bytes(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file of a folder by name, without the lock and what a killed process may leave behind."""
+    paths = [p for p in folder.iterdir() if p.is_file() and p.name != ".lock" and p.suffix != ".part"]
+    return {p.name: p.read_bytes() for p in paths}

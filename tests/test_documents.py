@@ -1,0 +1,190 @@
+"""The readers of documents: the same texts whatever the format, the compression and the size of chunks."""
+
+import bz2
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import PARSED, WRITERS, encode, read_documents, write_documents
+from helpers import make_documents, write_parquet
+
+from system.cli import UserError
+from tokens import documents as readers
+from tokens import shard_writer, tokenizer
+from tokens.documents import COMPRESSIONS, READERS, read_file
+
+SEPARATOR = "<|endoftext|>"
+STORIES = ["Once upon a time.\n\nThe end.", "A word <|endof", "text|> is not one", "", "x " * 40 + "end", "日本 <|end"]
+
+
+def open_zst(path, mode):
+    return pa.CompressedOutputStream(str(path), "zstd")
+
+
+COMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".zst": open_zst}
+
+
+def test_every_parsed_format_has_a_writer_in_corpora():
+    assert {*PARSED, ".txt"} == WRITERS.keys()
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_suffix_is_read(tmp_path, suffix):
+    texts = ["one", "two, with a comma", 'and "three"']
+    if suffix in PARSED:
+        assert read_documents(write_documents(tmp_path / f"a{suffix}", texts)) == texts
+    else:
+        (tmp_path / f"A{suffix.upper()}").write_text('{"text": "is not parsed"}\n')
+        assert read_documents(tmp_path / f"A{suffix.upper()}") == ['{"text": "is not parsed"}\n']
+
+
+@pytest.mark.parametrize("suffix", ".xml .yaml .html .avro .pdf .zip .tar.gz .npy .bin .md5".split())
+def test_any_other_suffix_is_refused(tmp_path, suffix):
+    (tmp_path / f"b{suffix}").write_text("valid UTF-8")
+    with pytest.raises(UserError, match=rf"b\{suffix}: its suffix .*\.jsonl"):
+        list(read_file(tmp_path / f"b{suffix}", 0, "text"))
+
+
+@pytest.mark.parametrize("piece_characters", [1, 50])
+@pytest.mark.parametrize("chunk_bytes", [1, 999])
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, suffix, chunk_bytes, piece_characters):
+    # Short documents, and some that are longer than a chunk, with and without spaces and line ends.
+    words = " ".join(f"wörd{i},\n  'and' 🙂" for i in range(80)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end\n\n\n"
+    documents = ["first", "", words, 'a "quoted", one\nof two lines', "é" * 1100, "x", words[::-1], "last one"]
+    path = write_documents(tmp_path / f"a{suffix}", documents)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", piece_characters)
+
+    chunks = list(read_file(path, 7, "text"))
+
+    # The tokens are those of the whole documents, although each text is tokenized alone.
+    encoder = tokenizer.bulk_encoder()
+    ids = np.concatenate([shard_writer.encode(encoder, chunk)[0] for chunk in chunks]).tolist()
+    assert ids == encode(documents if suffix in PARSED else ["".join(documents)])
+    assert len(chunks) > 5 or chunk_bytes > 1
+    assert all(chunk.file == 7 for chunk in chunks)
+
+
+@pytest.mark.parametrize("suffix", PARSED)
+def test_chunks_are_small(tmp_path, monkeypatch, suffix):
+    documents = [f"document {i} " * 40 for i in range(1000)]
+    path = write_documents(tmp_path / f"a{suffix}", documents)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 20_000)
+    assert max(sum(map(len, chunk.texts)) for chunk in read_file(path, 0, "text")) < 21_000
+
+
+@pytest.mark.parametrize("text_type", [pa.large_string(), pa.string_view()], ids=str)
+def test_parquet_of_every_text_type(tmp_path, text_type):
+    documents = [*make_documents(2), None]
+    table = pa.table({"text": pa.array(documents, text_type)})
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=True)
+    assert read_documents(tmp_path / "a.parquet") == [document or "" for document in documents]
+
+
+def test_an_empty_parquet_file_has_no_documents(tmp_path):
+    assert read_documents(write_parquet(tmp_path / "empty.parquet", [])) == []
+
+
+def test_jsonl_fields_blank_lines_and_half_surrogates(tmp_path):
+    documents = [*make_documents(3), "", "half \ud83d surrogate \ude00"]
+    lines = [json.dumps({"n": 1, "body": document}) for document in documents]
+    lines[3:3] = ["", '{"body": null}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+
+    found = read_documents(tmp_path / "a.jsonl", "body")
+
+    documents[-1] = "half \ufffd surrogate \ufffd"
+    assert found == [*documents[:3], "", *documents[3:]]
+
+
+def test_csv_gives_every_text_as_it_stands(tmp_path):
+    """Words that pandas takes for nothing, for numbers or for dates; a name that is a glob pattern."""
+    odd_texts = ["NA", "null", "1.0", "007", "2020-01-01", 'a "quoted", one', "two\nlines\r\nor three\r", " x ", ""]
+    assert read_documents(write_documents(tmp_path / "a[1].csv", odd_texts)) == odd_texts
+
+    as_excel_writes_it = b"\xef\xbb\xbftext,n\r\nwith a mark,1\r\n\r\nlast,2\r\n"  # with a byte order mark
+    (tmp_path / "b.csv").write_bytes(as_excel_writes_it)
+    assert read_documents(tmp_path / "b.csv") == ["with a mark", "last"]
+
+
+def test_json_that_is_one_array(tmp_path):
+    rows = [{"n": [[1], {"a": "]"}], "text": text} for text in ("one", "2020-01-01", None)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    assert read_documents(tmp_path / "a.json") == ["one", "2020-01-01", ""]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("format_suffix", [".jsonl", ".txt"])
+def test_compressed_files(tmp_path, compression, format_suffix):
+    documents = [f"{i} {document}" for i, document in enumerate(make_documents(9))]
+    plain = write_documents(tmp_path / f"a{format_suffix}", documents)
+    path = tmp_path / f"a{format_suffix}{compression}"
+    with COMPRESSORS[compression](path, "wb") as file:
+        file.write(plain.read_bytes())
+
+    assert read_documents(path) == read_documents(plain)
+
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=rf"cannot read .*a\{format_suffix}\{compression}"):
+        read_documents(path)
+
+
+@pytest.mark.parametrize("content, name, mentions", [
+    (b"PAR1 cut", "a.parquet", "a.parquet"),
+    (b'{"text": "x"}\n{"text": 3}\n', "a.jsonl", "line 2 is not an object with text in 'text'"),
+    (b'{"body": "x"}\n', "a.jsonl", "body"),
+    (b'{"text": "x"}\n{"text": \n', "a.jsonl", "line 2"),
+    (b'["text"]\n', "a.jsonl", "line 1"),
+    (b"[" * 100_000, "a.jsonl", "line 1"),
+    ("café ".encode("latin-1") * 9, "a.txt", "utf-8"),
+    (b"n,text\n1,a\n2,b,c\n", "a.csv", "line 3"),
+    (b'n,text\n1,"a\n', "a.csv", "EOF inside string"),
+    (b"n,body\n1,a\n", "a.csv", "'text' is missing or not text; choose one with --text-column: n, body"),
+    (b'[{"text": "a"}, {"text": "b', "a.json", "a.json"),
+    (b'[{"text": 3}]', "a.json", "'text' is missing or not text"),
+])  # fmt: skip
+def test_a_bad_file_is_refused_in_one_line(tmp_path, content, name, mentions):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_documents(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value) and mentions in str(error.value)
+    assert len(str(error.value)) < 800
+
+
+@pytest.mark.parametrize("column, mentions", [("id", "id, text"), ("body", "id, text")])
+def test_a_parquet_column_that_is_no_text_is_refused(tmp_path, column, mentions):
+    path = write_parquet(tmp_path / "a.parquet", ["x"])
+    with pytest.raises(UserError, match=f"'{column}' is missing or not text.*{mentions}"):
+        read_documents(path, column)
+
+
+# ------------------------------------------------------------------------- many documents in a text file
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """A file laid out like TinyStories': each separator on a line of its own, the last one at the end."""
+    path = tmp_path / "TinyStories.txt"
+    path.write_text("".join(f"{story}\n{SEPARATOR}\n" for story in STORIES))
+    return path
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 13, 40, 1 << 20])
+def test_the_text_between_separators_is_one_document(stories, monkeypatch, block):
+    """However small the blocks are in which the file is read: a separator may lie in two, a document in many."""
+    monkeypatch.setattr(readers, "CHUNK_BYTES", block)
+    assert read_documents(stories, split_on=SEPARATOR) == [story for story in STORIES if story]
+
+
+def test_an_unsplit_separator_is_warned_of_once(stories, capsys):
+    assert read_documents(stories) == [stories.read_text()]
+    output = capsys.readouterr().out
+    assert output.count("warning: ") == 1 and f"--split-on '{SEPARATOR}'" in output and str(stories) in output
+
+    stories.write_text("endoftext, <|end|> and so on " * 20)
+    read_documents(stories)
+    assert capsys.readouterr().out == ""
