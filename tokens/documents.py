@@ -26,6 +26,7 @@ from system.cli import UserError, print0, require
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
 PARQUET_BATCH_ROWS = 64  # few, because rows may be books
+TEXT_TYPES = ("string", "large_string", "string_view")  # of arrow
 SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 
 # The point after a non-space character and before a space or newline. No GPT-2 token spans this point or depends on
@@ -72,14 +73,12 @@ def make_chunks(texts: Texts, file: int) -> Iterator[Chunk]:
 
 def read_parquet(path: Path, column: str) -> Texts:
     """One document per row; null is an empty document. Memory use stays small, however large a row group is."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     # pre_buffer=False: do not read the column of an entire row group at once.
     table = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    schema = table.schema_arrow
-    is_text = column in schema.names and schema.field(column).type in (pa.string(), pa.large_string(), pa.string_view())
-    require(is_text, explain_column(column, schema.names))
+    types = {field.name: str(field.type) for field in table.schema_arrow}
+    require(types.get(column) in TEXT_TYPES, explain_column(column, types))
     for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column]):
         for text in batch.column(0).to_pylist():
             yield text or "", True
@@ -99,7 +98,7 @@ def parse_line(line: bytes, field: str, number: int) -> str:
         text = json.loads(line)[field] or ""
         # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except Exception:
         problem = f"line {number} is not an object with text in {field!r}: {line[:80]!r}"
         raise UserError(f"{problem}; choose another field with --text-column") from None
 
@@ -134,10 +133,10 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
         while block := file.read(CHUNK_BYTES):
             *ended, pending = (pending + block).split(separator)
             for document in ended:
-                if document.strip("\r\n"):
-                    yield document.strip("\r\n"), True
-    if pending.strip("\r\n"):
-        yield pending.strip("\r\n"), True
+                if document := document.strip("\r\n"):
+                    yield document, True
+    if document := pending.strip("\r\n"):
+        yield document, True
 
 
 def open_text(path: Path) -> io.TextIOWrapper:

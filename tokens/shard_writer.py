@@ -14,7 +14,6 @@ Tokenizing and writing overlap: while a shard and the manifest that lists it are
     write                 | shard 0, manifest | shard 1, manifest | ...
 """
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -33,7 +32,7 @@ from tokens.tokenizer import EOT, bulk_encoder
 class FilledShard(NamedTuple):
     """Tokens that are ready to be written as a shard."""
 
-    tokens: np.ndarray  # (n,) uint16, a view of a buffer: valid until the shard after the next one begins to fill
+    tokens: np.ndarray  # (n,) uint16
     documents: int  # how many start in it
     end: dict[str, int]  # the manifest's: file index and position of the token after the last one
 
@@ -57,20 +56,13 @@ def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fill_shards(chunks: Iterable[Chunk], manifest: Manifest, report: Callable[[int], None]) -> Iterator[FilledShard]:
-    """Tokenize chunks into the shards after those of the manifest, up to its limit_tokens.
-
-    Two arrays take turns. The caller has written the shard before the last one when it asks for the next:
-
-        filling    |#### filled ####|..............|    tokens of the next shard
-        the other  |###############################|    the last full shard, which may still be written
-    """
+    """Tokenize chunks into the shards after those of the manifest, up to its limit_tokens."""
     encoder = bulk_encoder()
     done = sum(shard.tokens for shard in manifest.shards)
     limit = manifest.limit_tokens or sys.maxsize
     skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens that shards hold already
     size = min(manifest.shard_tokens, limit)
-    buffers = itertools.cycle((np.empty(size, np.uint16), np.empty(size, np.uint16)))
-    buffer = next(buffers)
+    buffer = np.empty(size, np.uint16)
     filled = 0
     documents = 0
     end = {}
@@ -98,7 +90,7 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest, report: Callable[[i
             end = {"file": file, "token": position + taken}
             if filled == size:
                 yield FilledShard(buffer, documents, end)
-                buffer = next(buffers)
+                buffer = np.empty(size, np.uint16)  # the last one may still be written
                 filled = 0
                 documents = 0
         position += len(ids)
@@ -107,13 +99,6 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest, report: Callable[[i
     # The rest of the stream makes a last, shorter shard.
     if filled:
         yield FilledShard(buffer[:filled], documents, end)
-
-
-def shard_name(name: str, manifest: Manifest) -> str:
-    """The file of the shard after those in the manifest. The first shard is the val split, all others are train."""
-    index = len(manifest.shards)
-    split = "train" if index else "val"
-    return f"{name}_{split}_{index:06d}.{manifest.format}"
 
 
 def write_shards(
@@ -129,7 +114,9 @@ def write_shards(
     for filled in prefetch(fill_shards(chunks, manifest, report), 1):
         # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists
         # the shard, and it is written again.
-        path = out / shard_name(name, manifest)
+        index = len(manifest.shards)
+        split = "train" if index else "val"
+        path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
         sha256 = shards.write_shard(path, filled.tokens)
         shard = Shard(path.name, len(filled.tokens), filled.documents, sha256, filled.end)
         manifest = replace(manifest, shards=[*manifest.shards, shard])

@@ -27,6 +27,7 @@ from glob import glob
 from pathlib import Path
 
 from system.cli import UserError, require
+from system.hub_client import open_hub
 from tokens import documents, shards
 from tokens.documents import Chunk
 from tokens.prefetch import prefetch
@@ -50,7 +51,8 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 
 def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
-    There are no local files if the source is on the Hub. Raises UserError."""
+    There are no local files if the source is on the Hub. Raises UserError for a pattern without files and for a file
+    that no reader takes: better now than after hours of tokenizing the files before it."""
     first = names[0]
     if names == ("stdlib",):
         return first, find_library_files()
@@ -58,18 +60,11 @@ def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     # OWNER/NAME is a dataset unless it names or looks like a file.
     is_repo_name = re.fullmatch(r"[\w-]+/[\w-][\w.-]*", first)
     looks_like_file = glob(first) or Path(first).suffix[1:].isalpha()
-    is_on_hub = first in HUB_DATASETS or (is_repo_name and not looks_like_file)
-    if len(names) == 1 and is_on_hub:
+    if len(names) == 1 and (first in HUB_DATASETS or (is_repo_name and not looks_like_file)):
         return first.rpartition("/")[2], {}
-    files = expand_patterns(names)
-    return find_common_name(list(files)), files
 
-
-def expand_patterns(patterns: tuple[str, ...]) -> dict[Path, str]:
-    """The files of each pattern in turn, with their names in the manifest. Raises UserError for a pattern without files
-    and for a file that no reader takes: better now than after hours of tokenizing the files before it."""
-    names = {}
-    for pattern in patterns:
+    files = {}
+    for pattern in names:
         # A file whose name has glob characters in it is meant literally.
         matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
         known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
@@ -77,30 +72,26 @@ def expand_patterns(patterns: tuple[str, ...]) -> dict[Path, str]:
         require(are_files, f"--source {pattern}: not a file; give files or globs, or {known}")
         for path in map(Path, matches):
             documents.choose_reader(path)  # raises UserError
-            names[path] = re.sub(CONTROL_CHARACTERS, "_", path.name)  # the manifest's names are printed
-    return names
+            files[path] = re.sub(CONTROL_CHARACTERS, "_", path.name)  # the manifest's names are printed
+    return find_common_name(list(files)), files
 
 
 def find_common_name(paths: list[Path]) -> str:
     """Name for the shards of these files: the files' common name without a trailing number, or else their folder's."""
     # books-00.txt.gz and books-01.txt.gz are both "books".
-    names = set()
-    for path in paths:
-        stem = path.name.removesuffix("".join(documents.split_suffixes(path)))
-        names.add(stem.rstrip("0123456789-_."))
-    common = names.pop() if len(names) == 1 else ""
-    name = common or paths[0].resolve().parent.name
+    stems = [path.name.removesuffix("".join(documents.split_suffixes(path))) for path in paths]
+    names = {stem.rstrip("0123456789-_.") for stem in stems}
+    name = names.pop()
+    if names or not name:
+        name = paths[0].resolve().parent.name
     return re.sub(r"[^\w.-]", "-", name) or "text"
 
 
 def find_library_files() -> dict[Path, str]:
     """This Python's library files without tests, shuffled by the hash of their names so that val resembles train."""
     root = Path(sysconfig.get_path("stdlib"))
-    names = {}
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not NOT_LIBRARY_FOLDERS & set(relative.parts):
-            names[path] = relative.as_posix()
+    names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.py")}
+    names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
 
     # In the order of names, val would be the modules that begin with "a".
     require(names, f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
@@ -145,52 +136,50 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
     if previous and choice.items() <= previous.items():
         return previous
 
-    from huggingface_hub import HfApi
-
-    with explain_hub_errors(repo):
+    with open_hub() as api:
         # One revision, so that an upload in the meantime changes nothing.
-        api = HfApi()
-        revision = api.dataset_info(repo, expand=["sha"], timeout=10).sha
+        revision = api.dataset_info(repo, expand=["sha"]).sha
         folder = choice["subset"].rpartition("/")[0] or None
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         # Folders have no size; a path that leads out of the download folder is left out.
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and shards.RELATIVE_PATH.fullmatch(f.path)}
-
-        if is_path:
-            paths = sorted(p for p in sizes if p.startswith(subset or default_subset) and p.endswith(".parquet"))
-            fix = "give another path, or leave out --subset to stream other formats"
-            require(paths, f"{repo} has no parquet file whose path starts with {choice['subset']}; {fix}")
-        else:
-            # {split: [url, ...]}
-            data_files = load_builder(repo, choice["subset"], revision).config.data_files
-            splits = ", ".join(map(str, data_files))
-            fix = f"choose with --split: {splits}"
-            require(choice["split"] in data_files, f"{repo} has no split {choice['split']!r} there; {fix}")
-            base = f"hf://datasets/{repo}@{revision}/"
-            paths = [url.removeprefix(base) for url in data_files[choice["split"]]]
-        files = [{"path": path, "bytes": sizes[path]} for path in paths]
+    if is_path:
+        paths = sorted(p for p in sizes if p.startswith(choice["subset"]) and p.endswith(".parquet"))
+        fix = "give another path, or leave out --subset to stream other formats"
+        require(paths, f"{repo} has no parquet file whose path starts with {choice['subset']}; {fix}")
+    else:
+        paths = list_split(repo, choice["subset"], choice["split"], revision)
+    files = [{"path": path, "bytes": sizes.get(path, 0)} for path in paths]
     return {**choice, "revision": revision, "files": files}
+
+
+def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
+    """The paths of the files of a split, in the order in which `datasets` reads them."""
+    data_files = load_builder(repo, config, revision).config.data_files  # {split: [url, ...]}
+    known = ", ".join(map(str, data_files))
+    require(split in data_files, f"{repo} has no split {split!r} in {config or 'it'}; choose with --split: {known}")
+    return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
 
 
 def load_builder(repo: str, config: str, revision: str):
     """The builder of `datasets` for a configuration. It runs no code of the dataset."""
-    builder = documents.import_datasets().load_dataset_builder(repo, config or None, revision=revision)
+    with explain_errors(repo):
+        builder = documents.import_datasets().load_dataset_builder(repo, config or None, revision=revision)
     known = ", ".join(TEXT_BUILDERS)
     require(builder.name in TEXT_BUILDERS, f"the format of {repo} is {builder.name}; text is read from {known}")
     return builder
 
 
 @contextmanager
-def explain_hub_errors(repo: str) -> Iterator[None]:
-    """Turn an error of huggingface_hub or `datasets` into a UserError with the library's own words."""
+def explain_errors(repo: str) -> Iterator[None]:
+    """Turn an error of `datasets` into a UserError with its own words."""
     try:
         yield
     except UserError:
         raise
-    except Exception as e:  # of many kinds: the network's, the Hub's and, of a card that anyone wrote, any
+    except Exception as e:  # of many kinds, because anyone may have written the card and the files
         message = " ".join(str(e).split())[:500]
-        fix = "Without network: python fineweb.py --source stdlib"
-        raise UserError(f"cannot read {repo} from the Hub ({type(e).__name__}): {message}. {fix}") from None
+        raise UserError(f"`datasets` cannot read {repo} ({type(e).__name__}): {message}") from None
 
 
 # ------------------------------------------------------------------------- the text of a source
@@ -222,9 +211,9 @@ def read_source(
 
 def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
     """Chunks of a split that `datasets` streams, file by file."""
-    with explain_hub_errors(source["name"]):
-        builder = load_builder(source["name"], source["subset"], source["revision"])
-        rows = documents.stream_rows(builder, source["split"], source["column"])
+    builder = load_builder(source["name"], source["subset"], source["revision"])
+    rows = documents.stream_rows(builder, source["split"], source["column"])
+    with explain_errors(source["name"]):
         for index in range(first_file, rows.num_shards):
             texts = documents.find_texts(rows.shard(rows.num_shards, index), source["column"])
             yield from documents.make_chunks(texts, index)
@@ -232,18 +221,13 @@ def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
 
 def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path]:
     """Download the files of a Hub source from `first_file` on into `folder`, and yield the path of each."""
-    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
-    # For a file in Xet storage, a mirror returns the address of the Hub's own storage, which a user of the mirror may
-    # not be able to reach.
-    if constants.ENDPOINT != "https://huggingface.co" and "HF_HUB_DISABLE_XET" not in os.environ:
-        constants.HF_HUB_DISABLE_XET = True
     disable_progress_bars()
     # What a killed download leaves has a random name, and nobody else removes it.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     where = {"repo_type": "dataset", "revision": source["revision"], "local_dir": folder}
     for file in source["files"][first_file:]:
-        with explain_hub_errors(source["name"]):
-            path = hf_hub_download(source["name"], file["path"], **where)
+        with open_hub() as api:
+            path = api.hf_hub_download(source["name"], file["path"], **where)
         yield Path(path)
