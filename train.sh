@@ -187,11 +187,11 @@ train() { # ARGUMENTS
         while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal has ended `wait`: it still saves
 
         status=$(read_status)
-        case $stop_requested-$status in
+        case $stop_requested-$status-$exit_code in
             1-*) outcome=stopped ;;
-            0-finished*) outcome=finished ;;
-            0-stopped*) outcome="ended early: ${status#stopped }" ;;
-            0-user_error*) outcome="failed: ${status#user_error }" ;;
+            0-finished* | 0--0) outcome=finished ;;
+            0-stopped*) outcome="ended early: ${status#* }" ;;
+            0-user_error*) outcome="failed: ${status#* }" ;;
             *)
                 failures=$((failures + 1))
                 log "failure $failures, exit code $exit_code; MAX_RESTARTS is $MAX_RESTARTS"
@@ -224,7 +224,7 @@ push_at_end() {
     fi
     seconds=$(compute %d "$PUSH_RETRY_HOURS * 3600 + 1")
     deadline=$((SECONDS + seconds))
-    until log "push to $PUSH_TO" && run timeout $((seconds / 2 + 1)) "${PUSH_MODEL[@]}" "${flags[@]}"; do
+    until log "push to $PUSH_TO" && run timeout -k 30 $((seconds / 2 + 1)) "${PUSH_MODEL[@]}" "${flags[@]}"; do
         ((stop_requested == 0 && SECONDS < deadline)) || return 1
         log "that push failed; next try in a minute"
         run sleep 60 || true

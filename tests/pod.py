@@ -37,6 +37,7 @@ case $* in
     case $action in
     finish) status finished "" ;;
     limit) status stopped "the time limit" ;;
+    nothing) ;;
     *hang) echo $$ >"$POD/trainer"; while :; do /bin/sleep 0.05; done ;;
     user-error) status user_error "--max-lr -1 must be positive"; exit 1 ;;
     *crash) exit 3 ;;

@@ -233,6 +233,12 @@ def test_user_error_is_not_restarted_and_shown_at_once(pod):
     assert len(pod.read("starts").splitlines()) == 2
 
 
+def test_mode_that_does_not_train_is_not_restarted(pod):
+    pod.start("--eval-only", plan="nothing")
+    assert "training finished" in pod.wait_until_ended()
+    assert len(pod.read("starts").splitlines()) == 1
+
+
 def test_trainer_writes_the_status_that_train_sh_reads(run_in_fork, tiny_args, tmp_path):
     env = {"TRAIN_STATUS_FILE": str(tmp_path / "status.json")}
     train = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run", "--max-steps", "2"]

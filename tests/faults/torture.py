@@ -48,7 +48,7 @@ import numpy as np
 import processes
 import torch
 from helpers import TINY_FLAGS, load_curve, load_weights, same_bits, write_random_walk_shards
-from pod import GPU_PRICE, Pod, RentedPod, alive
+from pod import Pod
 from processes import Script, rank_pids, shorten_sleeps, start_torchrun
 from torch.utils._pytree import tree_flatten
 
@@ -462,85 +462,26 @@ def make_pod(t: Torture) -> Pod:
 
 
 def train_sh_kill(t: Torture) -> None:
-    """SIGKILL of a rank, of torchrun or of train.sh: training is restarted by train.sh or by the same command, no rank
-    is left over and every checkpoint is kept."""
-    for victim in t.scaled_sample(["rank0", "rank1", "torchrun", "train.sh"] * 4):
+    """SIGKILL of the trainer or of train.sh: training is restarted by train.sh or by the same command, no second run
+    starts meanwhile, and every checkpoint is kept."""
+    for victim in t.scaled_sample(["trainer", "train.sh"] * 8):
         with make_pod(t) as pod:
-            pod.start("--out-dir", "o", plan="hang save-crash finish", PUSH_TO="me/x")
+            trainer = pod.start_and_train(plan="hang save-crash finish", PUSH_TO="me/x", RESTART_DELAY="0")
             time.sleep(t.rng.uniform(0, 0.3))
-            *ranks, torchrun = pod.wait_for_ranks("o")
-            pids = {"rank0": ranks[0], "rank1": ranks[1], "torchrun": torchrun, "train.sh": pod.pid(out="o")}
-            killed_pid = pids[victim]
-            os.kill(killed_pid, signal.SIGKILL)
+            os.kill(trainer if victim == "trainer" else pod.supervisor, signal.SIGKILL)
             t.kills += 1
 
-            # Without train.sh the ranks train on, and a second run in the folder is refused while they live.
+            # Without train.sh the trainer trains on, and a second run in the folder is refused while it lives.
             second_refused = True
             if victim == "train.sh":
-                pod.wait(lambda: not alive(killed_pid))  # noqa: B023
-                second = pod.start("--out-dir", "o", check=False, plan="save-crash finish")
-                second_refused = second.returncode == 1 and str(ranks[0]) in second.stderr
+                second_refused = pod.start(check=False, plan="save-crash finish").returncode == 1
+                os.kill(trainer, signal.SIGKILL)
+                pod.wait(lambda: pod.start(check=False, plan="finish", PUSH_TO="me/x").returncode == 0)
 
-            # A real torchrun would end the other rank; without train.sh its user does. Only the death of torchrun
-            # itself is left to train.sh.
-            if victim != "torchrun":
-                for rank in ranks:
-                    if rank != killed_pid:
-                        os.kill(rank, signal.SIGTERM)
-            if victim == "train.sh":
-                pod.wait(lambda: not any(map(alive, ranks)))  # noqa: B023
-                pod.wait(lambda: pod.start("--out-dir", "o", check=False, PUSH_TO="me/x").returncode == 0)
-
-            log = pod.wait_until_ended("o")
+            log = pod.wait_until_ended()
             finished = "training finished" in log and "the weights are at me/x" in log
-            kept = bool(pod.read("o/model_00010.pt")) and not any(map(alive, ranks))
+            kept = bool(pod.read("run/model_00010.pt"))
             t.record_result(f"{victim} killed", second_refused and finished and kept, details=log)
-
-
-def push_outage(t: Torture) -> None:
-    """The Hub is away, or a transfer hangs, for a random time at the end of a run, on a rented machine with a simulated
-    clock: no weights are lost, and nothing is billed for more than an hour without need."""
-    disks = {"volume": {"PERSISTENT": "1"}, "workspace": {}, "container": {}}
-    cases = [(disk, kind) for disk in disks for kind in ("away", "away", "away", "hangs")]
-    for disk, kind in t.scaled_sample(cases):
-        root = t.new_path("pod")
-        root.mkdir()
-        with RentedPod(root) as pod:
-            # The machine: where its disk is mounted, how training ends, and how long the Hub fails.
-            pod.set_mount("/workspace" if disk == "workspace" else "/")
-            plan = t.rng.choice(["finish", "save-crash", "limit"])
-            seconds = int(10 ** t.rng.uniform(1, 5))  # from 10 seconds to a day
-            if kind == "hangs":
-                (pod.root / "hub_hangs").touch()
-            else:
-                pod.hub_is_away(seconds)
-            pod.start(plan=plan, MAX_RESTARTS="0", **disks[disk])
-            log = pod.wait_until_ended(seconds=120)
-
-            # Are the weights safe? A removed machine takes everything with it but a network volume and what was pushed;
-            # a stopped one keeps /workspace alone.
-            how, dollars = pod.ending()
-            pushed = "the weights are at me/gpt2" in log
-            saved = bool(pod.read("log/gpt2-124m/model_00010.pt"))
-            match how:
-                case "removed":
-                    survives = pushed or disk == "volume"
-                case "stopped":
-                    survives = disk == "workspace"
-                case "stays":
-                    survives = True
-                case _:
-                    raise ValueError(how)
-
-            # Is no hour billed without need? With the weights on the container's disk, which is lost with the machine,
-            # the machine must stay until they are on the Hub. A log of a machine that stays ends with the price.
-            is_cheap = dollars <= GPU_PRICE or disk == "container"
-            says_price = how != "stays" or "it costs $20.00 an hour" in log.splitlines()[-1]
-
-            fault = f"{disk}, {plan}, Hub {kind} for {seconds} s: {how}, ${dollars:.2f}"
-            outcome = "unharmed" if pushed else "refused"
-            is_as_expected = saved and survives and is_cheap and says_price
-            t.record_result(fault, is_as_expected, outcome=outcome, details=log)
 
 
 def keep_race(t: Torture) -> None:
@@ -738,26 +679,17 @@ def log_full(t: Torture) -> None:
             if not disk:
                 continue
             disk_folder, _ = disk
+            pod.run.symlink_to(disk_folder)
 
-            # full before the start: refused
+            # Full while it trains, when the trainer dies: train.sh still restarts it, and ends as usual.
+            trainer = pod.start_and_train(plan="hang save-crash", MAX_RESTARTS="1", RESTART_DELAY="0", REMOVE_POD="1",
+                                          PERSISTENT="1")  # fmt: skip
             fill_disk(disk_folder / "fill")
-            done = pod.start("--out-dir", str(disk_folder), check=False)
-            is_refused = done.returncode == 1 and "is the disk full" in done.stderr and not pod.starts()
-            fault = "train.sh, full disk before it starts"
-            t.record("refused" if is_refused else "SILENT", fault, details=done.stderr)
-            (disk_folder / "fill").unlink()
-
-            # full while it trains, when the ranks die: train.sh still restarts them, and ends as usual
-            pod.start("--out-dir", str(disk_folder), plan="hang save-crash", MAX_RESTARTS="1")
-            *ranks, _ = pod.wait_for_ranks(disk_folder)
-            fill_disk(disk_folder / "fill")
-            supervisor = pod.pid(out=disk_folder)
-            for rank in ranks:
-                os.kill(rank, signal.SIGKILL)
-            pod.wait(lambda: not alive(supervisor))  # noqa: B023
-            restarted = len(pod.starts()) == 2 and not any(map(alive, ranks))
+            os.kill(trainer, signal.SIGKILL)
+            pod.wait_until_ended()
+            recovered = len(pod.read("starts").splitlines()) == 2 and "delete pod7" in pod.read("removed")
             fault = "train.sh, its log's disk fills"
-            t.record("recovered" if restarted else "LOST", fault, details=pod.log(disk_folder))
+            t.record("recovered" if recovered else "LOST", fault, details=pod.log())
 
 
 def fill_disk(path: Path) -> None:
@@ -950,24 +882,6 @@ def clock(t: Torture) -> None:
                 fault = f"{job.script}, clock back by {seconds} s a look"
                 t.record_result(fault, is_same, outcome="unharmed", details=script.output)
 
-    for _ in t.scaled_range(3):
-        with make_pod(t) as pod:
-            # Every `date` is an hour before the last one, and every checkpoint has the same old time.
-            count = f"{pod.root}/n"
-            pod.add_tool("date", f'#!/bin/sh\necho x >> {count}\nexec /bin/date -d "-$(wc -l < {count}) hours" "$@"\n')
-            trainer = pod.root / "train_gpt2.py"
-            write = '(out / f"{kind}_{step}.pt").write_text("weights")'
-            assert write in trainer.read_text()
-            set_time = 'os.utime(out / f"{kind}_{step}.pt", (1e9, 1e9))'
-            trainer.write_text(trainer.read_text().replace(write, f"{write}; {set_time}"))
-
-            # The third start must resume from the run's own checkpoint all the same.
-            pod.start("--resume", "elsewhere/model_00005.pt", "--out-dir", "o", plan="crash save-crash finish")
-            log = pod.wait_until_ended("o")
-            resumes_itself = [start.endswith(f"--resume {pod.root}/o") for start in pod.starts()]
-            is_same = resumes_itself == [False, False, True] and "training finished" in log
-            t.record_result("train.sh, clock backwards", is_same, outcome="unharmed", details=log)
-
 
 def hub_faults(t: Torture) -> None:
     """A Hub that drops connections, answers 429 or 500, sends wrong bytes or a web page, once or always: every hash is
@@ -1146,7 +1060,7 @@ def long_run(t: Torture) -> None:
 CLASSES = {
     f.__name__.replace("_", "-"): f
     for f in (
-        fineweb_kill, train_kill, rank_kill, torchrun_kill, hub_kill, train_sh_kill, push_outage, keep_race, disk_full,
+        fineweb_kill, train_kill, rank_kill, torchrun_kill, hub_kill, train_sh_kill, keep_race, disk_full,
         io_error, lock_without_flock, log_full, read_only,
         shard_damage, checkpoint_damage, clock, hub_faults, hung_rank, not_finite, two_runs, long_run,
     )
