@@ -11,9 +11,7 @@ style of build-nanogpt and llm.c.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "render"]
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-HUB_URL = "hf://Rowan/hellaswag"  # the same rows, where GitHub cannot be reached; their split is called validation
 VAL_ROWS = 10_042
 
 
@@ -53,83 +50,37 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the matrix products; auto takes a GPU's best, and measures on a CPU that has bfloat16."""
     url: str = URL
-    """Where the rows are downloaded from: a .jsonl file, or a dataset on the Hub as hf://OWNER/NAME. If the default
-    cannot be reached: hf://Rowan/hellaswag."""
+    """Where the rows are downloaded from."""
 
 
 def download(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
-    # From the Hub or the web address. If the default address fails, try the Hub.
-    fix = f"check the network and run the same command again, or save the file as {path}"
-    if url.startswith("hf://"):
-        content = fetch_from_hub(url)
-    else:
-        try:
-            content = fetch(url)
-        except UserError as error:
-            # The Hub has a mirror in many places where GitHub cannot be reached.
-            if url != URL:
-                raise UserError(f"{error}; {fix}, or try --url {HUB_URL}") from None
-            print0(f"{error}; trying {HUB_URL}")
-            url = HUB_URL
-            content = fetch_from_hub(url)
+    import urllib.request
+    from http.client import HTTPException
+
+    fix = f"check the network, or save the file as {path}"
+    try:
+        with urllib.request.urlopen(url, timeout=20) as response:
+            content = response.read()
+    except (OSError, ValueError, HTTPException) as e:
+        raise UserError(f"cannot download {url} ({e}); {fix}") from None
 
     # An error page or a file that was cut short must not pass for the data set.
     row_count = content.count(b"\n")
     require(row_count == VAL_ROWS, f"{url} returned {row_count} rows, not HellaSwag's {VAL_ROWS}; {fix}")
-
-    # The file appears under its name only when it is complete.
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as f:
         f.write(content)
 
 
-def fetch(url: str) -> bytes:
-    """The content of a web address, or UserError."""
-    # Imported here, because only a download needs it.
-    import urllib.request
-    from http.client import HTTPException
-
-    # A broken connection, a bad URL and an error of the server all become a UserError.
-    try:
-        with urllib.request.urlopen(url, timeout=20) as response:
-            return response.read()
-    except (OSError, ValueError, HTTPException) as e:
-        raise UserError(f"cannot download {url} ({e})") from None
-
-
-def fetch_from_hub(url: str) -> bytes:
-    """The rows of a Hub dataset's validation split as lines of JSON, the label a number as in the original file. Raises
-    UserError."""
-    import pyarrow.parquet as pq
-
-    from tokens import sources
-
-    # Read all files into memory: they are a few megabytes.
-    rows = []
-    source = sources.describe_hub(url.removeprefix("hf://"), None, "validation", None)
-    with tempfile.TemporaryDirectory() as folder:
-        for file in sources.download_files(source, 0, Path(folder)):
-            require(file.suffix == ".parquet", f"{url} has its rows in {file.name}, not in parquet; give another --url")
-            rows += pq.read_table(file).to_pylist()
-
-    # On the Hub a label is text.
-    lines = []
-    for number, row in enumerate(rows, 1):
-        hellaswag_eval.check_row(row, f"{url}: row {number}")
-        lines.append(json.dumps({**row, "label": int(row["label"])}) + "\n")
-    return "".join(lines).encode()
-
-
 def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor) -> None:
     """Write one JSON line for each example: its label, the predictions of acc and acc_norm, and the losses (n, 4)
     behind them, summed and per token, in nats."""
+    losses = losses.double()
+    rows = zip(examples, losses.tolist(), hellaswag_eval.normalize(losses, examples).tolist(), strict=True)
     with atomic_write(path) as f:
-        # summed: the four losses of an example, one for each ending.
-        for index, (example, summed) in enumerate(zip(examples, losses.tolist(), strict=True)):
-            # Divided in Python, in double precision.
-            per_token = [loss / len(ending) for loss, ending in zip(summed, example.endings, strict=True)]
+        for index, (example, summed, per_token) in enumerate(rows):
             line = {
                 "index": index,
                 "label": example.label,
@@ -150,8 +101,7 @@ def main() -> None:
         if not args.data.exists():
             download(args.data, args.url)
         row_count = len(hellaswag_eval.load_examples(args.data))
-        data_flag = "" if args.data == Args.data else f" --data {shlex.quote(str(args.data))}"
-        print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2{data_flag}")
+        print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
         return
 
     # Imported here, because torch takes seconds to import, and --help and a download do not need it.

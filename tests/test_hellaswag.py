@@ -1,8 +1,5 @@
-"""The HellaSwag scorer (training/hellaswag_eval.py) and its command line (hellaswag.py).
-
-The scores equal those of a plain scorer that reads one ending at a time, and those of the LM Evaluation Harness. Ranks,
-contexts that are too long, files that are broken and downloads that fail are handled.
-"""
+"""hellaswag.py and its scorer, training/hellaswag_eval.py: the scores are those of a plain scorer that reads one ending
+at a time, and those of the LM Evaluation Harness, on one rank or several."""
 
 import json
 import os
@@ -12,12 +9,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import hub_server
 from helpers import make_hellaswag_rows, write_jsonl
 
 import hellaswag
@@ -25,7 +19,7 @@ from model import GPT, GPTConfig
 from system import machine
 from system.cli import UserError
 from system.distributed import Runtime
-from tokens import sources, tokenizer
+from tokens import tokenizer
 from training import checkpoint, hellaswag_eval
 from training.convert import save_hf
 from training.hellaswag_eval import Example
@@ -42,21 +36,6 @@ def run_main(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["hellaswag.py", *map(str, args)])
         hellaswag.main()
         return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def expect_error(run_main):
-    """expect_error("--model", path, ..., mentions=["parts", "of it"]) -> the message of the UserError that ends it."""
-
-    def run(*args, mentions=()):
-        with pytest.raises(UserError) as error:
-            run_main(*args)
-        message = str(error.value)
-        for words in mentions:
-            assert words in message, f"{words!r} not in: {message}"
-        return message
 
     return run
 
@@ -97,13 +76,15 @@ def score_plainly(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(sums).view(-1, 4), torch.tensor(means).view(-1, 4)
 
 
-def assert_equals_plain_scorer(model, path, limit=0):
-    """Losses, predictions and summary of the first `limit` rows (0: all) of a file equal those of score_plainly."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = rows[:limit] if limit else rows
-    examples = hellaswag_eval.load_examples(path, limit)
+@pytest.mark.parametrize("options", [{}, {"tied_head": False, "positions": "rope", "norm": "rmsnorm", "qk_norm": True}])
+def test_scores_equal_the_plain_scorer(options, tmp_path, request):
+    rows = make_hellaswag_rows(24)
+    real_rows = Path(__file__).parents[2] / "shared/data/hellaswag_val_1k.jsonl"
+    if real_rows.exists():  # where a checkout has them beside it
+        rows += [json.loads(line) for line in real_rows.read_text().splitlines()[:16]]
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
+    model = make_model(**options)
     sums, means = score_plainly(model, rows)
-    labels = torch.tensor([int(row["label"]) for row in rows])
 
     losses = hellaswag_eval.score(model, examples, CPU)
     result = hellaswag.evaluate(model, examples, CPU)
@@ -112,42 +93,12 @@ def assert_equals_plain_scorer(model, path, limit=0):
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
     assert torch.equal(losses.argmin(1), sums.argmin(1))
     assert torch.equal(hellaswag_eval.normalize(losses, examples).argmin(1), means.argmin(1))
-
-    # The summary.
-    acc = (sums.argmin(1) == labels).double().mean().item()
+    labels = torch.tensor([int(row["label"]) for row in rows])
     acc_norm = (means.argmin(1) == labels).double().mean().item()
-    assert result["n"] == len(rows)
-    assert result["acc"] == pytest.approx(acc)
-    assert result["acc_norm"] == pytest.approx(acc_norm)
+    assert result["acc"] == (sums.argmin(1) == labels).double().mean().item()
+    assert result["acc_norm"] == acc_norm
     assert result["stderr"] == pytest.approx((acc_norm * (1 - acc_norm) / (len(rows) - 1)) ** 0.5)
-
-
-def test_scores_equal_the_plain_scorer(model, tmp_path):
-    assert_equals_plain_scorer(model, write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40)))
-
-
-def test_scores_equal_the_plain_scorer_on_real_rows(model, shared_data):
-    assert_equals_plain_scorer(model, shared_data / "hellaswag_val_1k.jsonl", limit=40)
-
-
-def test_a_model_with_rope_equals_the_plain_scorer(tmp_path):
-    rows = make_hellaswag_rows(24)
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
-    torch.manual_seed(0)
-    rope = GPT(GPTConfig(**SIZES, tied_head=False, positions="rope", norm="rmsnorm", qk_norm=True))
-
-    losses = hellaswag_eval.score(rope, examples, CPU)
-
-    sums, _ = score_plainly(rope, rows)
-    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
-
-
-def test_bfloat16_scores_are_close_to_float32(model, tmp_path):
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(24)))
-    exact = hellaswag_eval.score(model, examples, CPU)
-    rounded = hellaswag_eval.score(model, examples, CPU, Runtime(CPU, torch.bfloat16))
-    assert not torch.equal(rounded, exact)
-    torch.testing.assert_close(rounded, exact, atol=0.3, rtol=0.02)
+    assert result["n"] == len(rows)
 
 
 def test_ranks_share_the_work_exactly(model, tmp_path):
@@ -171,27 +122,16 @@ def test_ranks_share_the_work_exactly(model, tmp_path):
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):
-    torch.manual_seed(0)
-    small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
-    endings = [" ".join(["cat"] * n) for n in (3, 5, 7, 9)]
-    row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": endings}
+    small = make_model(block_size=32)
+    row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": ["cat " * n for n in (3, 5, 7, 9)]}
     examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
 
     losses = hellaswag_eval.score(small, examples, CPU)
 
     # Each " dog" is one token. With the longest ending, whose last token is not read, they fill the 32 positions.
     longest = max(len(ending) for ending in examples[0].endings)
-    shortened = row | {"ctx": " dog" * (33 - longest)}
-    sums, _ = score_plainly(small, [shortened])
-    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=0)
-
-
-def test_an_ending_longer_than_the_context_is_an_error(tmp_path):
-    small = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=1, n_head=2, n_embd=32))
-    row = make_hellaswag_rows(1)[0] | {"endings": ["cat " * 50] * 4}
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
-    with pytest.raises(UserError, match="the model reads 32"):
-        hellaswag_eval.score(small, examples, CPU)
+    sums, _ = score_plainly(small, [row | {"ctx": " dog" * (33 - longest)}])
+    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
 
 
 def harness_example(requests: list[list[str]], label: int) -> Example:
@@ -326,18 +266,17 @@ def test_a_run_without_readable_rows_trains_without_them(tmp_path, monkeypatch, 
     assert "but the model reads 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"ctx": None}, {"ctx": " "}, {"endings": ["a", "b", "c"]}, {"endings": ["a", "b", "c", ""]}, {"label": 4}],
-)
-def test_rows_with_missing_fields_name_line_and_field(tmp_path, change):
+@pytest.mark.parametrize("change", [
+    {"ctx": None}, {"ctx": " "}, {"endings": ["a", "b", "c"]}, {"endings": ["a", "b", "c", ""]}, {"endings": "abcd"},
+    {"endings": 4}, {"label": 4},
+])  # fmt: skip
+def test_a_bad_row_is_refused(change, tmp_path):
     good, row, _ = make_hellaswag_rows(3)
     (field,) = change
-    with_bad_field = row | change
     without_field = {name: value for name, value in row.items() if name != field}
-    for bad in (with_bad_field, without_field):
+    for bad in (row | change, without_field, [row]):
         path = write_jsonl(tmp_path / "rows.jsonl", [good, bad])
-        with pytest.raises(UserError, match=f"line 2: field '{field}'"):
+        with pytest.raises(UserError, match="line 2 "):
             hellaswag_eval.load_examples(path)
 
 
@@ -386,18 +325,18 @@ def test_ranks_on_unlike_devices_score_in_one_precision(run_ranks, model, tmp_pa
     assert "examples/s in float32 on cpu" in output
 
 
-def test_rows_that_cannot_be_scored_are_a_clear_error(expect_error, model, tmp_path):
-    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
-    checkpoint.write(tmp_path / "model.pt", checkpoint.model_file(model, 1))
-    small_vocabulary = GPT(GPTConfig(block_size=256, vocab_size=50256, n_layer=1, n_head=2, n_embd=16))
-    checkpoint.write(tmp_path / "few.pt", checkpoint.model_file(small_vocabulary, 1))
+def test_files_that_cannot_be_scored_are_refused(run_main, model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    for content, words in (("{", "line 1 "), ("[" * 10_000, "line 1 "), ("", "no rows"), ("\xff", "line 1 ")):
+        data.write_bytes(content.encode("latin-1"))
+        with pytest.raises(UserError, match=words):
+            run_main("--model", "gpt2", "--data", data)
 
-    expect_error("--model", tmp_path / "model.pt", "--data", tmp_path / "none", mentions=["none", "hellaswag.py"])
-    expect_error("--model", tmp_path / "few.pt", "--data", data, mentions=["50256 tokens, fewer than GPT-2's"])
-    data.write_text(data.read_text() + "{")
-    expect_error("--model", tmp_path / "model.pt", "--data", data, mentions=["line 21", "JSON"])
-    data.write_text("")
-    expect_error("--model", "gpt2", "--data", data, mentions=["remove it and run: python hellaswag.py"])
+    write_jsonl(data, make_hellaswag_rows(2))
+    for size, words in ({"vocab_size": 50256}, "50256 tokens"), ({"block_size": 2}, "the model reads 2"):
+        checkpoint.write(tmp_path / "model.pt", checkpoint.model_file(make_model(**size), 1))
+        with pytest.raises(UserError, match=words):
+            run_main("--model", tmp_path / "model.pt", "--data", data)
 
 
 # ------------------------------------------------------------------------- the download
@@ -432,73 +371,28 @@ def server():
 ONE_ROW = json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 0}).encode() + b"\n"
 
 
-def test_the_command_of_the_error_downloads_all_rows(server, run_main, expect_error, tmp_path):
+def test_the_command_of_the_error_downloads_all_rows(server, run_main, tmp_path):
     path = tmp_path / "data" / "my rows.jsonl"  # a space, which the command must quote
     server.body = ONE_ROW * hellaswag.VAL_ROWS
     server.broken_answers = 1
 
     # The error for missing rows names a command; the first time its download breaks off, and nothing is written.
-    message = expect_error("--model", "gpt2", "--data", path)
-    flags = shlex.split(message.rpartition(": python hellaswag.py ")[2])
-    expect_error(*flags, "--url", server.url, mentions=["cannot download", "same command"])
+    with pytest.raises(UserError) as error:
+        run_main("--model", "gpt2", "--data", path)
+    flags = shlex.split(str(error.value).rpartition(": python hellaswag.py ")[2])
+    with pytest.raises(UserError, match="cannot download"):
+        run_main(*flags, "--url", server.url)
     assert not path.exists()
 
-    # The same command again.
-    assert "10042 rows" in run_main(*flags, "--url", server.url)
-    assert path.read_bytes() == server.body
-    assert server.request_count == 2
-
-    # What is there is not fetched again.
-    run_main("--data", path, "--url", server.url)
-    assert server.request_count == 2
+    # The same command again. What is there is not fetched again.
+    for _ in range(2):
+        assert "10042 rows" in run_main(*flags, "--url", server.url)
+        assert path.read_bytes() == server.body and server.request_count == 2
 
 
-def test_a_download_that_is_not_the_data_set_is_an_error(server, expect_error, tmp_path):
+def test_a_download_that_is_not_the_data_set_is_refused(server, run_main, tmp_path):
     server.body = ONE_ROW * 5
-    expect_error("--data", tmp_path / "few", "--url", server.url, mentions=["5 rows", "10042"])
-    expect_error("--data", tmp_path / "few", "--url", "http://127.0.0.1:9/x", mentions=["download", "network"])
+    for url, words in ((server.url, "5 rows"), ("http://127.0.0.1:9/x", "download"), ("no url", "download")):
+        with pytest.raises(UserError, match=words):
+            run_main("--data", tmp_path / "few", "--url", url)
     assert not (tmp_path / "few").exists()
-
-
-def write_hub_rows(repo, rows):
-    """The splits of Rowan/hellaswag on the Hub: the labels are text there, and those of the test split are empty."""
-    (repo / "data").mkdir(parents=True)
-    for split in ("train", "validation", "test"):
-        of_split = rows if split == "validation" else rows[:9]
-        split_rows = [{**row, "label": "" if split == "test" else str(row["label"])} for row in of_split]
-        pq.write_table(pa.Table.from_pylist(split_rows), repo / "data" / f"{split}-00000-of-00001.parquet")
-
-
-def test_rows_from_the_hub_score_as_those_of_the_original_file(tmp_path, run_in_fork):
-    """GitHub cannot be reached: the proxy does not answer."""
-    # Arrange
-    rows = [{"ind": i, "source_id": "x", **row} for i, row in enumerate(make_hellaswag_rows(50))]
-    rows *= hellaswag.VAL_ROWS // 50 + 1
-    rows = rows[: hellaswag.VAL_ROWS]
-    original = write_jsonl(tmp_path / "original.jsonl", rows[:50])
-    path = tmp_path / "data" / "rows.jsonl"
-    with hub_server.start(tmp_path / "hub") as hub:
-        write_hub_rows(tmp_path / "hub/datasets/Rowan/hellaswag", rows)
-
-        # Act
-        env = {**hub.env(), "https_proxy": "http://127.0.0.1:9"}
-        done = run_in_fork("hellaswag.py", "--data", path, env=env)
-
-    # Assert
-    assert "trying hf://Rowan/hellaswag" in done.stdout and "10042 rows" in done.stdout
-    assert hellaswag_eval.load_examples(path, 50) == hellaswag_eval.load_examples(original)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-
-
-def test_rows_of_the_hub_that_are_not_the_data_set_are_an_error(tmp_path, monkeypatch):
-    def expect(rows, message):
-        parquet = tmp_path / "validation.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), parquet)
-        monkeypatch.setattr(sources, "describe_hub", lambda *_: {})
-        monkeypatch.setattr(sources, "download_files", lambda *_: [parquet])
-        with pytest.raises(UserError, match=message):
-            hellaswag.download(tmp_path / "rows.jsonl", "hf://owner/name")
-
-    expect([{**row, "label": "4"} for row in make_hellaswag_rows(2)], "hf://owner/name: row 1: field 'label'")
-    expect(make_hellaswag_rows(3), "hf://owner/name returned 3 rows, not HellaSwag's 10042")
-    assert not (tmp_path / "rows.jsonl").exists()

@@ -41,7 +41,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from system.cli import UserError, print0, require
 from tokens import tokenizer
@@ -85,48 +85,34 @@ def render(row: dict) -> Example:
     return Example(encode(row["ctx"]), endings, int(row["label"]))
 
 
-def check_row(row: object, where: str) -> None:
-    """Raise UserError, which names the place `where` and the field, unless `row` has what `render` needs."""
-    require(isinstance(row, dict), f"{where}: the row is not a JSON object")
-
-    # An empty context has no last token, which is what predicts the first token of each ending.
-    context = row.get("ctx")
-    has_context = isinstance(context, str) and context.strip()
-    require(has_context, f"{where}: field 'ctx' is missing or not text")
-
-    # An empty ending has no loss per token.
-    endings = row.get("endings")
-    are_texts = isinstance(endings, list) and all(isinstance(e, str) and e.strip() for e in endings)
-    require(are_texts and len(endings) == NUM_ENDINGS, f"{where}: field 'endings' is missing or not four texts")
-
-    # The original file has the label as a number, the copy on the Hub as text.
-    require(str(row.get("label")) in ("0", "1", "2", "3"), f"{where}: field 'label' is missing or not 0, 1, 2 or 3")
+def is_row(row: dict) -> bool:
+    """Whether a row has what `render` needs. Without a context nothing would predict the first token of an ending, and
+    an empty ending has no loss per token."""
+    context, endings = row["ctx"], row["endings"]
+    if not isinstance(endings, list) or len(endings) != NUM_ENDINGS:
+        return False
+    are_texts = all(isinstance(text, str) and text.strip() for text in (context, *endings))
+    return are_texts and str(row["label"]) in ("0", "1", "2", "3")  # the original has numbers, the Hub's copy text
 
 
 def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Example]:
     """Read and tokenize the first `limit` rows of a .jsonl file; 0 means all. Raises UserError if the file is missing,
-    has no rows, or has a bad row, whose line and field the error names."""
+    has no rows, or has a bad row, whose line the error names."""
     path = Path(path)
     download_command = f"python hellaswag.py --data {shlex.quote(str(path))}"
     require(path.is_file(), f"no HellaSwag rows at {path}; download them with: {download_command}")
+    numbered_lines = enumerate(path.read_bytes().split(b"\n"), 1)
+    numbered_lines = [(number, line) for number, line in numbered_lines if line.strip()]
 
-    # Blank lines are skipped, but count in the line numbers that an error names.
-    content = path.read_bytes()
-    numbered_lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
-    if limit:
-        numbered_lines = numbered_lines[:limit]
-
-    # Check and tokenize each row.
     examples = []
-    for number, line in numbered_lines:
-        where = f"{path} line {number}"
+    for number, line in numbered_lines[: limit or None]:
         try:
             row = json.loads(line)
-        # Broken JSON and bytes that are not UTF-8 are ValueErrors; very deep nesting is a RecursionError.
-        except (ValueError, RecursionError) as e:
-            fix = f"fix it, or remove the file and run: {download_command}"
-            raise UserError(f"{where} is not JSON ({e}); {fix}") from None
-        check_row(row, where)
+            is_good = is_row(row)
+        except (ValueError, RecursionError, KeyError, TypeError):  # not JSON, or nested very deeply, or no such field
+            is_good = False
+        rule = "must be JSON with 'ctx' (text), 'endings' (four texts) and 'label' (0 to 3)"
+        require(is_good, f"{path} line {number} {rule}; fix it, or remove the file and run: {download_command}")
         examples.append(render(row))
     require(examples, f"{path} has no rows; remove it and run: {download_command}")
     return examples
@@ -134,7 +120,6 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Examp
 
 def require_readable(examples: list[Example], config: GPTConfig) -> None:
     """Raise UserError unless a model of this shape can read the examples."""
-    # The examples are in GPT-2's tokens, of which the end of text is the last.
     require(config.vocab_size > tokenizer.EOT, f"the model has {config.vocab_size} tokens, fewer than GPT-2's")
 
     # A long context can be cut, but an ending must be read as a whole.
@@ -146,12 +131,10 @@ def available_examples(data: str, config: GPTConfig) -> list[Example]:
     """The examples for a training run, from the file `data` or, if that is "", from the default place. If nothing is
     there, or a model of this shape cannot read them, print the reason and return []: the run trains without HellaSwag.
     Raises UserError if `data` is given but cannot be loaded."""
-    # Nobody asked for a file, and nobody has downloaded the rows.
     if not data and not DEFAULT_PATH.exists():
         print0(f"HellaSwag is off: no {DEFAULT_PATH}; download it with: python hellaswag.py")
         return []
 
-    # A model of bytes, or with a very short context, cannot read these rows, but it can train without them.
     examples = load_examples(data or DEFAULT_PATH)
     try:
         require_readable(examples, config)
@@ -200,9 +183,9 @@ def plan_batches(examples: list[Example], block_size: int, max_positions: int) -
 
     # Longest first: neighbours have about the same length, and if the first batch fits in memory, all do.
     trees.sort(key=lambda tree: (tree.length, tree.index), reverse=True)
-    batches = []
 
     # All rows of a batch are as long as its first, whose length decides how many fit.
+    batches = []
     start = 0
     while start < len(trees):
         size = max(1, max_positions // trees[start].length)
@@ -216,44 +199,31 @@ def make_batch(trees: list[PrefixTree], examples: list[Example]) -> Batch:
     import torch
 
     T = trees[0].length  # the first tree is the longest
-    batch_ids, batch_positions, batch_parts = [], [], []
-    rows, columns, targets, ending_numbers = [], [], [], []
+    batch = Batch([], [], [], [], [], [], [])  # lists, which are quicker to extend than tensors
     for row, tree in enumerate(trees):
-        # The row starts with the context.
         n = len(tree.context)
         ids = list(tree.context)
         positions = list(range(n))
         parts = [CONTEXT] * n
-
         for number, ending in enumerate(examples[tree.index].endings):
             # What is read of an ending is all but its last token. Its positions continue those of the context.
-            read = ending[:-1]
             start = len(ids)
-            ids += read
-            positions += range(n, n + len(read))
-            parts += [number + 1] * len(read)
+            ids += ending[:-1]
+            end = len(ids)
+            positions += range(n, n + end - start)
+            parts += [number + 1] * (end - start)
 
             # The context's last token predicts the ending's first token; each token read predicts the one after it.
-            rows += [row] * len(ending)
-            columns += [n - 1, *range(start, start + len(read))]
-            targets += ending
-            ending_numbers += [NUM_ENDINGS * row + number] * len(ending)
+            batch.rows.extend([row] * len(ending))
+            batch.columns.extend([n - 1, *range(start, end)])
+            batch.targets.extend(ending)
+            batch.ending_numbers.extend([NUM_ENDINGS * row + number] * len(ending))
 
-        # Pad the row to the length of the batch.
         padding = T - len(ids)
-        batch_ids.append(ids + [0] * padding)
-        batch_positions.append(positions + [0] * padding)
-        batch_parts.append(parts + [PADDING] * padding)
-
-    return Batch(
-        ids=torch.tensor(batch_ids),
-        positions=torch.tensor(batch_positions),
-        parts=torch.tensor(batch_parts),
-        rows=torch.tensor(rows),
-        columns=torch.tensor(columns),
-        targets=torch.tensor(targets),
-        ending_numbers=torch.tensor(ending_numbers),
-    )
+        batch.ids.append(ids + [0] * padding)
+        batch.positions.append(positions + [0] * padding)
+        batch.parts.append(parts + [PADDING] * padding)
+    return Batch(*map(torch.tensor, batch))
 
 
 def tree_mask(parts: torch.Tensor) -> torch.Tensor:
@@ -261,12 +231,9 @@ def tree_mask(parts: torch.Tensor) -> torch.Tensor:
     query_part = parts[:, None, :, None]  # (N, 1, T, 1)
     key_part = parts[:, None, None, :]  # (N, 1, 1, T)
 
-    # Every token sees the context and its own ending. Padding sees itself, so that every query has a key.
-    is_context = key_part == CONTEXT  # (N, 1, 1, T)
-    is_own_part = key_part == query_part  # (N, 1, T, T)
-
-    # Causal: of these keys, only those at or before the query.
-    return (is_context | is_own_part).tril()
+    # Every token sees the context and its own ending, as far as they lie before it. Padding sees itself, so that every
+    # query has a key.
+    return ((key_part == CONTEXT) | (key_part == query_part)).tril()
 
 
 # ------------------------------------------------------------------------- scores
@@ -284,25 +251,21 @@ def score(
 
     The ranks of `rt` split the batches, so each of them must call this; the forward pass runs under its autocast.
     Without `rt` there is one process, in float32. progress: show a progress bar. check: called equally often on every
-    rank; it may raise. Raises UserError if the model cannot read the examples.
+    rank; it may raise Stopped. Raises UserError if the model cannot read the examples.
     """
     import torch
     from tqdm import tqdm
 
     from system.distributed import Runtime
 
-    # Fail before the first batch, not at the example that does not fit.
     require_readable(examples, model.config)
     if rt is None:
         rt = Runtime(device, torch.float32)
 
     # A GPU needs large batches. A CPU is fastest when a batch and its logits fit in its cache.
-    if device.type == "cuda":
-        max_positions = 65_536
-        logits_at_once = 8_192
-    else:
-        max_positions = 512
-        logits_at_once = 128
+    is_gpu = device.type == "cuda"
+    max_positions = 65_536 if is_gpu else 512
+    logits_at_once = 8_192 if is_gpu else 128
 
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
     batches = plan_batches(examples, model.config.block_size, max_positions)
@@ -317,12 +280,8 @@ def score(
                 indices = [tree.index for tree in trees]
                 losses[indices] = batch_losses(model, make_batch(trees, examples), device, logits_at_once)
 
-    # A last chance to stop, or to report a failure, before the ranks wait for each other. Nothing may fail after it.
-    losses = losses.to(device)
-    check()
-
     # An example's losses are zero on all ranks but one, so the sum is exact.
-    return rt.all_reduce(losses).cpu()
+    return rt.all_reduce(losses.to(device)).cpu()
 
 
 def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once: int) -> torch.Tensor:
@@ -330,7 +289,6 @@ def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once:
     import torch
     import torch.nn.functional as F
 
-    # Read all trees at once.
     mask = tree_mask(batch.parts.to(device))  # (N, 1, T, T)
     hidden = model.hidden(batch.ids.to(device), positions=batch.positions.to(device), mask=mask)  # (N, T, C)
 
@@ -362,28 +320,21 @@ def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float 
     """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns."""
     import torch
 
-    n = len(examples)
     labels = torch.tensor([example.label for example in examples])
 
     # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)
+    n = len(examples)
     acc = (losses.argmin(1) == labels).sum().item() / n
     acc_norm = (normalize(losses, examples).argmin(1) == labels).sum().item() / n
-
-    # The standard error of the mean of n answers, each of which is right or wrong.
-    stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))
+    stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))  # of the mean of n answers, right or wrong
     return {"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": n}
 
 
 def evaluate(
-    model: GPT,
-    examples: list[Example],
-    device: torch.device,
-    rt: Runtime | None = None,
-    progress: bool = False,
-    check: Callable[[], None] = lambda: None,
+    model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None, **options: Any
 ) -> dict[str, float | int]:
     """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} of a model. The arguments and errors are those of `score`."""
-    return summarize(score(model, examples, device, rt, progress, check), examples)
+    return summarize(score(model, examples, device, rt, **options), examples)
 
 
 def summary_line(result: dict[str, float | int]) -> str:
