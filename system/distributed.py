@@ -72,14 +72,6 @@ class Runtime:
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's `tensor` (same shape on all), in rank order. Every rank must call it."""
-        if self.world_size == 1:
-            return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor)
-        return gathered
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill `tensor` (same shape on all ranks) with rank `source`'s. Every rank must call it."""
         if self.world_size > 1:

@@ -283,14 +283,6 @@ def missing_compiler(device: torch.device) -> str:
     return "" if has_headers else "Python.h (python3-dev)"
 
 
-def git(*args: str) -> str:
-    """The output of git in the project's folder; an empty string if the folder is no clone, or git fails."""
-    command = ["git", "-C", str(ROOT), *args]
-    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    return ""
-
-
 def code_version() -> str:
     """A short hash of the project's Python files: equal on two machines that run the same code, whether it is a clone,
     a copy without git, or has uncommitted changes."""
@@ -305,6 +297,9 @@ def code_version() -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
-    known = {"torch": str(torch.__version__), "python": platform.python_version()}
-    commit = git("describe", "--always", "--dirty", "--abbrev=40").strip()
-    return {**known, "commit": commit} if commit else known
+    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        found["commit"] = done.stdout.strip()
+    return found
