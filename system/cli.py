@@ -204,12 +204,3 @@ def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:
     if not gpu_hour_usd:
         return "price: --gpu-hour-usd"
     return f"${cost_usd(seconds, gpus, gpu_hour_usd):.2f}"
-
-
-def format_bytes(count: float) -> str:
-    """512 bytes, 3.2 MB or 1.5 GB."""
-    if count < 1e5:
-        return f"{count:,.0f} bytes"
-    if count < 1e9:
-        return f"{count / 1e6:.1f} MB"
-    return f"{count / 1e9:.1f} GB"

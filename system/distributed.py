@@ -18,11 +18,11 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 
 import os
 import socket
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,14 +72,6 @@ class Runtime:
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's `tensor` (same shape on all), in rank order. Every rank must call it."""
-        if self.world_size == 1:
-            return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor)
-        return gathered
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill `tensor` (same shape on all ranks) with rank `source`'s. Every rank must call it."""
         if self.world_size > 1:
@@ -106,31 +98,37 @@ class Runtime:
         dist.all_gather_object(values, value, group=self.slow_group)
         return values
 
+    def differences(self, facts: dict[str, str]) -> dict[str, str]:
+        """Of the `facts` that are not the same on all ranks, {name: "3 on rank 0 (host a), but 5 on rank 1 (host b)"}.
+        Every rank must call it."""
+        hosts, every_fact = zip(*self.gather((socket.gethostname(), facts)), strict=True)
+        found = {}
+        for name in dict.fromkeys(chain(*every_fact)):
+            ranks_by_value: dict[str, list[str]] = {}
+            for rank, its_facts in enumerate(every_fact):
+                value = its_facts.get(name, "none")
+                ranks_by_value.setdefault(value, []).append(f"{rank} ({hosts[rank]})")
+            if len(ranks_by_value) > 1:
+                parts = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items()]
+                found[name] = ", but ".join(parts)
+        return found
+
     def check_equal(self, facts: dict[str, str], fixes: dict[str, str]) -> None:
         """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs,
         which ranks have which value, and its fix: fixes[name] or else fixes[""]. Every rank must call it."""
-        hosts, every_fact = zip(*self.gather((socket.gethostname(), facts)), strict=True)
-        differences = []
-        needed_fixes = []
-        for name in dict.fromkeys(name for facts in every_fact for name in facts):
-            values = [facts.get(name, "none") for facts in every_fact]
-            if len(set(values)) == 1:
-                continue
-            differences.append(f"{name} is {describe_values(values, hosts)}")
-            needed_fixes.append(fixes.get(name, fixes[""]))
-        fix = "; ".join(dict.fromkeys(needed_fixes))
-        require(not differences, f"the ranks of this run differ: {'; '.join(differences)}. To fix it, {fix}")
+        found = self.differences(facts)
+        problem = "; ".join(f"{name} is {values}" for name, values in found.items())
+        fix = "; ".join(dict.fromkeys(fixes.get(name, fixes[""]) for name in found))
+        require(not found, f"the ranks of this run differ: {problem}. To fix it, {fix}")
 
     def check_same_weights(self, parameters: Iterable[Tensor]) -> str:
-        """Which ranks have other weights than most ranks (in a tie, than rank 0); "" if all have the same bits. Every
-        rank must call it."""
+        """A text that says which ranks have which weights, by a checksum; "" if all have the same bits. Every rank
+        must call it."""
         if self.world_size == 1:
             return ""
-        checksums = self.gather(weight_checksum(parameters, self.device))
-        most_common = Counter(checksums).most_common(1)[0][0]
-        others = [rank for rank, checksum in enumerate(checksums) if checksum != most_common]
-        hosts = self.gather(socket.gethostname())
-        return f"the weights of {describe_ranks(others, hosts)} differ from those of the other ranks" if others else ""
+        checksum = weight_checksum(parameters, self.device)
+        found = self.differences({"checksum": str(checksum)})
+        return f"the checksum of the weights is {found['checksum']}" if found else ""
 
 
 @contextmanager
@@ -225,19 +223,3 @@ def weight_checksum(parameters: Iterable[Tensor], device: torch.device) -> int:
         for chunk in bits.split(CHUNK_NUMEL):
             total = 31 * total + (chunk * places[: len(chunk)]).sum()
     return int(total)
-
-
-def describe_values(values: Iterable[str], hosts: Iterable[str]) -> str:
-    """Which ranks have which value: "3e-4 on ranks 0-7 (host a), but 6e-4 on rank 8 (host b)"."""
-    ranks_by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_by_value.setdefault(value, []).append(rank)
-    return ", but ".join(f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in ranks_by_value.items())
-
-
-def describe_ranks(ranks: list[int], hosts: Iterable[str]) -> str:
-    """Some of the ranks and their machines: "rank 3 (host b)", "ranks 0-7 (host a)" or "ranks 0, 2 (hosts a, b)"."""
-    are_consecutive = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    numbers = f"{ranks[0]}-{ranks[-1]}" if are_consecutive else ", ".join(map(str, ranks))
-    names = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers} (host {names:.200})"

@@ -2,7 +2,7 @@
 
     device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-    dtype, reason = choose_dtype(rt)                  # bfloat16, "which every GPU of this run has"
+    dtype, reason = choose_dtype(rt)                  # bfloat16, "the fastest of bfloat16, float32 here"
     lacking = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from system.cli import UserError, env_rank, require
+
+ROOT = Path(__file__).parent.parent
 
 # Replaces a torch built for CUDA 13 by one that runs with the driver of any CUDA 12 (see the Makefile).
 OLDER_DRIVER_COMMAND = "make install TORCH_BUILD=cu126"
@@ -122,7 +124,10 @@ def device_name(device: torch.device) -> str:
 
 # ------------------------------------------------------------------------- precision
 
-PREFERRED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+def linear_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The function that multiplies rows by a weight matrix (columns, width), as training does."""
+    return functools.partial(torch.nn.functional.linear, weight=weight)
 
 
 class Product(NamedTuple):
@@ -132,7 +137,7 @@ class Product(NamedTuple):
     width: int
     columns: int
     min_speedup: float = 1.25  # of bfloat16: below this, casting to it and back costs as much as it saves
-    make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]] | None = None  # default: torch's own
+    make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]] = linear_with
 
 
 SCORING = Product(rows=512, width=768, columns=3072)  # HellaSwag: many rows at once
@@ -158,28 +163,26 @@ def cpu_has_bfloat16() -> bool:
 def supported_dtypes(device: torch.device) -> list[torch.dtype]:
     """What the device multiplies in hardware, the preferred first. float16 needs a loss scale in training, so it is
     preferred only on GPUs that lack bfloat16, those before Ampere (sm_80)."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return [torch.bfloat16, torch.float16, torch.float32]
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return [torch.bfloat16, torch.float16, torch.float32]
         return [torch.float16, torch.float32]
-    # Apple's GPUs are used in float32.
     if device.type == "cpu" and cpu_has_bfloat16():
         return [torch.bfloat16, torch.float32]
-    return [torch.float32]
+    return [torch.float32]  # Apple's GPUs, too
 
 
 def bfloat16_speedup(product: Product) -> float:
     """How many times as fast this CPU computes `product` in bfloat16 as in float32. A CPU's flags do not tell: a Xeon
     with AVX512-BF16 but without AMX is slower in bfloat16, a Zen 5 four times as fast."""
-    make_linear = product.make_linear or (lambda weight: functools.partial(torch.nn.functional.linear, weight=weight))
     tries = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(product.rows, product.width, dtype=dtype)
-        linear = make_linear(torch.ones(product.columns, product.width, dtype=dtype))
+        linear = product.make_linear(torch.ones(product.columns, product.width, dtype=dtype))
         linear(x)  # warms up
         tries[dtype] = functools.partial(linear, x)
 
-    # Alternate, because the machine may be busy for a while, and take the fastest of each: that can only slow them.
+    # In turn, because the machine may be busy for a while; the fastest of each, because that can only slow them.
     best = dict.fromkeys(tries, math.inf)
     for _ in range(5):
         for dtype, multiply in tries.items():
@@ -189,14 +192,14 @@ def bfloat16_speedup(product: Product) -> float:
     return best[torch.float32] / best[torch.bfloat16]
 
 
-def common_speedups(rt: Any, product: Product) -> dict[torch.dtype, float]:
-    """How many times as fast as float32 each precision is on the slowest rank; 0 if a device lacks it. On a GPU the
-    preferred ones count as infinitely fast; a CPU is measured. Every rank must call it."""
-    own = dict.fromkeys(supported_dtypes(rt.device), math.inf)
-    if rt.device.type == "cpu" and torch.bfloat16 in own:
-        own[torch.bfloat16] = bfloat16_speedup(product)
+def common_speedups(rt: Any, product: Product) -> dict[str, float]:
+    """How many times as fast as float32 each precision is on the slowest rank, the preferred one first; 0 if a device
+    lacks it. A CPU measures bfloat16; whatever else a device has counts as infinitely fast. Every rank must call it."""
+    own = {dtype_name(dtype): math.inf for dtype in supported_dtypes(rt.device)}
+    if rt.device.type == "cpu" and "bfloat16" in own:
+        own["bfloat16"] = bfloat16_speedup(product)
     of_ranks = rt.gather(own)
-    return {dtype: min(speedups.get(dtype, 0.0) for speedups in of_ranks) for dtype in PREFERRED_DTYPES}
+    return {name: min(own.get(name, 0.0) for own in of_ranks) for name in ("bfloat16", "float16", "float32")}
 
 
 def choose_dtype(
@@ -208,31 +211,20 @@ def choose_dtype(
     All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
     lacks what was asked for. Every rank must call it.
     """
-    # Any CPU computes what was asked for, if slowly: it measures nothing.
+    # Any CPU computes in what was asked for, if slowly.
     if asked != "auto" and rt.device.type != "cuda":
-        speedups = dict.fromkeys(PREFERRED_DTYPES, math.inf)
-    else:
-        speedups = common_speedups(rt, product)
-    usable = [dtype_name(dtype) for dtype, speedup in speedups.items() if speedup > 0]
+        return getattr(torch, asked), "by --dtype"
+    speedups = common_speedups(rt, product)
+    usable = [name for name, speedup in speedups.items() if speedup > 0]
+    fastest = next(name for name in usable if speedups[name] >= product.min_speedup)
 
     if asked != "auto":
-        fix = f"use --dtype {usable[0]}, or leave it out"
+        fix = f"use --dtype {fastest}, or leave it out"
         require(asked in usable, f"--dtype {asked}: not every GPU of this run has it; {fix}")
-        name, reason = asked, "by --dtype"
-    elif began_in in usable:
-        name, reason = began_in, "as the run began"
-    elif rt.device.type == "cuda":
-        name, reason = usable[0], "which every GPU of this run has"
-    elif "bfloat16" in usable:
-        speedup = speedups[torch.bfloat16]
-        name = "bfloat16" if speedup >= product.min_speedup else "float32"
-        reason = f"as bfloat16 multiplies {speedup:.1f} times as fast as float32 here"
-    else:
-        name, reason = "float32", "as this hardware has no faster precision"
-
-    if began_in and began_in != name:
-        reason += f"; the run began in {began_in}: losses may differ by rounding"
-    return getattr(torch, name), reason
+        return getattr(torch, asked), "by --dtype"
+    if began_in in usable:
+        return getattr(torch, began_in), "as the run began"
+    return getattr(torch, fastest), f"the fastest of {', '.join(usable)} here"
 
 
 # ------------------------------------------------------------------------- memory
@@ -291,33 +283,23 @@ def missing_compiler(device: torch.device) -> str:
     return "" if has_headers else "Python.h (python3-dev)"
 
 
-def git(*args: str) -> str:
-    """The output of git in the project's folder; an empty string if the folder is no clone."""
-    # Errors are not reported: not a clone, git is not installed, or it does not answer within ten seconds.
-    command = ["git", "-C", os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *args]
-    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    return ""
-
-
-@functools.cache
 def code_version() -> str:
     """A short hash of the project's Python files: equal on two machines that run the same code, whether it is a clone,
     a copy without git, or has uncommitted changes."""
-    # What a run imports: the scripts and the packages.
-    root = Path(__file__).parent.parent
-    sources = [path for folder in (".", "system", "tokens", "training") for path in (root / folder).glob("*.py")]
-
-    # Hash each file with its path inside the project and its size, so that no two sets of files have the same bytes.
     content = hashlib.sha256()
-    for path in sorted(sources):
-        content.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    for folder in (".", "system", "tokens", "training"):
+        for path in sorted(ROOT.joinpath(folder).glob("*.py")):
+            # With its name and size, so that no two sets of files have the same bytes.
+            content.update(f"{folder} {path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return content.hexdigest()[:12]
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
-    known = {"torch": str(torch.__version__), "python": platform.python_version()}
-    commit = git("describe", "--always", "--dirty", "--abbrev=40").strip()
-    return {**known, "commit": commit} if commit else known
+    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        found["commit"] = done.stdout.strip()
+    return found

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,9 +33,10 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import torch
-from helpers import ROOT
+from helpers import CPU, ROOT
 
 from system.cli import run_cli
+from system.distributed import Runtime
 
 # The server imports these once; a fork of it starts with all of them.
 PRELOAD = "__main__ helpers train_gpt2 torch._dynamo tyro fineweb hub hellaswag infer plots matplotlib.pyplot".split()
@@ -215,6 +217,35 @@ def run_ranks(n: int, script: str | Callable, *argv: object, fails: bool = False
         as_expected = not any(codes)
     assert as_expected, f"exit codes {codes}\n{output[-6000:]}"
     return output
+
+
+def run_in_threads(*functions) -> list:
+    """What each function returns, or the exception it raises, given the Runtime of one of as many ranks. The ranks are
+    threads of this process, without a process group."""
+    meeting = threading.Barrier(len(functions), timeout=20)
+    values, results = [None] * len(functions), [None] * len(functions)
+
+    class ThreadRuntime(Runtime):
+        def gather(self, value):
+            values[self.rank] = value
+            meeting.wait()
+            gathered = list(values)
+            meeting.wait()
+            return gathered
+
+    def run(rank):
+        try:
+            results[rank] = functions[rank](ThreadRuntime(CPU.device, CPU.dtype, rank, world_size=len(functions)))
+        except Exception as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a rank waits without end"
+    return results
 
 
 # ------------------------------------------------------------------------- a real torchrun

@@ -1,0 +1,122 @@
+"""The endings of every script, as exit code, message, status file and torchrun's report; printing and durations."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from system import cli
+from system.cli import UserError, format_duration, parse_duration, printable, run_cli, write_status
+
+
+@pytest.fixture
+def end(tmp_path, monkeypatch, capsys):
+    """end(main) -> the exit code of a script with this `main`, what it prints on stderr, its status, and what torchrun
+    prints last."""
+    status, error_file = tmp_path / "status", tmp_path / "error"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+
+    def run(main):
+        with pytest.raises(SystemExit) as ended:
+            run_cli(main)
+        report = str(ChildFailedError("script", {0: ProcessFailure(0, 7, 1, str(error_file))}))
+        found = json.loads(status.read_text()) if status.exists() else {}
+        return ended.value.code, capsys.readouterr().err, found.get("status"), report
+
+    return run
+
+
+def raise_error(error):
+    raise error
+
+
+def test_what_the_user_can_fix_is_one_message_that_torchrun_repeats(end):
+    code, printed, status, report = end(lambda: raise_error(UserError("--seed \x1b[2J is no number")))
+
+    assert code == 1
+    assert printed == "error: --seed \ufffd[2J is no number\n"
+    assert status == "user_error"
+    assert "error: --seed" in report
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OSError(28, "No space left on device")])
+def test_anything_else_is_a_crash_that_torchrun_repeats(end, error):
+    code, printed, status, report = end(lambda: raise_error(error))
+
+    assert code == 1
+    assert "Traceback" in printed and str(error) in printed
+    assert status == "system_error"
+    assert "Traceback" in report and str(error) in report
+
+
+def test_the_crash_of_one_rank_does_not_hide_the_error_of_another(end, tmp_path):
+    write_status("user_error", "the reason")
+    assert end(lambda: 1 / 0)[2] == "user_error"
+    assert json.loads((tmp_path / "status").read_text())["reason"] == "the reason"
+
+    (tmp_path / "status").unlink()
+    assert end(lambda: 1 / 0)[2] == "system_error"
+    assert end(lambda: raise_error(UserError("late")))[2] == "user_error"
+
+
+def test_a_bad_flag_and_an_interrupt_keep_their_exit_codes(end):
+    code, _, status, _ = end(lambda: sys.exit(2))
+    assert code == 2 and status == "user_error"  # which nothing restarts
+
+    assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
+    assert end(lambda: None)[0] == 0
+
+
+def test_a_reader_that_has_exited_is_no_error():
+    """As in `infer.py ... | head`."""
+    script = "from system.cli import run_cli; run_cli(lambda: [print('x' * 100, flush=True) for _ in range(10**5)])"
+    command = f'{sys.executable} -c "{script}" | head -n 1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.stdout.splitlines()[1:] == ["141"]
+    assert done.stderr == ""
+
+
+def test_a_rank_ends_although_a_thread_does_not():
+    """As a lost rank in gloo, or a compiler's pool, whose threads would keep the process alive."""
+    hang = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print('done')"
+    script = (
+        f"import os; os.environ['WORLD_SIZE'] = '2'\nfrom system.cli import run_cli\nrun_cli(lambda: exec({hang!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+    assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+def test_a_full_disk_costs_the_status_and_not_the_message(end, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.os, "replace", lambda *_: raise_error(OSError(28, "No space left on device")))
+    code, printed, status, _ = end(lambda: raise_error(UserError("no room")))
+    assert (code, printed, status) == (1, "error: no room\n", None)
+
+
+def test_control_codes_do_not_reach_the_terminal():
+    assert printable("a\tb\nc\x1b]0;title\x07\x9b") == "a\tb\nc\ufffd]0;title\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("seconds, text", [(12.9, "12s"), (200, "3m20s"), (3720, "1h02m"), (93784, "1d02h")])
+def test_a_duration_shows_its_two_largest_units(seconds, text):
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "text, seconds", [("3h50m", 13800), ("90m", 5400), ("1d2s", 86402), ("4.5", 4.5), ("", math.inf)]
+)
+def test_a_duration_is_read(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["5 minutes", "3m2h", "-1", "1e3", "h", "٣h"])
+def test_a_duration_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match="3h50m"):
+        parse_duration(text)

@@ -1,0 +1,185 @@
+"""Ranks: what they tell each other, how they find out that they differ, and how a run ends when one of them fails."""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+from helpers import CPU, ROOT
+from processes import run_in_threads, start_torchrun
+
+from system import cli, distributed, machine
+from system.cli import UserError
+from system.distributed import check_start, weight_checksum
+
+
+def test_one_device_for_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    with pytest.raises(UserError, match=r"--device cuda:1 .*use --device cuda"), distributed.session("cuda:1"):
+        pass
+
+
+# ------------------------------------------------------------------------- real ranks
+
+
+def talk() -> None:
+    """The script of a rank: every collective once. Rank 1 comes late to the barrier."""
+    os.cpu_count = lambda: 8
+    with distributed.session("cpu", "float32") as rt:
+        assert torch.get_num_threads() == 4  # its share of the cores
+        assert rt.gather({"rank": rt.rank}) == [{"rank": 0}, {"rank": 1}]
+        assert rt.all_reduce(torch.tensor(1.0 + rt.rank), "max") == 2
+        assert rt.any_rank(rt.rank == 1) and not rt.any_rank(False)
+        received = torch.tensor(rt.rank)
+        rt.broadcast(received, source=1)
+        assert received == 1
+        time.sleep(0.5 * rt.rank)
+        rt.barrier(hours=1)
+        assert rt.gather(time.time())[1] - time.time() < 0.4
+        cli.print0("all is well")
+
+
+def test_two_ranks_talk(run_ranks):
+    assert run_ranks(2, talk).count("all is well") == 1
+
+
+def wait_for_each_other() -> None:
+    """The script of a rank. Rank 1 leaves before the barrier, but stays alive for a while."""
+    with distributed.session("cpu", "float32") as rt:
+        if rt.rank == 1:
+            time.sleep(3)
+            sys.exit(1)
+        rt.barrier(hours=1 / 3600)
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_is_named(run_ranks):
+    assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in run_ranks(2, wait_for_each_other, fails=True)
+
+
+# A run in which rank 1 fails while rank 0 waits for it, as argv[1] says.
+FAILING = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from system import cli, distributed
+import torch
+
+def main():
+    with distributed.session("cpu", "float32") as rt:
+        if rt.rank == 1 and sys.argv[1] == "killed":
+            os.kill(os.getpid(), 9)
+        cli.require(rt.rank == 0, "rank 1 has no data")
+        rt.barrier(hours=1) if sys.argv[1] == "barrier" else rt.all_reduce(torch.ones(1))
+
+cli.run_cli(main)
+"""
+
+
+# A real torchrun takes seconds: one of these will do in `make test`.
+PLACES = ["barrier", pytest.param("collective", marks=pytest.mark.slow), pytest.param("killed", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_rank_that_fails_ends_all_with_its_message(tmp_path, where):
+    script, status = tmp_path / "script.py", tmp_path / "status.json"
+    script.write_text(FAILING)
+
+    flags = ["--standalone", "--nproc_per_node=2", str(script), where]
+    torchrun = start_torchrun(*flags, TRAIN_STATUS_FILE=str(status))
+    output = torchrun.communicate(timeout=120)[0]  # the barrier would wait for an hour
+
+    assert torchrun.returncode != 0
+    if where != "killed":
+        report = output[output.index("ChildFailedError") :]
+        assert "error: rank 1 has no data" in report
+        assert json.loads(status.read_text()) == {"status": "user_error", "reason": "rank 1 has no data"}
+
+
+# ------------------------------------------------------------------------- ranks that differ
+
+SETTINGS = {"--seed": "1", "--val-every": "4"}
+
+
+def refusals(*settings_of_ranks):
+    """What check_start raises on each rank."""
+    return run_in_threads(*[partial(check_start, settings=settings) for settings in settings_of_ranks])
+
+
+def test_ranks_with_other_settings_are_refused_by_name():
+    assert refusals(SETTINGS, SETTINGS, SETTINGS) == [None] * 3
+
+    results = refusals(SETTINGS, SETTINGS, {"--seed": "1", "--val-every": "5", "--new": "6"})
+    assert all(isinstance(result, UserError) for result in results), results
+    message = str(results[0])
+    assert {str(result) for result in results} == {message}
+    host = os.uname().nodename
+    assert f"--val-every is 4 on rank 0 ({host}), 1 ({host}), but 5 on rank 2 ({host})" in message
+    assert "--new is none on rank 0" in message
+    assert "--seed" not in message
+
+
+def test_ranks_with_other_code_are_refused_by_name(monkeypatch):
+    versions = iter(["first", "second"])
+    monkeypatch.setattr(machine, "code_version", lambda: next(versions))
+
+    for result in refusals(SETTINGS, SETTINGS):
+        assert isinstance(result, UserError)
+        assert "the code (a hash) is" in str(result) and "second on rank" in str(result)
+
+
+def test_the_hash_of_the_code_changes_with_any_file(tmp_path, monkeypatch):
+    (tmp_path / "system").mkdir()
+    (tmp_path / "model.py").write_text("x = 1\n")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    seen = {machine.code_version()}
+
+    (tmp_path / "model.py").write_text("x = 2\n")
+    seen.add(machine.code_version())
+    (tmp_path / "model.py").rename(tmp_path / "system" / "model.py")
+    seen.add(machine.code_version())
+    assert len(seen) == 3
+
+
+# ------------------------------------------------------------------------- weights
+
+A_THIRD = torch.tensor(1 / 3)
+CHANGES = {
+    "one bit": lambda w: w[1, 2].copy_(torch.nextafter(w[1, 2].float(), A_THIRD) if w.itemsize == 4 else -w[1, 2]),
+    "a sign": lambda w: w.neg_(),
+    "rows": lambda w: w.copy_(w.flip(0)),
+    "columns": lambda w: w.copy_(w.flip(1)),
+    "infinity": lambda w: w[0, 0].fill_(float("inf")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_changes_with_the_weights(monkeypatch, dtype, change):
+    """Also beyond the first chunk of a parameter."""
+    monkeypatch.setattr(distributed, "CHUNK_NUMEL", 8)
+    torch.manual_seed(0)
+    weights = [torch.randn(5, 7).to(dtype), torch.randn(3, 4).to(dtype)]
+    before = weight_checksum(weights, CPU.device)
+    assert weight_checksum([w.clone() for w in weights], CPU.device) == before
+
+    CHANGES[change](weights[1])
+    assert weight_checksum(weights, CPU.device) != before
+
+
+def test_a_checksum_knows_the_order_of_parameters():
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    assert weight_checksum([a, b], CPU.device) != weight_checksum([b, a], CPU.device)
+
+
+def test_ranks_with_other_weights_are_named():
+    def check(rt):
+        return rt.check_same_weights([torch.tensor([1.0, 2.0 if rt.rank < 2 else 3.0])])
+
+    texts = run_in_threads(check, check, check)
+    assert len(set(texts)) == 1 and "on rank 2 (" in texts[0]
+
+    assert run_in_threads(*[lambda rt: rt.check_same_weights([torch.ones(3)])] * 2) == ["", ""]
+    assert CPU.check_same_weights([torch.ones(3)]) == ""
