@@ -96,7 +96,7 @@ def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, 
     source = {"name": "x", "subset": "", "column": "text", "revision": "r", "files": [{"path": "x", "bytes": 1}]}
     empty = shards.Manifest(source, shard_format, shard_tokens, limit or None)
     batches = [documents[i : i + chunk_size] for i in range(0, len(documents), chunk_size)]
-    chunks = [Chunk(texts, len(texts), 1.0) for texts in batches]
+    chunks = [Chunk(texts, [True] * len(texts), 0) for texts in batches]
     expected = [token for text in documents for token in (tokenizer.EOT, *text.encode())][: limit or None]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

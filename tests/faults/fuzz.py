@@ -12,7 +12,6 @@ child processes, so that a crash of the interpreter itself is noticed, named and
 from __future__ import annotations
 
 import copy
-import csv
 import faulthandler
 import io
 import json
@@ -36,15 +35,16 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 
+import corpora
 import numpy as np
 import processes
 import torch
-from helpers import CPU, make_shards, write_jsonl, write_parquet
+from helpers import CPU, make_shards, write_jsonl
 
 import plots
 from model import GPT, GPTConfig
 from system.cli import UserError
-from tokens import documents, shards
+from tokens import shards
 from training import checkpoint, convert, hellaswag_eval, metrics
 from training.config import TrainConfig
 from training.open_model import open_model
@@ -73,27 +73,6 @@ class FuzzCase(NamedTuple):
 
 
 DOCUMENTS = [f"document {i} of words, ünïcode 🙂 and\nlines " * (i % 5) for i in range(40)]
-
-
-def write_documents_csv(path: Path, texts: list[str]) -> None:
-    with open(path, "w", newline="") as f:
-        writer = csv.writer(f)
-        writer.writerows([["id", "text"], *enumerate(texts)])
-
-
-def write_documents_jsonl(path: Path, texts: list[str]) -> None:
-    write_jsonl(path, [{"text": text} for text in texts])
-
-
-# How to write a file of documents for each reader of tokens/documents.py, and for plain text.
-DOCUMENT_WRITERS: dict[str, Callable[[Path, list[str]], object]] = {
-    ".parquet": lambda path, texts: write_parquet(path, texts, row_group_size=16),
-    ".jsonl": write_documents_jsonl,
-    ".ndjson": write_documents_jsonl,
-    ".json": write_documents_jsonl,
-    ".csv": write_documents_csv,
-    ".txt": lambda path, texts: path.write_text("".join(texts)),
-}
 
 
 def make_npy_shards(folder: Path) -> None:
@@ -173,9 +152,9 @@ def read_manifest(folder: Path) -> None:
 
 
 def read_documents(folder: Path) -> None:
-    for chunk in documents.read_files(sorted(folder.iterdir()), 0, "text"):
-        assert all(isinstance(text, str) for text in chunk.texts)
-        "".join(chunk.texts).encode()  # lone surrogates would fail later, in the tokenizer
+    for path in folder.iterdir():
+        for text in corpora.read_documents(path):
+            text.encode()  # a lone surrogate would fail later, in the tokenizer
 
 
 def run_model(model: GPT) -> None:
@@ -225,16 +204,13 @@ CASES = {
 
 
 def document_case(suffix: str) -> FuzzCase:
-    """The case of one reader of documents. Raises ValueError for a suffix that DOCUMENT_WRITERS lacks."""
-    if suffix not in DOCUMENT_WRITERS:
-        raise ValueError(f"add a writer for {suffix} to DOCUMENT_WRITERS in tests/faults/fuzz.py")
-    write = DOCUMENT_WRITERS[suffix]
+    """The case of one reader of documents."""
     name = f"a{suffix}"
-    return FuzzCase(name, lambda folder: write(folder / name, DOCUMENTS), read_documents)
+    return FuzzCase(name, lambda folder: corpora.write_documents(folder / name, DOCUMENTS), read_documents)
 
 
 # Every reader of documents is fuzzed.
-CASES |= {f"documents{suffix}": document_case(suffix) for suffix in (*documents.READERS, ".txt")}
+CASES |= {f"documents{suffix}": document_case(suffix) for suffix in corpora.WRITERS}
 
 # ------------------------------------------------------------------------- mutations of bytes
 
