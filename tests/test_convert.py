@@ -1,4 +1,4 @@
-"""Models in other layouts (training/convert.py and hf_layouts.py), and opening any model (training/open_model.py).
+"""Models in other layouts (training/convert.py), and opening any model (training/open_model.py).
 
 Equal bits, equal logits, a clear refusal of what no network here computes, and no pickled code ever runs. What other
 runtimes make of an export is in test_runtimes.py.
@@ -18,7 +18,7 @@ from helpers import ROOT, TRICKY_TEXTS, choices, fields_with_choices, same_bits
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import tokenizer
-from training import checkpoint, convert, gguf, hf_layouts
+from training import checkpoint, convert
 from training.open_model import open_model
 from training.presets import PRESETS
 
@@ -30,8 +30,7 @@ NETWORKS = {
     "gpt2": ("GPT2LMHeadModel", GPTConfig(vocab_size=50304)),
     "untied": ("GPT2LMHeadModel", PRESETS["untied-124m"].model),
     "nanogpt": ("GPT2LMHeadModel", GPTConfig(vocab_size=50304, bias=False, activation="gelu_erf")),
-    "record8": ("NanoChatForCausalLM", RECORD8),
-    "record8 tied": ("NanoChatForCausalLM", dataclasses.replace(RECORD8, tied_head=True)),
+    "record8": ("GPTForCausalLM", RECORD8),
     "speedrun": ("GPTForCausalLM", SPEEDRUN),
     "speedrun tied": ("GPTForCausalLM", dataclasses.replace(SPEEDRUN, tied_head=True)),
 }
@@ -51,7 +50,7 @@ def make_network(config) -> GPT:
 @pytest.fixture
 def no_tokenizer(monkeypatch):
     """Exports without a tokenizer, whose writing takes longer than everything else."""
-    monkeypatch.setattr(convert, "save_hf_tokenizer", lambda *_: None)
+    monkeypatch.setattr(convert, "save_tokenizer", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +119,9 @@ def test_every_network_runs_in_transformers(tmp_path, name, no_tokenizer, module
 
     class_name, config = NETWORKS[name]
     model = make_network(config)
-    layout = convert.save_hf(model, tmp_path / "out")
+    needs_code = convert.save_hf(model, tmp_path / "out")
     hf_model, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", trust_remote_code=layout.needs_code, output_loading_info=True
+        tmp_path / "out", trust_remote_code=needs_code, output_loading_info=True
     )
 
     # the class, with every weight from the file; the rows that pad the vocabulary are dropped
@@ -160,21 +159,17 @@ def test_every_network_runs_in_transformers(tmp_path, name, no_tokenizer, module
     hf_model.save_pretrained(tmp_path / "by transformers")
     assert same_bits(convert.load_hf(tmp_path / "by transformers").state_dict(), again.state_dict())
 
-    # whoever may read the config may read the weights; no temporary folder is left
-    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
+    # no temporary folder is left
     assert {p.name for p in tmp_path.iterdir()} == {"out", "again", "by transformers"}
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=SLOW), pytest.param("record8", marks=SLOW), "speedrun"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "speedrun"])
 def test_the_pipeline_continues_text_to_the_end_of_the_context(tmp_path, name, modules_cache):
     """As a user types it: a prompt, and no length. GPT-2's tokenizer is in the folder."""
     from transformers import pipeline
 
-    layout = convert.save_hf(make_network(NETWORKS[name][1]), tmp_path / "out")
-    pipe = pipeline("text-generation", model=str(tmp_path / "out"), trust_remote_code=layout.needs_code)
+    needs_code = convert.save_hf(make_network(NETWORKS[name][1]), tmp_path / "out")
+    pipe = pipeline("text-generation", model=str(tmp_path / "out"), trust_remote_code=needs_code)
     text = pipe("Hello, world", return_full_text=True)[0]["generated_text"]
     assert text.startswith("Hello, world") and len(text) > 30
 
@@ -234,11 +229,12 @@ def test_a_config_that_spells_out_the_defaults_is_read(make_hf):
         ({"model_type": "llama"}, ["model_type", "'llama'"]),
         ({"n_head": 3}, ["n_head"]),
         ({"n_layer": 0}, ["n_layer"]),
-        ({"n_layer": 3}, ["do not match", "transformer.h.2"]),
-        ({"n_layer": 1}, ["do not match", "transformer.h.1"]),
-        ({"n_embd": 64}, ["cannot read the weights"]),
-        ({"tie_word_embeddings": False}, ["do not match", "lm_head.weight"]),
-        ({"n_embd": None}, ["n_embd"]),
+        ({"n_layer": 3}, ["2 layers"]),
+        ({"n_layer": 1}, ["2 layers"]),
+        ({"n_embd": 64}, ["transformer.wte.weight"]),
+        ({"tie_word_embeddings": False}, ["lm_head.weight"]),
+        ({"n_embd": None}, []),
+        ({"n_embd": "32"}, []),
     ],
 )
 def test_what_is_not_gpt2_is_refused(make_hf, change, words):
@@ -250,19 +246,7 @@ def test_what_is_not_gpt2_is_refused(make_hf, change, words):
         convert.load_hf(folder)
 
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_long_names_of_weights_do_not_fill_the_terminal(make_hf):
-    from safetensors.torch import save_file
-
-    _, folder = make_hf()
-    weights = load_tensors(folder)
-    weights["transformer.h." + "9" * 5000] = torch.ones(1)
-    save_file(weights, folder / "model.safetensors")
-
-    with pytest.raises(UserError, match=r"do not match its config\.json: transformer\.h\.9{10}") as error:
-        convert.load_hf(folder)
-    assert len(str(error.value)) < 1000
+    assert str(error.value).startswith(str(folder)) and len(str(error.value)) < 1000
 
 
 def test_damaged_and_missing_files_are_named(make_hf, tmp_path):
@@ -270,34 +254,21 @@ def test_damaged_and_missing_files_are_named(make_hf, tmp_path):
     weights = folder / "model.safetensors"
 
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot read the weights in .*from-transformers"):
+    with pytest.raises(UserError, match=r"from-transformers .*SafetensorError"):
         convert.load_hf(folder)
-
     weights.unlink()
-    with pytest.raises(UserError, match="has no weights"):
+    with pytest.raises(UserError, match=r"from-transformers .*no weights"):
         convert.load_hf(folder)
-
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"from-transformers .*JSON"):
         convert.load_hf(folder)
-
-    with pytest.raises(UserError, match="neither a folder here nor a name"):
+    with pytest.raises(UserError, match="nothing/there"):
         convert.load_hf(tmp_path / "nothing" / "there")
 
 
 def test_without_a_network_the_error_comes_quickly(expect_failure, tmp_path):
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}  # nobody listens on port 9
-    expect_failure("infer.py", "gpt2", "Hi", mentions=["gpt2", "network", "HF_ENDPOINT"], env=env, timeout=60)
-
-
-def test_a_gguf_is_refused_for_an_activation_that_llama_cpp_lacks(monkeypatch):
-    """Even if transformers' GPT-2 has it: llama.cpp would compute GELU instead."""
-    monkeypatch.setattr(gguf, "find_converter", lambda: "converter")
-    monkeypatch.setitem(hf_layouts.GPT2_ACTIVATIONS, "relu2", "relu2")
-    for activation in ("gelu", "gelu_erf"):
-        gguf.check_convertible(dataclasses.replace(TINY, activation=activation))
-    with pytest.raises(UserError, match="only GELU, but this network's activation is relu2; leave out --gguf"):
-        gguf.check_convertible(dataclasses.replace(TINY, activation="relu2"))
+    expect_failure("infer.py", "gpt2", "Hi", mentions=["127.0.0.1:9", "internet"], env=env, timeout=60)
 
 
 # Of every field, a value that TINY does not have. Fields with named choices are tested with all of them.
@@ -330,8 +301,8 @@ def values_to_export() -> list[tuple[str, object]]:
 
 @pytest.mark.parametrize("name, value", values_to_export())
 def test_every_field_of_the_config_survives_an_export(tmp_path, no_tokenizer, name, value):
-    """Fails for a new field of GPTConfig until it has a value in ANOTHER_VALUE, and if a layout of hf_layouts.py takes
-    a network for one that it is not."""
+    """Fails for a new field of GPTConfig until it has a value in ANOTHER_VALUE, and if is_gpt2 takes a network
+    for one that it is not."""
     assert value is not None, f"give {name} a value in ANOTHER_VALUE"
     default = getattr(GPTConfig(), name)
     for base in (TINY, dataclasses.replace(RECORD8, block_size=32, n_layer=2, n_head=2, n_embd=32)):
@@ -349,35 +320,11 @@ def test_every_field_of_the_config_survives_an_export(tmp_path, no_tokenizer, na
         assert torch.equal(convert.load_hf(out)(idx)[0], model(idx)[0][..., :50257])
 
 
-def test_a_network_that_no_class_of_transformers_computes_takes_its_code_along(tmp_path, no_tokenizer):
+def test_an_export_has_the_code_only_if_transformers_has_no_class(tmp_path, no_tokenizer):
     convert.save_hf(make_network(SPEEDRUN), tmp_path / "out")
     assert (tmp_path / "out/model.py").read_bytes() == (ROOT / "model.py").read_bytes()
-    convert.save_hf(make_network(RECORD8), tmp_path / "other")
+    convert.save_hf(make_network(TINY), tmp_path / "other")
     assert not list((tmp_path / "other").glob("*.py"))
-
-
-@pytest.mark.parametrize(
-    "network, change, words",
-    [
-        (RECORD8, {"final_logit_softcapping": 15.0}, ["final_logit_softcapping", "15.0"]),
-        (RECORD8, {"rms_norm_eps": 1e-6}, ["rms_norm_eps"]),
-        (RECORD8, {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters"]),
-        (RECORD8, {"num_key_value_heads": 1}, ["num_key_value_heads"]),
-        (RECORD8, {"hidden_size": "32"}, ["hidden_size", "numbers"]),
-        (SPEEDRUN, {"network": {}}, ["network"]),
-        (SPEEDRUN, {"network": None}, ["network"]),
-        (SPEEDRUN, {"architectures": ["X"], "model_type": "x"}, ["model_type", "'x'", "gpt2", "nanochat"]),
-    ],
-)
-def test_a_changed_config_is_refused(tmp_path, no_tokenizer, network, change, words):
-    convert.save_hf(make_network(network), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-
-    with pytest.raises(UserError) as error:
-        convert.load_hf(tmp_path)
-
-    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -392,13 +339,13 @@ def test_a_changed_config_is_refused(tmp_path, no_tokenizer, network, change, wo
         {"block_size": [32]},
     ],
 )
-def test_changed_settings_of_a_network_with_code_are_refused(tmp_path, no_tokenizer, change):
+def test_changed_settings_of_a_network_are_refused(tmp_path, no_tokenizer, change):
     convert.save_hf(make_network(SPEEDRUN), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["network"] |= change
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(UserError, match=r"config\.json|cannot read the weights"):
+    with pytest.raises(UserError, match=r"holds no network of model\.py"):
         convert.load_hf(tmp_path)
 
 
@@ -426,7 +373,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def raise_disk_full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(convert, "save_hf_tokenizer", raise_disk_full)
+    monkeypatch.setattr(convert, "save_tokenizer", raise_disk_full)
     with pytest.raises(OSError, match="disk full"):
         convert.save_hf(GPT(TINY), tmp_path / "out")
 
@@ -579,7 +526,7 @@ def test_files_of_other_kinds_are_refused(tmp_path):
     torch.save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("hello")
-    reasons = {"other.pt": "it has no 'transformer.wte.weight'", "list.pt": "", "text.pt": ""}
+    reasons = {"other.pt": "'transformer.wte.weight'", "list.pt": "", "text.pt": ""}
 
     for name, reason in reasons.items():
         with pytest.raises(UserError, match=f"build-nanogpt or nanoGPT.*{reason}"):
