@@ -13,6 +13,7 @@ are pulled without a token.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from system.cli import UserError, require, run_cli
+from system.cli import UserError, print0, require, run_cli
 from system.hub_client import open_hub
 from tokens import shards
 from training import convert, metrics
@@ -51,7 +52,7 @@ def check(repo: str, public: bool = False) -> None:
     """
     with open_hub() as api:
         repo = open_to_write(api, repo, "model", public)
-    print(f"{repo} exists, and this token may push to it")
+    print0(f"{repo} exists, and this token may push to it")
 
 
 def open_to_write(api: HfApi, repo: str, kind: str, public: bool) -> str:
@@ -99,7 +100,7 @@ def fetch(source: Snapshot, wanted: dict[str, RepoFile], out: Path, sha256: dict
     # Inside the folder, as renaming works within one file system. What a killed pull completed is not fetched again.
     staging = out / ".incoming"
     if missing:
-        paths = [wanted[name].path for name in missing]
+        paths = [glob.escape(wanted[name].path) for name in missing]
         where = {"repo_type": source.kind, "revision": source.commit, "local_dir": staging}
         source.api.snapshot_download(source.repo, allow_patterns=paths, **where)
     for name in missing:
@@ -149,7 +150,7 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
         if manifest:
             path = data_dir / shards.MANIFEST
             api.upload_file(path_or_fileobj=path, path_in_repo=path.name, repo_id=repo, repo_type="dataset")
-    print(f"{repo} is complete; to pull: python hub.py pull-data {repo} DIR")
+    print0(f"{repo} is complete; to pull: python hub.py pull-data {repo} DIR")
 
 
 def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> None:
@@ -185,7 +186,7 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> Non
         if manifest:
             pulled = [shard for shard in manifest.shards if shard.file in names]
             shards.write_manifest(data_dir, replace(manifest, shards=pulled))
-    print(f"{len(names)} shards in {data_dir}, all hashes verified")
+    print0(f"{len(names)} shards in {data_dir}, all hashes verified")
 
 
 def read_remote_manifest(source: Snapshot) -> shards.Manifest | None:
@@ -221,18 +222,18 @@ def push_model(
     """
     from training import checkpoint
 
+    # Loading a model also checks it: a damaged one is not pushed.
+    described, files = choose_files(path, steps, with_optimizer)
+    model, facts = checkpoint.load(described)
     with open_hub() as api:
         repo = open_to_write(api, repo, "model", public)
 
         # A folder of fixed name: the next push removes what a killed one has left.
-        described, files = choose_files(path, steps, with_optimizer)
         held = described.with_name(".push")
         shutil.rmtree(held, ignore_errors=True)
         held.mkdir()
         try:
             hold_files(files, held)
-            # Loading a model also checks it: a damaged one is not pushed.
-            model, facts = checkpoint.load(held / described.name)
             if not temporary:
                 needs_code = add_export(model, held)
                 (held / "README.md").write_text(make_card(model, facts, repo, needs_code))
@@ -246,9 +247,9 @@ def push_model(
             shutil.rmtree(held)
         if temporary:
             free_storage(api, repo)
-    print(f"{repo} is complete; to pull: python hub.py pull-model {repo} DIR")
+    print0(f"{repo} is complete; to pull: python hub.py pull-model {repo} DIR")
     if not with_optimizer:
-        print("note: without --with-optimizer, the run cannot be resumed from there")
+        print0("note: without --with-optimizer, the run cannot be resumed from there")
 
 
 def step_of(name: str) -> int:
@@ -309,7 +310,7 @@ def add_export(model: GPT, folder: Path) -> bool | None:
         needs_code = convert.save_hf(model, exported)
     except OSError as error:
         # A rented machine may be waiting for this push.
-        print(f"warning: the checkpoint is pushed without its export, which could not be written ({error})")
+        print0(f"warning: the checkpoint is pushed without its export, which could not be written ({error})")
         return None
     for path in exported.iterdir():
         path.rename(folder / path.name)
@@ -350,7 +351,7 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
         if RUN_CONFIG in latest and not (out_dir / "config.json").exists():
             wanted["config.json"] = latest[RUN_CONFIG]
         fetch(source, wanted, out_dir, {})
-    print(f"{repo} is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    print0(f"{repo} is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 def export(path: Path, out_dir: Path) -> None:
@@ -365,9 +366,9 @@ def export(path: Path, out_dir: Path) -> None:
     model, facts = checkpoint.load(path)
     needs_code = convert.save_hf(model, out_dir)
     (out_dir / "README.md").write_text(make_card(model, facts, str(out_dir), needs_code))
-    print(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    print0(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
     if needs_code:
-        print("transformers has no class for this network: load it with trust_remote_code=True")
+        print0("transformers has no class for this network: load it with trust_remote_code=True")
 
 
 def import_old(old: Path, out_dir: Path) -> None:
@@ -389,7 +390,7 @@ def import_old(old: Path, out_dir: Path) -> None:
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
-    print(
+    print0(
         f"{model.num_params():,} parameters are in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,"
     )
 

@@ -225,7 +225,6 @@ def test_a_config_that_spells_out_the_defaults_is_read(make_hf):
     [
         ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
         ({"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon"]),
-        ({"n_inner": 65}, ["n_inner", "65"]),
         ({"model_type": "llama"}, ["model_type", "'llama'"]),
         ({"n_head": 3}, ["n_head"]),
         ({"n_layer": 0}, ["n_layer"]),

@@ -158,8 +158,7 @@ def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
 
     # Any other value means another network.
     sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
-    n_inner = hf_config.get("n_inner") and 4 * sizes["n_embd"]
-    for name, supported in {**GPT2_FIXED, "n_inner": n_inner}.items():
+    for name, supported in GPT2_FIXED.items():
         value = hf_config.get(name, supported)
         require(value == supported, f"{name} is {value!r:.99}; only {supported!r} is supported")
     activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
@@ -219,7 +218,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
         save(config, weights, special_tokens, part)
         (part / "generation_config.json").write_text(json.dumps(generation))
         if has_tokenizer:
-            save_tokenizer(part, config.block_size)
+            save_hf_tokenizer(part, config.block_size)
         part.rename(out_dir)
     return not is_gpt2(config)
 
@@ -292,7 +291,7 @@ def save_with_code(
         shutil.copyfile(source, folder / name)
 
 
-def save_tokenizer(folder: Path, max_length: int) -> None:
+def save_hf_tokenizer(folder: Path, max_length: int) -> None:
     """Write GPT-2's tokenizer for transformers. max_length: the model's context, in tokens."""
     from transformers import GPT2Tokenizer
 

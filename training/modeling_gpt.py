@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .model import GPT, GPTConfig, has_rope, rope_table
@@ -63,15 +63,12 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.network = GPT(GPTConfig.from_dict(config.network))
 
-        # When transformers loads a model, it discards the contents of buffers that are not in the file. So RoPE's table
-        # becomes a plain attribute, which transformers does not touch. forward moves it to the device of the ids.
-        if has_rope(self.network.config):
-            del self.network.cos_sin
-            self.network.cos_sin = rope_table(self.network.config)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Does nothing: GPT initializes its own weights."""
+        """Fill what is in no file: RoPE's table. GPT initializes its own weights."""
+        if module is self.network and has_rope(module.config):
+            module.cos_sin.copy_(rope_table(module.config))
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Where transformers finds the token embedding, to tie or to resize it."""
@@ -87,7 +84,6 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
         labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -99,11 +95,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         T = input_ids.shape[1]
 
-        # The keys and values of earlier calls. Generation passes the cache that the call before has returned.
-        if use_cache is None:
-            use_cache = not self.training
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        # The keys and values of earlier calls, to which generation adds those of each call.
         cache = None
         if past_key_values is not None:
             cache = CacheAdapter(past_key_values, self.network.transformer.wte.weight)
@@ -128,10 +120,6 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
             causal = torch.ones(T, S, dtype=torch.bool, device=input_ids.device).tril(start)  # (T, S)
             itself = torch.eye(S, dtype=torch.bool, device=input_ids.device)[start:]  # (T, S)
             mask = (causal & is_text[:, None, :] | itself)[:, None]  # (B, 1, T, S)
-
-        # RoPE's table is no buffer here (see __init__), so it does not move with the model.
-        if has_rope(self.network.config):
-            self.network.cos_sin = self.network.cos_sin.to(input_ids.device)
 
         # (B, T) -> (B, T, C) -> (B, T or logits_to_keep, V)
         hidden = self.network.hidden(input_ids, cache, positions, mask)

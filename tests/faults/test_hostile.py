@@ -161,7 +161,7 @@ def test_a_pickle_among_hugging_face_weights_is_refused(bomb, run_main, tiny_arg
         (train_gpt2, "quickstart", *tiny_args, "--out-dir", tmp_path / "new", "--init-from", folder),
     ]
     for command in commands:
-        with pytest.raises(UserError, match=r"cannot read the weights in .*hostile"):
+        with pytest.raises(UserError, match=r"hostile holds no network"):
             run_main(*command)
 
 
@@ -212,7 +212,7 @@ def test_a_pull_fetches_no_code_and_what_it_fetches_is_refused(bomb, run_in_fork
     with hub_server.start(tmp_path / "hub") as server:
         run_in_fork("hub.py", "pull-model", "evil/model", tmp_path / "out", env=server.env())
 
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lock", "model_00001.pt"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model_00001.pt"]
     with pytest.raises(UserError, match="never run"):
         open_model(tmp_path / "out")
 
@@ -227,7 +227,7 @@ def test_names_of_remote_files_are_no_patterns_and_control_no_terminal(run_in_fo
 
     with hub_server.start(tmp_path / "hub") as server:
         run_in_fork("hub.py", "pull-data", "evil/tokens", tmp_path / "data", env=server.env())
-        assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".lock", *names]
+        assert sorted(p.name for p in (tmp_path / "data").iterdir()) == names
 
         # an error message of the Hub with control codes in it
         fault = hub_server.Fault("status", "/api/datasets", code=400, message="\x1b[2Jno\x9b31m \x07")
