@@ -5,9 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections import Counter
 from graphlib import TopologicalSorter
-from xml.etree import ElementTree
 
 import pytest
 from helpers import ROOT
@@ -57,33 +55,6 @@ def test_imports_go_downwards():
         if layer_of(imported) > layer_of(module) or (imported in SCRIPTS and module not in SCRIPTS)
     ]
     assert upward == []
-
-
-def test_the_picture_of_the_layout_is_true_to_the_imports():
-    """Every module is in docs/layout.svg, and its lines and arrows are the imports, no more and no less."""
-    picture = ElementTree.fromstring((ROOT / "docs" / "layout.svg").read_text())
-    elements = [element.attrib for element in picture.iter()]
-    boxes = {attributes["data-module"] for attributes in elements if "data-module" in attributes}
-    lines = {(a["data-from"], a["data-to"]) for a in elements if a.get("class") == "import"}
-    arrows = {(a["data-from"], a["data-to"]): int(a["data-count"]) for a in elements if a.get("class") == "between"}
-
-    # The imports within a package, and how many there are from one to another.
-    modules = source_files()
-    inside = set()
-    between = Counter()
-    for module, path in modules.items():
-        package = "scripts" if module in SCRIPTS else module.split(".")[0]
-        for imported in project_imports(path, modules) - {"system", "tokens", "training"}:
-            imported_package = "scripts" if imported in SCRIPTS else imported.split(".")[0]
-            if imported_package == package:
-                inside.add((module, imported))
-            else:
-                between[package, imported_package] += 1
-
-    redraw = "draw it again: python docs/draw_layout.py"
-    assert boxes == modules.keys() - {"system", "tokens", "training"}, redraw
-    assert lines == inside, redraw
-    assert arrows == between, redraw
 
 
 def test_no_module_imports_itself_through_others():
