@@ -237,8 +237,6 @@ def test_what_fails_on_one_rank_before_training_ends_all_at_once(tiny_args, tmp_
 # ------------------------------------------------------------------------- ranks that differ
 
 
-
-
 def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, tmp_path):
     """On two machines: another checkpoint, another length of the run, other shards, other HellaSwag rows."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
