@@ -144,19 +144,18 @@ def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
 def save_checkpoint(
     train_step: TrainStep, run: RunState, metrics: MetricsLogger, writer: checkpoint.CheckpointWriter
 ) -> None:
-    """Save the current step, unless that has been done. Raises RuntimeError if the ranks' weights differ. Every rank
+    """Save the current step, unless that has been done. Raises UserError if the ranks' weights differ. Every rank
     must call it: parts of the state are gathered."""
     # The loop may have saved this step before a stop or an error asks for it again.
     if run.last_saved_step == run.step:
         return
     rt = train_step.rt
 
-    # The ranks would train different models from here on, and only rank 0's can be saved: DDP averages gradients, but
-    # never compares the weights.
-    difference = rt.check_same_weights(train_step.weights.named.values())
-    if difference:
-        hint = "cards of different kinds need --zero-stage 1; a card that differs again is defective"
-        raise RuntimeError(f"{difference} at step {run.step}, which is not saved; {hint}")
+    # Otherwise the ranks would train different models from here on, of which only rank 0's is saved: DDP averages
+    # gradients, but never compares the weights.
+    checksum = distributed.weight_checksum(list(train_step.weights.named.values()))
+    fix = f"step {run.step} is not saved. Unlike cards need --zero-stage 1; one that differs again is defective"
+    rt.check_equal({"the checksum of the weights": checksum}, fix)
 
     # model_*.pt: the weights in float32, even if the model's own are bfloat16, and a few facts about them.
     # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
@@ -227,7 +226,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(cfg.data_dir, "val", T, model.config.vocab_size)
-    rt.check_equal(resume.describe_files(cfg, val_data), {"": "give every machine the same files"})
+    rt.check_equal(resume.describe_files(cfg, val_data), "give every machine the same files")
 
     # Validation loss. Not compiled: compiling would take longer than it saves.
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size

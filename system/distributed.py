@@ -9,7 +9,7 @@ that every rank must call something, a rank that did not would leave the others 
 
 There are two process groups:
 
-    default    NCCL on CUDA, else gloo    tensors: gradients, losses         waits for timeout_minutes
+    default    NCCL on CUDA, else gloo    tensors: gradients, losses         waits for ten minutes
     slow       gloo                       objects, and waits for a rank      waits for hours
                                           that writes a checkpoint
 
@@ -18,7 +18,7 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,7 +32,9 @@ from torch import Tensor
 from system import machine
 from system.cli import env_rank, require
 
-# How long ranks wait for each other's objects: reading a checkpoint from a slow network volume takes minutes.
+# How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
+# volume takes minutes.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 SLOW_TIMEOUT = timedelta(hours=2)
 
 # How many weights enter a checksum at a time: each takes eight bytes meanwhile.
@@ -46,7 +48,6 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype  # of autocast; float32 means no autocast
     rank: int = 0  # among all processes
-    local_rank: int = 0  # among those of this machine
     world_size: int = 1
     slow_group: dist.ProcessGroup | None = None  # None for a single rank
 
@@ -98,37 +99,21 @@ class Runtime:
         dist.all_gather_object(values, value, group=self.slow_group)
         return values
 
-    def differences(self, facts: dict[str, str]) -> dict[str, str]:
-        """Of the `facts` that are not the same on all ranks, {name: "3 on rank 0 (host a), but 5 on rank 1 (host b)"}.
-        Every rank must call it."""
+    def check_equal(self, facts: dict[str, str], fix: str) -> None:
+        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs, and
+        which ranks have which value: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call
+        it."""
         hosts, every_fact = zip(*self.gather((socket.gethostname(), facts)), strict=True)
-        found = {}
+        differences = []
         for name in dict.fromkeys(chain(*every_fact)):
             ranks_by_value: dict[str, list[str]] = {}
             for rank, its_facts in enumerate(every_fact):
                 value = its_facts.get(name, "none")
                 ranks_by_value.setdefault(value, []).append(f"{rank} ({hosts[rank]})")
             if len(ranks_by_value) > 1:
-                parts = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items()]
-                found[name] = ", but ".join(parts)
-        return found
-
-    def check_equal(self, facts: dict[str, str], fixes: dict[str, str]) -> None:
-        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs,
-        which ranks have which value, and its fix: fixes[name] or else fixes[""]. Every rank must call it."""
-        found = self.differences(facts)
-        problem = "; ".join(f"{name} is {values}" for name, values in found.items())
-        fix = "; ".join(dict.fromkeys(fixes.get(name, fixes[""]) for name in found))
-        require(not found, f"the ranks of this run differ: {problem}. To fix it, {fix}")
-
-    def check_same_weights(self, parameters: Iterable[Tensor]) -> str:
-        """A text that says which ranks have which weights, by a checksum; "" if all have the same bits. Every rank
-        must call it."""
-        if self.world_size == 1:
-            return ""
-        checksum = weight_checksum(parameters, self.device)
-        found = self.differences({"checksum": str(checksum)})
-        return f"the checksum of the weights is {found['checksum']}" if found else ""
+                values = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items()]
+                differences.append(f"{name} is {', but '.join(values)}")
+        require(not differences, f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
 
 
 @contextmanager
@@ -136,7 +121,6 @@ def session(
     device: str = "auto",
     dtype: str = "auto",
     deterministic: bool = False,
-    timeout_minutes: float = 10,
     settings: dict[str, str] | None = None,
 ) -> Iterator[Runtime]:
     """Yield this process's Runtime. Under torchrun join the other ranks, and leave them at the end.
@@ -144,7 +128,6 @@ def session(
     device: auto, cpu, mps, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
     dtype: `auto` takes the one that scores fastest on all devices; a training run makes its own choice later.
     deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
-    timeout_minutes: how long a collective waits for a missing rank before the run stops instead of hanging.
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
@@ -161,7 +144,7 @@ def session(
     problem = f"--device {device} is one device, which ranks cannot share"
     require(ranks_here == 1 or ":" not in device, f"{problem}; use --device {device.partition(':')[0]}")
     dev = machine.choose_device(device, local_rank)
-    rt = Runtime(dev, torch.float32, env_rank(), local_rank, world_size)
+    rt = Runtime(dev, torch.float32, env_rank(), world_size)
 
     # torch's global switches: deterministic kernels, and the precision of float32 products on a GPU.
     if deterministic or dev.type == "cpu":
@@ -175,8 +158,9 @@ def session(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
     if world_size > 1:
-        rt = join_group(rt, timedelta(minutes=timeout_minutes))
-        check_start(rt, settings or {})
+        rt = join_group(rt)
+        facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
+        rt.check_equal(facts, "start every machine with the same command, code and software")
     yield replace(rt, dtype=machine.choose_dtype(rt, dtype)[0])
 
     # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
@@ -184,42 +168,23 @@ def session(
         dist.destroy_process_group()
 
 
-def join_group(rt: Runtime, timeout: timedelta) -> Runtime:
+def join_group(rt: Runtime) -> Runtime:
     """Join the ranks at the address that torchrun's environment gives. Every rank must call it."""
     if rt.device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=rt.device)
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=rt.device)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     return replace(rt, slow_group=dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT))
 
 
-def check_start(rt: Runtime, settings: dict[str, str]) -> None:
-    """Raise UserError on every rank unless all were started alike, before a collective could hang or average two
-    different models. Every rank must call it."""
-    facts = {
-        "the kind of device": rt.device.type,
-        "torch": str(torch.__version__),
-        "the code (a hash)": machine.code_version(),
-        **settings,
-    }
-    fixes = {
-        "": "start every machine with the same command",
-        "the kind of device": "add the same --device on every machine, or install a torch that finds the GPUs",
-        "torch": "install the same torch on every machine: make install",
-        "the code (a hash)": "check out the same commit on every machine; git status shows what is changed there",
-    }
-    rt.check_equal(facts, fixes)
-
-
-def weight_checksum(parameters: Iterable[Tensor], device: torch.device) -> int:
-    """A number that changes with any bit of the weights and with their order. Their bits are summed as integers, which
-    is exact in any order, each times its place."""
+def weight_checksum(parameters: list[Tensor]) -> str:
+    """A number that changes with any bit of float32 weights and with their order. Their bits are summed as integers,
+    which is exact in any order, each times its place."""
     # Integers wrap around beyond 64 bits, on every device alike.
-    places = torch.arange(1, CHUNK_NUMEL + 1, device=device)
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    places = torch.arange(1, CHUNK_NUMEL + 1, device=parameters[0].device)
+    total = torch.zeros((), dtype=torch.int64, device=parameters[0].device)
     for p in parameters:
-        # Any shape -> (numbers,): the same bits as integers of the same size.
-        bits = p.detach().reshape(-1).view(torch.int16 if p.itemsize == 2 else torch.int32)
-        for chunk in bits.split(CHUNK_NUMEL):
+        # Any shape -> (numbers,): the same bits as integers.
+        for chunk in p.detach().reshape(-1).view(torch.int32).split(CHUNK_NUMEL):
             total = 31 * total + (chunk * places[: len(chunk)]).sum()
-    return int(total)
+    return str(total.item())

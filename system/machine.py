@@ -11,7 +11,6 @@ Importing this imports torch, so cli.set_omp_wait_policy must have run before.
 
 import ctypes
 import functools
-import hashlib
 import logging
 import math
 import os
@@ -281,17 +280,6 @@ def missing_compiler(device: torch.device) -> str:
     # The headers come with the interpreter or, on Debian, in a package of their own.
     has_headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
     return "" if has_headers else "Python.h (python3-dev)"
-
-
-def code_version() -> str:
-    """A short hash of the project's Python files: equal on two machines that run the same code, whether it is a clone,
-    a copy without git, or has uncommitted changes."""
-    content = hashlib.sha256()
-    for folder in (".", "system", "tokens", "training"):
-        for path in sorted(ROOT.joinpath(folder).glob("*.py")):
-            # With its name and size, so that no two sets of files have the same bytes.
-            content.update(f"{folder} {path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return content.hexdigest()[:12]
 
 
 @functools.cache

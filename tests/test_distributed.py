@@ -4,16 +4,15 @@ import json
 import os
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
-from helpers import CPU, ROOT
+from helpers import ROOT
 from processes import run_in_threads, start_torchrun
 
-from system import cli, distributed, machine
+from system import cli, distributed
 from system.cli import UserError
-from system.distributed import check_start, weight_checksum
+from system.distributed import weight_checksum
 
 
 def test_one_device_for_several_ranks_is_refused(monkeypatch):
@@ -103,12 +102,11 @@ def test_a_rank_that_fails_ends_all_with_its_message(tmp_path, where):
 SETTINGS = {"--seed": "1", "--val-every": "4"}
 
 
-def refusals(*settings_of_ranks):
-    """What check_start raises on each rank."""
-    return run_in_threads(*[partial(check_start, settings=settings) for settings in settings_of_ranks])
-
-
 def test_ranks_with_other_settings_are_refused_by_name():
+    def refusals(*settings_of_ranks):
+        """What check_equal raises on each rank."""
+        return run_in_threads(*[lambda rt, facts=facts: rt.check_equal(facts, "fix it") for facts in settings_of_ranks])
+
     assert refusals(SETTINGS, SETTINGS, SETTINGS) == [None] * 3
 
     results = refusals(SETTINGS, SETTINGS, {"--seed": "1", "--val-every": "5", "--new": "6"})
@@ -121,33 +119,11 @@ def test_ranks_with_other_settings_are_refused_by_name():
     assert "--seed" not in message
 
 
-def test_ranks_with_other_code_are_refused_by_name(monkeypatch):
-    versions = iter(["first", "second"])
-    monkeypatch.setattr(machine, "code_version", lambda: next(versions))
-
-    for result in refusals(SETTINGS, SETTINGS):
-        assert isinstance(result, UserError)
-        assert "the code (a hash) is" in str(result) and "second on rank" in str(result)
-
-
-def test_the_hash_of_the_code_changes_with_any_file(tmp_path, monkeypatch):
-    (tmp_path / "system").mkdir()
-    (tmp_path / "model.py").write_text("x = 1\n")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    seen = {machine.code_version()}
-
-    (tmp_path / "model.py").write_text("x = 2\n")
-    seen.add(machine.code_version())
-    (tmp_path / "model.py").rename(tmp_path / "system" / "model.py")
-    seen.add(machine.code_version())
-    assert len(seen) == 3
-
-
 # ------------------------------------------------------------------------- weights
 
 A_THIRD = torch.tensor(1 / 3)
 CHANGES = {
-    "one bit": lambda w: w[1, 2].copy_(torch.nextafter(w[1, 2].float(), A_THIRD) if w.itemsize == 4 else -w[1, 2]),
+    "one bit": lambda w: w[1, 2].copy_(torch.nextafter(w[1, 2], A_THIRD)),
     "a sign": lambda w: w.neg_(),
     "rows": lambda w: w.copy_(w.flip(0)),
     "columns": lambda w: w.copy_(w.flip(1)),
@@ -156,30 +132,18 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checksum_changes_with_the_weights(monkeypatch, dtype, change):
+def test_a_checksum_changes_with_the_weights(monkeypatch, change):
     """Also beyond the first chunk of a parameter."""
     monkeypatch.setattr(distributed, "CHUNK_NUMEL", 8)
     torch.manual_seed(0)
-    weights = [torch.randn(5, 7).to(dtype), torch.randn(3, 4).to(dtype)]
-    before = weight_checksum(weights, CPU.device)
-    assert weight_checksum([w.clone() for w in weights], CPU.device) == before
+    weights = [torch.randn(5, 7), torch.randn(3, 4)]
+    before = weight_checksum(weights)
+    assert weight_checksum([w.clone() for w in weights]) == before
 
     CHANGES[change](weights[1])
-    assert weight_checksum(weights, CPU.device) != before
+    assert weight_checksum(weights) != before
 
 
 def test_a_checksum_knows_the_order_of_parameters():
     a, b = torch.randn(4, 4), torch.randn(4, 4)
-    assert weight_checksum([a, b], CPU.device) != weight_checksum([b, a], CPU.device)
-
-
-def test_ranks_with_other_weights_are_named():
-    def check(rt):
-        return rt.check_same_weights([torch.tensor([1.0, 2.0 if rt.rank < 2 else 3.0])])
-
-    texts = run_in_threads(check, check, check)
-    assert len(set(texts)) == 1 and "on rank 2 (" in texts[0]
-
-    assert run_in_threads(*[lambda rt: rt.check_same_weights([torch.ones(3)])] * 2) == ["", ""]
-    assert CPU.check_same_weights([torch.ones(3)]) == ""
+    assert weight_checksum([a, b]) != weight_checksum([b, a])

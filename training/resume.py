@@ -164,7 +164,7 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
         "the network": str(cfg.model),
         **describe_files(cfg, data),
     }
-    rt.check_equal(facts, {"": "give every machine the same files and flags"})
+    rt.check_equal(facts, "give every machine the same files and flags")
 
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
