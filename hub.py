@@ -239,8 +239,10 @@ def push_model(
                 (held / "README.md").write_text(make_card(model, facts, repo, needs_code))
 
             # What the run's last temporary push has left is removed in the commit that brings newer checkpoints.
-            where = {"path_in_repo": UNFINISHED, "delete_patterns": "*"} if temporary else {}
-            if path.is_dir() and not temporary:
+            where = {}
+            if temporary:
+                where = {"path_in_repo": UNFINISHED, "delete_patterns": "*"}
+            elif path.is_dir():
                 where = {"delete_patterns": f"{UNFINISHED}*"}
             api.upload_folder(folder_path=held, repo_id=repo, **where)
         finally:
