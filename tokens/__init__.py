@@ -5,7 +5,6 @@ text files    sources.py      which files --source names
     |         tokenizer.py    GPT-2's encoding
     v         shard_writer.py chunks to full shards
 shards        shards.py       the file formats and the manifest
-    |         hub_data.py     folders of shards on the Hugging Face Hub
     v         loader.py       the order of data, and the tokens of each step
 batches       prefetch.py     a thread that produces items before they are needed
 """
