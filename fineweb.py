@@ -52,8 +52,6 @@ class Args:
     """Column (parquet, csv) or field (jsonl, json) that holds the text."""
     split_on: str | None = None
     """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
-    keep_source: bool = False
-    """Keep downloaded files in OUT/.source."""
     verify: Path | None = None
     """Only check this folder of shards."""
 
@@ -127,7 +125,7 @@ def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
 # ------------------------------------------------------------------------- the work
 
 
-def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], keep_source: bool) -> Manifest:
+def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> Manifest:
     """Make the shards that the manifest does not list yet, of local files or else of the Hub's. Raises UserError."""
     from tqdm import tqdm
 
@@ -135,7 +133,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     check_disk_space(out, manifest, downloads=not paths)
     # Begin with the file in which the last finished shard ends. A few chunks are read while others are tokenized.
     first_file = manifest.shards[-1].end["file"] if manifest.shards else 0
-    chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads, keep_source), 4)
+    chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
 
     update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
     look = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
@@ -147,8 +145,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path], kee
     # `complete` comes last: it says that no shard is missing.
     manifest = replace(manifest, complete=True)
     shards.write_manifest(out, manifest)
-    if not keep_source:
-        shutil.rmtree(downloads, ignore_errors=True)
+    shutil.rmtree(downloads, ignore_errors=True)
     return manifest
 
 
@@ -170,7 +167,7 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Man
     if manifest.complete:
         print0("nothing left to do")
         return manifest
-    return make_shards(out, name, manifest, list(paths), args.keep_source)
+    return make_shards(out, name, manifest, list(paths))
 
 
 def verify_folder(folder: Path) -> None:
@@ -196,7 +193,7 @@ def main() -> None:
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     if args.split_on is not None:
-        has_text = any(choose_reader(path) is read_text for path in paths)
+        has_text = read_text in map(choose_reader, paths)
         require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
 
     out = args.out or Path("data") / name

@@ -131,11 +131,6 @@ def test_hub_files_are_downloaded_ahead_by_one_and_deleted(tmp_path, hub, capsys
     run_fineweb(*args, out)
     assert read_bytes(out) == before
 
-    # With --keep-source the downloads stay; the shards are the same.
-    run_fineweb(*args, tmp_path / "kept", "--keep-source")
-    assert len(list((tmp_path / "kept" / ".source").glob("sample/*.parquet"))) == 5
-    assert read_bytes(tmp_path / "kept") == before
-
 
 def test_a_killed_download_is_resumed_at_the_same_revision(tmp_path, hub, start_script):
     out = tmp_path / "out"
@@ -151,7 +146,7 @@ def test_a_killed_download_is_resumed_at_the_same_revision(tmp_path, hub, start_
 
     # The rest comes by the name of that revision, whatever is the newest, and what the kill left is removed.
     hub.log.clear()
-    run_fineweb(*args, "--keep-source")
+    run_fineweb(*args)
     assert read_tokens(out) == encode(hub.documents)
     assert not incomplete.exists()
     downloads = [path for method, path, *_ in hub.log if method == "GET" and "resolve" in path]

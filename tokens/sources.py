@@ -128,10 +128,9 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
     repo, default_subset = HUB_DATASETS.get(name, (name, ""))
     choice = {"name": repo, "subset": default_subset if subset is None else subset}
     is_path = "/" in choice["subset"]
-    if is_path:
-        rule = f"--split {split} is for a configuration, but --subset {subset} is a path in {repo}"
-        require(split is None, f"{rule}; leave out one of the two")
-    else:
+    rule = f"--split {split} is for a configuration, but --subset {subset} is a path in {repo}"
+    require(not (is_path and split), f"{rule}; leave out one of the two")
+    if not is_path:
         choice["split"] = split or "train"
     if previous and choice.items() <= previous.items():
         return previous
@@ -185,27 +184,23 @@ def explain_errors(repo: str) -> Iterator[None]:
 # ------------------------------------------------------------------------- the text of a source
 
 
-def read_source(
-    source: dict, paths: list[Path], first_file: int, downloads: Path, keep_downloads: bool = False
-) -> Iterator[Chunk]:
+def read_source(source: dict, paths: list[Path], first_file: int, downloads: Path) -> Iterator[Chunk]:
     """Chunks of a source. Raises UserError.
 
     source: the manifest's.
     paths: the files of a local source, as of choose_source.
     first_file: index of the first file to read.
     downloads: folder for files from the Hub, whose lock the caller holds. They need more disk than the shards, so each
-    is deleted once it is read, unless keep_downloads.
+    is deleted once it is read.
     """
-    if not paths and "split" in source:
+    if "split" in source:
         yield from stream_split(source, first_file)
         return
-    files = paths[first_file:]
-    if not paths:
-        # While one file is read, the next one is downloaded.
-        files = prefetch(download_files(source, first_file, downloads), 1)
+    # While one file is read, the next one is downloaded.
+    files = paths[first_file:] or prefetch(download_files(source, first_file, downloads), 1)
     for index, path in enumerate(files, first_file):
         yield from documents.read_file(path, index, source["column"], source.get("split_on"))
-        if not paths and not keep_downloads:
+        if not paths:
             path.unlink()
 
 
