@@ -32,7 +32,7 @@ from system.distributed import Runtime
 from training import checkpoint
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.run_state import RunState
+from training.resume import RunState
 from training.step import TrainStep
 
 

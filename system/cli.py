@@ -194,13 +194,6 @@ def parse_duration(text: str) -> float:
     return sum(int(count or 0) * unit for count, unit in zip(match.groups(), seconds_per_unit, strict=True))
 
 
-def cost_usd(seconds: float, gpus: int, gpu_hour_usd: float) -> float:
-    """Dollars for `gpus` GPUs during `seconds`, at a price of `gpu_hour_usd` for one GPU and one hour."""
-    return seconds / 3600 * gpus * gpu_hour_usd
-
-
 def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:
-    """$12.34, or the flag that sets the price if `gpu_hour_usd` is 0. Arguments as for cost_usd."""
-    if not gpu_hour_usd:
-        return "price: --gpu-hour-usd"
-    return f"${cost_usd(seconds, gpus, gpu_hour_usd):.2f}"
+    """$12.34: the price of `gpus` GPUs during `seconds`, where one costs `gpu_hour_usd` for an hour."""
+    return f"${seconds / 3600 * gpus * gpu_hour_usd:.2f}"

@@ -10,7 +10,7 @@ from helpers import CPU, choices
 from model import GPT, GPTConfig
 from training import optim, schedule
 from training.config import TrainConfig
-from training.master_weights import MasterWeights
+from training.optim import MasterWeights
 from training.presets import PRESETS
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)

@@ -20,7 +20,7 @@ from training import plan
 from training.cards import CARDS, find_cards
 from training.config import TrainConfig
 from training.presets import PRESETS
-from training.run_state import RunState
+from training.resume import RunState
 
 
 def print_plan_of(cfg, steps):

@@ -34,7 +34,7 @@ from system.cli import UserError
 from tokens import shards
 from training import checkpoint, plan, resume
 from training.config import TrainConfig
-from training.run_state import RunState
+from training.resume import RunState
 from training.step import TrainStep
 
 

@@ -24,7 +24,7 @@ from tokens.loader import Loader, to_device
 from training import hellaswag_eval, reference
 from training.config import RULES, TrainConfig, config_drift, flag
 from training.presets import PRESETS
-from training.run_state import RunState
+from training.resume import RunState
 from training.step import Forward, TrainStep
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48

@@ -21,13 +21,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from system.cli import cost_usd, format_duration, print0
+from system.cli import format_cost, format_duration, print0
 from system.files import atomic_write
 from training.cards import total_peak_flops
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
-    from training.run_state import RunState
+    from training.resume import RunState
     from training.step import StepResult, TrainStep
 
 # ------------------------------------------------------------------------- reading what a run has written
@@ -62,12 +62,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def tokens_per_step(run_dir: Path) -> int | None:
-    """Tokens per step of a run, from its config.json; None if it is not recorded there."""
-    tokens = read_config(run_dir).get("total_batch_size")
-    return tokens if type(tokens) is int else None
 
 
 # ------------------------------------------------------------------------- writing
@@ -144,7 +138,7 @@ class MetricsLogger:
             parts.append(f"eta: {format_duration(eta_s)}")
         if self.cfg.gpu_hour_usd:
             seconds = time.monotonic() - self.start_time
-            parts.append(f"cost: ${cost_usd(seconds, self.rt.world_size, self.cfg.gpu_hour_usd):.2f}")
+            parts.append(f"cost: {format_cost(seconds, self.rt.world_size, self.cfg.gpu_hour_usd)}")
         return " | ".join(parts)
 
     def write(self, measured: dict[str, Any]) -> None:

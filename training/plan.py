@@ -24,7 +24,7 @@ from system.machine import dtype_name
 from tokens.loader import Loader
 from training.cards import CARDS, find_cards, total_peak_flops
 from training.config import TrainConfig
-from training.run_state import RunState
+from training.resume import RunState
 from training.step import TrainStep
 
 GOOD_PASSES = 4  # over the same data, without a warning
@@ -198,7 +198,10 @@ def describe_speed(
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
     total_s = max_steps * step_s
+    cost = "--gpu-hour-usd gives the price"
+    if cfg.gpu_hour_usd:
+        cost = format_cost(total_s, gpus, cfg.gpu_hour_usd)
     return (
         f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
-        f"{max_steps} steps take {format_duration(total_s)}; {format_cost(total_s, gpus, cfg.gpu_hour_usd)}"
+        f"{max_steps} steps take {format_duration(total_s)}; {cost}"
     )

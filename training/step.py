@@ -33,7 +33,6 @@ from system.distributed import Runtime
 from tokens.loader import to_device
 from training import head, optim, schedule
 from training.config import TrainConfig
-from training.master_weights import MasterWeights
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory, sequences_per_rank
 
 
@@ -79,7 +78,7 @@ class TrainStep:
             # A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
             is_float16 = rt.dtype == torch.float16
             self.scaler = torch.amp.GradScaler(rt.device.type, enabled=is_float16)
-            self.weights = MasterWeights(model, keep_float32_copy=cfg.weights == "bfloat16" and not is_float16)
+            self.weights = optim.MasterWeights(model, keep_float32_copy=cfg.weights == "bfloat16" and not is_float16)
             if is_float16 and cfg.weights == "bfloat16":
                 print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a loss scale")
             self.optimizers = optim.build_optimizers(self.weights.named, cfg, rt)

@@ -49,7 +49,7 @@ from training import checkpoint, convert, hellaswag_eval, metrics
 from training.config import TrainConfig
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.run_state import RunState
+from training.resume import RunState
 from training.step import TrainStep
 
 SECONDS = 10  # for one input
@@ -177,7 +177,6 @@ def make_step(saved: dict | None = None) -> TrainStep:
 
 def read_run_figures(folder: Path) -> None:
     """metrics.jsonl and config.json as the plots and the log of a resumed run read them."""
-    metrics.tokens_per_step(folder)
     for row in metrics.read_metrics(folder / "metrics.jsonl"):
         json.dumps(row)
     plots.read_curves(folder)
