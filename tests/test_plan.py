@@ -26,7 +26,7 @@ from training.resume import RunState
 def print_plan_of(cfg, steps):
     """Print the plan of a run of so many steps, with as much of a TrainStep as the plan reads."""
     train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), micro_batch_size=4)
-    plan.print_plan(train_step, train_gpt2.train_loader(cfg, cfg.data_dir), RunState(steps, ""))
+    plan.print_plan(train_step, train_gpt2.open_data(cfg)[0], RunState(steps, ""))
 
 
 @pytest.mark.parametrize("steps, epochs, warns", [

@@ -253,7 +253,7 @@ def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, 
         def check(rt):
             cfg = configs[rt.rank]
             step = steps[rt.rank]
-            data = train_gpt2.train_loader(cfg, cfg.data_dir)
+            data = train_gpt2.open_data(cfg)[0]
             run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
             resume.check_ranks_agree(cfg, rt, step and {"step": step}, run, data)
 

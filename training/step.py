@@ -157,9 +157,9 @@ class TrainStep:
         else:
             self.refused_steps += 1
             problem = f"step {step}: loss {result.loss}, gradient norm {result.norm}; the update was refused"
+            print0(f"{problem} (number {self.refused_steps} of --skip-bad-steps {self.cfg.skip_bad_steps})")
             if self.refused_steps > self.cfg.skip_bad_steps:
                 raise UpdateRefused(problem)
-            print0(f"{problem} ({self.refused_steps} of --skip-bad-steps {self.cfg.skip_bad_steps})")
         self._finish_step()
 
     def _finish_step(self) -> None:
