@@ -24,8 +24,7 @@ from system.files import free_bytes, lock_folder
 from tokens import shards, sources
 from tokens.documents import COMPRESSIONS, READERS, choose_reader, read_text
 from tokens.prefetch import prefetch
-from tokens.shard_writer import write_shards
-from tokens.shards import Manifest
+from tokens.shards import Manifest, write_shards
 
 SOURCE_HELP = f"""{", ".join(sources.HUB_DATASETS)}; stdlib; a Hub dataset OWNER/NAME; or files or globs:
 {" ".join(READERS)} (or no suffix: plain text, one document per file), also compressed: {" ".join(COMPRESSIONS)}."""

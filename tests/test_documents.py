@@ -13,7 +13,7 @@ from helpers import make_documents, write_parquet
 
 from system.cli import UserError
 from tokens import documents as readers
-from tokens import shard_writer, tokenizer
+from tokens import shards, tokenizer
 from tokens.documents import COMPRESSIONS, READERS, read_file
 
 SEPARATOR = "<|endoftext|>"
@@ -63,7 +63,7 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, suffix, ch
 
     # The tokens are those of the whole documents, although each text is tokenized alone.
     encoder = tokenizer.bulk_encoder()
-    ids = np.concatenate([shard_writer.encode(encoder, chunk)[0] for chunk in chunks]).tolist()
+    ids = np.concatenate([shards.encode(encoder, chunk)[0] for chunk in chunks]).tolist()
     assert ids == encode(documents if suffix in PARSED else ["".join(documents)])
     assert len(chunks) > 5 or chunk_bytes > 1
     assert all(chunk.file == 7 for chunk in chunks)

@@ -17,7 +17,7 @@ from helpers import ROOT, make_documents, write_parquet
 from system.cli import UserError
 from system.files import lock_folder
 from tokens import documents as readers
-from tokens import shard_writer, shards, tokenizer
+from tokens import shards, tokenizer
 from tokens.documents import READERS
 
 
@@ -29,7 +29,7 @@ def shared_encoder():
 @pytest.fixture
 def quick(monkeypatch, shared_encoder):
     """Many runs in this process share one encoder, and do not wait for the disk."""
-    monkeypatch.setattr(shard_writer, "bulk_encoder", lambda: shared_encoder)
+    monkeypatch.setattr(shards, "bulk_encoder", lambda: shared_encoder)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 

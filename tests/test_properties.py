@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from model import GPTConfig
 from system import cli, machine
 from system.cli import UserError, parse_duration
-from tokens import shard_writer, shards, tokenizer
+from tokens import shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
 from training import presets
@@ -100,11 +100,11 @@ def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, 
     expected = [token for text in documents for token in (tokenizer.EOT, *text.encode())][: limit or None]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer, "bulk_encoder", LetterEncoder)
+        patch.setattr(shards, "bulk_encoder", LetterEncoder)
         patch.setattr(machine.os, "fsync", lambda fd: None)  # most of the time, and no machine loses power here
 
         # The shards hold the tokens in order; all but the last are full.
-        written = shard_writer.write_shards(chunks, Path(folder), "x", empty, lambda *_: None)
+        written = shards.write_shards(chunks, Path(folder), "x", empty, lambda *_: None)
         parts = [np.array(shards.read_shard(Path(folder, shard.file))) for shard in written.shards]
         assert np.concatenate(parts).tolist() == expected
         assert {len(part) for part in parts[:-1]} <= {shard_tokens} and 1 <= len(parts[-1]) <= shard_tokens
@@ -118,7 +118,7 @@ def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, 
         kept = data.draw(st.integers(0, len(written.shards)))
         interrupted = dataclasses.replace(written, shards=written.shards[:kept])
         if kept < len(written.shards):
-            assert shard_writer.write_shards(chunks, Path(folder), "x", interrupted, lambda *_: None) == written
+            assert shards.write_shards(chunks, Path(folder), "x", interrupted, lambda *_: None) == written
 
 
 SHARD_NAMES = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda name: len(name.encode()) < 200)

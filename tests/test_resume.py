@@ -2,14 +2,12 @@
 never overwritten, and never continues silently with other settings or other data."""
 
 import errno
-import hashlib
 import json
 
 import pytest
 from helpers import delete_checkpoints_after, load_curve, load_weights, same_bits, train_quickstart
 
 from system.cli import UserError
-from tokens import shards
 from training import checkpoint, evaluator
 from training.step import TrainStep
 from training.stop import StopRequest
@@ -18,16 +16,6 @@ from training.stop import StopRequest
 def run_files(run) -> dict:
     """The content of every file of a run folder but the lock."""
     return {path: path.read_bytes() for path in run.iterdir() if path.name != ".lock"}
-
-
-def write_manifest_of(folder) -> None:
-    """Write the manifest of a folder of shards, as they are now."""
-    entries = []
-    for path in shards.shard_files(folder):
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        entries.append(shards.Shard(path.name, shards.count_tokens(path), 0, sha256, {}))
-    source = {"name": "a test", "subset": "", "column": "", "revision": "", "files": []}
-    shards.write_manifest(folder, shards.Manifest(source, "npy", 5000, complete=True, shards=entries))
 
 
 # ------------------------------------------------------------------------- stopped and resumed
@@ -173,24 +161,6 @@ def test_a_time_limit_of_zero_is_none(tiny_args, tmp_path):
     run = train_quickstart(tiny_args, tmp_path / "run", "--time-limit", "0", stop=StopRequest("0"))
 
     assert checkpoint.latest_step(run) == 12
-
-
-def test_a_run_resumes_after_its_data_got_a_manifest(tiny_args, tiny_data, tmp_path):
-    """As `fineweb.py --verify` makes one, which the warning about a missing manifest suggests. Other tokens in a shard
-    of the same size are still refused once there is a manifest to tell."""
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "6")
-    write_manifest_of(tiny_data)
-
-    train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "12")
-    assert checkpoint.latest_step(run) == 12
-
-    path = tiny_data / "tiny_train_000001.npy"
-    tokens = shards.read_shard(path).copy()
-    tokens[0] = (tokens[0] + 1) % 256
-    shards.write_shard(path, tokens)
-    write_manifest_of(tiny_data)
-    with pytest.raises(UserError, match=r"data: the shards in .* are not those"):
-        train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "14")
 
 
 # ------------------------------------------------------------------------- what is refused, and what is kept

@@ -196,11 +196,11 @@ class Loader:
         # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
-    def fingerprint(self, with_hashes: bool = True) -> str:
+    def fingerprint(self) -> str:
         """What a resumed run must find again: a hash of the folder's shards and, if several are shuffled as one pool,
-        how many. with_hashes=False: as a run saw the folder before it had a manifest."""
+        how many."""
         group_suffix = f"-{self.order.shards_per_group}" if self.order.shards_per_group > 1 else ""
-        return shards.fingerprint(self.data_dir, with_hashes) + group_suffix
+        return shards.fingerprint(self.data_dir) + group_suffix
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""

@@ -11,7 +11,6 @@ encoding is that of Radford et al. 2019, "Language Models are Unsupervised Multi
         | load_ranks: sha256, then {bytes: id}
         +--> encoding()        tiktoken
         +--> bulk_encoder()    gigatoken, by way of a temporary file
-        +--> token_bytes()     bytes per id, for the loss in bits per byte
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
-
-import numpy as np
 
 from system.cli import require
 
@@ -61,16 +58,6 @@ def load_ranks() -> dict[bytes, int]:
     # TIKTOKEN_CACHE_DIR makes it read the files themselves.
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
         return load.data_gym_to_mergeable_bpe_ranks(*map(str, files.values()))
-
-
-@functools.cache
-def token_bytes() -> np.ndarray:
-    """How many bytes of text each id stands for, (65536,) int64, so that any uint16 is an index. 0 for <|endoftext|>
-    and for ids that stand for no text, such as the padding of a vocabulary. Raises UserError."""
-    sizes = np.zeros(1 << 16, np.int64)
-    for token, i in load_ranks().items():
-        sizes[i] = len(token)
-    return sizes
 
 
 @functools.cache
