@@ -147,9 +147,9 @@ def test_signal_while_it_compiles_saves_the_run(tiny_args, tmp_path, number):
                     return True
         return False
 
-    wait_for(is_compiling_a_kernel)
+    wait_for(is_compiling_a_kernel, 300)
     process.send_signal(number)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
 
     assert process.returncode == 0 and "Traceback" not in output, output
     assert checkpoint.latest_step(tmp_path / "out") == 0
