@@ -30,7 +30,7 @@ from training.run_state import RunState
 from training.step import StepResult
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
-RESULT = StepResult(loss=3.5, norm=0.25, is_finite=True, stop_requested=False, local_loss=3.5)
+RESULT = StepResult(loss=3.5, norm=0.25, is_finite=True, stop_requested=False)
 
 
 def make_logger(folder, start_step=0, tracker="none", rt=CPU) -> MetricsLogger:
@@ -176,9 +176,9 @@ def test_tensorboard_resumes_without_doubled_points(tiny_args, tmp_path, monkeyp
 
     # Every curve has the points of metrics.jsonl, in one of the two groups that TensorBoard opens.
     events, lines = EventAccumulator(str(run / "tensorboard")).Reload(), load_metrics(run)
-    keys = "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss val_bpb hellaswag_acc hellaswag_acc_norm"
+    keys = "train_loss grad_norm lr tokens_per_second step_ms mfu val_loss hellaswag_acc hellaswag_acc_norm"
     for key in keys.split():
-        group = "loss" if key.endswith(("_loss", "_bpb")) else "run"
+        group = "loss" if key.endswith("_loss") else "run"
         drawn = [(event.step, pytest.approx(event.value)) for event in events.Scalars(f"{group}/{key}")]
         assert drawn, key
         assert drawn == [(line["step"], line[key]) for line in lines if key in line], key

@@ -206,7 +206,7 @@ class Tracker:
 def tensorboard_tag(key: str) -> str:
     """Where TensorBoard shows the curve of a key of metrics.jsonl: GROUP/KEY. TensorBoard opens the first two groups,
     so there are only two."""
-    group = "loss" if key.endswith(("_loss", "_bpb")) else "run"
+    group = "loss" if key.endswith("_loss") else "run"
     return f"{group}/{key}"
 
 
