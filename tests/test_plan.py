@@ -16,17 +16,19 @@ from model import GPT
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
+from tokens.loader import Loader
 from training import plan
 from training.cards import CARDS, find_cards
 from training.config import TrainConfig
 from training.presets import PRESETS
-from training.resume import RunState
+from training.run_state import RunState
 
 
 def print_plan_of(cfg, steps):
     """Print the plan of a run of so many steps, with as much of a TrainStep as the plan reads."""
     train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), micro_batch_size=4)
-    plan.print_plan(train_step, train_gpt2.open_data(cfg)[0], RunState(steps, ""))
+    data = Loader(cfg.data_dir, "train", cfg.sequence_length, cfg.model.vocab_size)
+    plan.print_plan(train_step, data, RunState(steps, ""))
 
 
 @pytest.mark.parametrize("steps, epochs, warns", [
