@@ -116,7 +116,7 @@ def test_ranks_share_the_work_exactly(model, tmp_path):
     for world_size in (2, 3, 50):  # of 50 ranks some have nothing to score, and still reduce
         contributions.clear()
         for rank in range(world_size):
-            hellaswag_eval.score(model, examples, CPU, LoneRank(CPU, torch.float32, rank, rank, world_size))
+            hellaswag_eval.score(model, examples, CPU, LoneRank(CPU, torch.float32, rank=rank, world_size=world_size))
         assert len(contributions) == world_size
         assert torch.equal(sum(contributions), one_rank)
 
