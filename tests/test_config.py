@@ -237,7 +237,7 @@ def test_max_steps_override_epochs(flag):
 
 @pytest.mark.parametrize("change, words", [
     ({"total_batch_size": 1000}, ["1000", "--total-batch-size 1024"]),
-    ({"sequence_length": 2048}, ["--sequence-length 2048", "--model.block-size 2048"]),
+    ({"sequence_length": 2048}, ["--sequence-length 2048", "--model.block-size 1024"]),
     ({"sequence_length": 0}, ["--sequence-length 0"]), ({"micro_batch_size": 0}, ["--micro-batch-size 0"]),
     ({"val_tokens": 1023}, ["--val-tokens 1023", "1024"]), ({"epochs": 0}, ["--epochs 0"]),
     ({"min_lr": 1.0}, ["--min-lr 1.0", "--max-lr"]), ({"save_every": -1}, ["--save-every -1"]),

@@ -1,6 +1,5 @@
 """What evaluations measure, and the verdict on or off track."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +9,11 @@ import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 from model import GPT
-from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
 from training import checkpoint, evaluator
 from training.resume import RunState
-from training.step import Forward
 
 SMALL_GPT2 = "--model.vocab-size 50304 --model.n-embd 8".split()
 
@@ -27,39 +24,6 @@ def write_val_text(folder, documents) -> np.ndarray:
     folder.mkdir()
     shards.write_shard(folder / "text_val_000000.npy", np.array(tokens, np.uint16))
     return np.array(tokens)
-
-
-def validate_on_ranks(forward, data, cfg, world_size, B) -> float:
-    """The sum over these ranks, which run one after another in this process."""
-    added = []
-
-    def record(rt, tensor, op="sum"):
-        added.append(tensor.clone())
-        return sum(added)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runtime, "all_reduce", record)
-        for rank in range(world_size):
-            loss = evaluator.validate(forward, data, cfg, replace(CPU, rank=rank, world_size=world_size), B)
-    return loss
-
-
-def test_the_val_loss_is_the_mean_over_all_targets(tiny_args, tiny_data):
-    """Whatever the ranks and the micro-batch, also where the last batch is not full."""
-    cfg = parse_config("quickstart", *tiny_args, "--val-tokens", "1000")
-    torch.manual_seed(0)
-    model = GPT(cfg.model)
-    data = Loader(tiny_data, "val", 32, 256)
-    tokens = shards.read_shard(data.paths[0])[: 31 * 32 + 1].astype(np.int64)  # 31 sequences of 32
-    x = torch.from_numpy(tokens[:-1]).view(31, 32)
-    y = torch.from_numpy(tokens[1:]).view(31, 32)
-    with torch.no_grad():
-        expected = model(x, y)[1].item()
-
-    forward = Forward(model, compiles=False)
-    assert evaluator.validate(forward, data, cfg, CPU, 4) == pytest.approx(expected, rel=1e-6)
-    for world_size, B in ((3, 2), (2, 16)):
-        assert validate_on_ranks(forward, data, cfg, world_size, B) == pytest.approx(expected, rel=1e-6)
 
 
 def test_evaluations_do_not_move_training(tiny_args, tmp_path):

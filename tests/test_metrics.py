@@ -235,7 +235,7 @@ def test_wandb_takes_project_and_name_from_its_variables(tmp_path, fake_wandb, m
     make_logger(tmp_path / "run", 0, "wandb")
     monkeypatch.setenv("WANDB_PROJECT", "owt")
     monkeypatch.setenv("WANDB_NAME", "lion")
-    (tmp_path / "run" / "wandb_id").write_text("owt/abcd")  # as earlier versions wrote it
+    (tmp_path / "run" / "wandb_id").write_text("abcd")
     make_logger(tmp_path / "run", 5, "wandb")
     assert [(start["project"], start["name"]) for start in fake_wandb.starts] == [("gpt2", "run"), ("owt", "lion")]
     assert fake_wandb.starts[1]["id"] == "abcd"

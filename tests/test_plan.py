@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CPU, ROOT, choices, parse_config, train_quickstart
+from training.run_state import RunState
 
 import train_gpt2
 from model import GPT
@@ -21,7 +22,6 @@ from training import plan
 from training.cards import CARDS, find_cards
 from training.config import TrainConfig
 from training.presets import PRESETS
-from training.run_state import RunState
 
 
 def print_plan_of(cfg, steps):

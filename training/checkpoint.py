@@ -113,10 +113,9 @@ def newest_model(run_dir: Path) -> Path:
     if steps:
         return model_path(run_dir, steps[-1])
 
-    # A frequent mistake is to name the folder above the runs: list the runs in it.
-    runs = ", ".join(sorted({str(path.parent) for path in run_dir.glob("*/model_*.pt")}))
-    fix = f"use one of {runs}" if runs else "a run saves at its --save-every steps, and when it is stopped"
-    raise UserError(f"{run_dir} holds no complete checkpoint (model_*.pt); {fix}")
+    raise UserError(
+        f"{run_dir} holds no complete checkpoint (model_*.pt); a run saves when it is stopped, and at its end"
+    )
 
 
 # ------------------------------------------------------------------------- reading
@@ -160,7 +159,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         path = model_path(path, step)
 
     # Find the train state: the file itself, or the one beside a model file.
-    require(path.is_file(), describe_missing(path))
+    require(path.is_file(), f"no checkpoint {path}")
     match = FILE_NAME.fullmatch(path.name)
     fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
     require(match, f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
@@ -180,7 +179,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
-    require(path.is_file(), describe_missing(path))
+    require(path.is_file(), f"no checkpoint {path}")
     damage = find_damage(path)
     if damage:
         match = FILE_NAME.fullmatch(path.name)
@@ -210,12 +209,6 @@ def find_damage(path: Path) -> str | None:
             return archive.testzip()
     except Exception as e:  # zipfile raises many exception types for damaged archives
         return f"its directory ({type(e).__name__})"
-
-
-def describe_missing(path: Path) -> str:
-    """The message for a checkpoint file that does not exist. It lists those that do."""
-    existing = ", ".join(sorted(p.name for p in path.parent.glob("model_*.pt"))) or "none"
-    return f"no checkpoint {path}; checkpoints in {path.parent}: {existing} (train: python train_gpt2.py)"
 
 
 # ------------------------------------------------------------------------- writing

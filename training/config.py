@@ -150,8 +150,8 @@ class TrainConfig:
 
         # The rules between settings.
         T, tokens = self.sequence_length, self.total_batch_size
-        fix = f"add --model.block-size {T}"
-        require(T <= self.model.block_size, f"--sequence-length {T} exceeds the model's context: {fix}")
+        context = self.model.block_size
+        require(T <= context, f"--sequence-length {T} exceeds the model's context, --model.block-size {context}")
         fix = f"use --total-batch-size {max(1, round(tokens / T)) * T}"
         require(tokens % T == 0, f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; {fix}")
         require(self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}")

@@ -234,17 +234,14 @@ class WandbTracker(Tracker):
         import wandb
 
         # The id, kept with the run, by which a resumed run continues its curves at wandb, which cannot withdraw points.
-        # Before December 2026 the file had PROJECT/ID.
         id_file = cfg.run_dir / "wandb_id"
         self.first_step = last_logged_step + 1
         if start_step == 0 or not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
             self.first_step = start_step
-        run_id = id_file.read_text().rpartition("/")[2]
-
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "gpt2",
-            id=run_id,
+            id=id_file.read_text(),
             name=os.environ.get("WANDB_NAME", cfg.run_dir.name),
             resume="allow",
             dir=str(cfg.run_dir),

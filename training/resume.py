@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
@@ -28,7 +28,7 @@ from training import checkpoint, hellaswag_eval, schedule
 from training.config import TrainConfig, config_drift
 from training.metrics import read_metrics
 from training.open_model import open_model
-from training.presets import PRESETS, is_network_from_init
+from training.presets import is_network_from_init
 
 EVALUATION_KEYS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
@@ -168,9 +168,10 @@ def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainC
         old = TrainConfig.from_dict(saved["config"])
         if old.init_from != "scratch":
             cfg = replace(cfg, init_from=old.init_from)
-        if cfg.init_from != "scratch":
-            keeps = is_network_from_init(cfg)
-            cfg = with_network(cfg, old.model if keeps else replace(cfg.model, vocab_size=old.model.vocab_size))
+        if is_network_from_init(cfg):
+            cfg = replace(cfg, model=old.model)
+        elif cfg.init_from != "scratch":
+            cfg = replace(cfg, model=replace(cfg.model, vocab_size=old.model.vocab_size))
         print0(f"resumed from {saved['model_file']}")
         return cfg, open_model(saved["model_file"])
 
@@ -188,19 +189,7 @@ def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainC
     different = ", ".join(f"{name} is {found[name]}, not {wanted[name]}" for name in names)
     is_free = not different or is_network_from_init(cfg)
     require(is_free, f"in --init-from {cfg.init_from}, {different}; drop the --model flags")
-    return with_network(cfg, model.config), model
-
-
-def with_network(cfg: TrainConfig, network: GPTConfig) -> TrainConfig:
-    """The same settings with another network. If its context is shorter than the preset's sequences, they are shortened
-    to it. Raises UserError if a --sequence-length of the user's own exceeds it."""
-    T, limit = cfg.sequence_length, network.block_size
-    preset = PRESETS.get(cfg.preset)
-    if T > limit and preset and T == preset.sequence_length:
-        print0(f"sequences of {limit} tokens, not {T} as in {cfg.preset}: that is the context of {cfg.init_from}")
-        return replace(cfg, model=network, sequence_length=limit)
-    require(T <= limit, f"--sequence-length {T} is too long for {cfg.init_from}; use --sequence-length {limit}")
-    return replace(cfg, model=network)
+    return replace(cfg, model=model.config), model
 
 
 # ------------------------------------------------------------------------- where the run starts
