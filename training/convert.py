@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from model import GPT, GPTConfig
 
-# Where transformers stores weights, in the order in which it looks: in one file or in parts, safe or pickled.
-WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
+# Where transformers stores weights, in one file or in parts; the pickled files are those of old repositories.
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -71,14 +71,9 @@ GPT2_FIXED = {
     "add_cross_attention": False,
 }
 
-# An export with code: its model_type, the prefix of its weights, and the code.
+# An export with code: its model_type, and the prefix of its weights.
 CODE_TYPE = "gpt-with-code"
 CODE_PREFIX = "network."
-CODE_FILES = ("model.py", "modeling_gpt.py")
-
-# transformers' text-generation pipeline continues a prompt by this many tokens, unless generation_config.json gives a
-# length. In a context shorter than twice this number, most prompts would go past the end, which raises an IndexError.
-PIPELINE_TOKENS = 256
 
 
 # ------------------------------------------------------------------------- in
@@ -86,11 +81,8 @@ PIPELINE_TOKENS = 256
 
 def find_weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights of a folder as transformers saves it; empty for any other folder."""
-    for pattern in WEIGHT_FILES:
-        files = sorted(folder.glob(pattern))
-        if files:
-            return files
-    return []
+    safe, pickled = (sorted(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+    return safe or pickled
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
@@ -118,7 +110,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
             weights = from_gpt2_weights(weights)
         if config.tied_head:
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
-        weights = {name: weight.float().contiguous() for name, weight in weights.items()}
+        weights = {name: weight.float() for name, weight in weights.items()}
         return GPT.from_state_dict(config, weights).eval()
     except Exception as e:  # json, safetensors, torch, zip and pickle each raise their own kinds
         reason = " ".join(str(e).split())[:300]
@@ -130,11 +122,11 @@ def download_model(name: str) -> Path:
     """Download the config and the weights of a repository, and nothing else, into the Hub's cache; returns the folder.
     Raises UserError."""
     with open_hub() as api:
-        folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "model*.safetensors"]))
-        # Old repositories have only pickled weights, which torch's restricted unpickler reads.
-        if not find_weight_files(folder):
-            folder = Path(api.snapshot_download(name, allow_patterns=["config.json", "pytorch_model*.bin"]))
-        return folder
+        for pattern in WEIGHT_FILES:
+            folder = Path(api.snapshot_download(name, allow_patterns=["config.json", pattern]))
+            if find_weight_files(folder):
+                break
+    return folder
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -169,31 +161,31 @@ def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
 
 def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a GPT2LMHeadModel as the state dict of a GPT (model.py)."""
-    renamed = {}
-    for name, weight in weights.items():
-        # OpenAI's first files on the Hub have neither a head nor the prefix "transformer.".
-        if not name.startswith(("transformer.", "lm_head.")):
-            name = f"transformer.{name}"
-        # (in, out) -> (out, in); for c_attn: (C, 3C) -> (3C, C)
-        renamed[name] = weight.t() if name.endswith(CONV1D_WEIGHTS) else weight
-    return renamed
+    # OpenAI's first files on the Hub have neither a head nor the prefix "transformer.".
+    prefixes = ("transformer.", "lm_head.")
+    weights = {name if name.startswith(prefixes) else f"transformer.{name}": w for name, w in weights.items()}
+    return transpose_conv1d(weights)
+
+
+def transpose_conv1d(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """(in, out) <-> (out, in) of the layers that are Conv1D in GPT2LMHeadModel; for c_attn (C, 3C) <-> (3C, C)."""
+    return {name: w.t().contiguous() if name.endswith(CONV1D_WEIGHTS) else w for name, w in weights.items()}
 
 
 # ------------------------------------------------------------------------- out
 
 
 def save_hf(model: GPT, out_dir: str | Path) -> bool:
-    """Write config, float32 weights and tokenizer to the new or empty folder `out_dir`, all or nothing. Returns whether
-    the folder has code that transformers must be allowed to run.
+    """Write config, float32 weights and tokenizer to the new folder `out_dir`, all or nothing. Returns whether the
+    folder has code that transformers must be allowed to run.
 
     Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
-    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` is not empty.
+    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists.
     """
     from model import VOCAB_SIZE
 
     out_dir = Path(out_dir)
-    is_free = not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir()))
-    require(is_free, f"{out_dir} is not an empty folder, and nothing is overwritten; choose another folder")
+    require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
     # Padding belongs to no token: (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)
     config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
@@ -202,25 +194,18 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
         if name in weights:
             weights[name] = weights[name][: config.vocab_size]
 
-    # What transformers' generation takes by default. Another vocabulary has no such tokens, and no tokenizer.
-    has_tokenizer = config.vocab_size == VOCAB_SIZE
-    special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.EOT if has_tokenizer else None)
-    generation = dict(special_tokens)
-    if config.block_size < 2 * PIPELINE_TOKENS:
-        generation["max_length"] = config.block_size
-
     # All or nothing: write into a temporary folder beside the target, then rename it.
+    needs_code = not is_gpt2(config)
+    save = save_with_code if needs_code else save_gpt2
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
         part = Path(temporary, "part")
         part.mkdir()
-        save = save_gpt2 if is_gpt2(config) else save_with_code
-        save(config, weights, special_tokens, part)
-        (part / "generation_config.json").write_text(json.dumps(generation))
-        if has_tokenizer:
+        save(config, weights, part)
+        if config.vocab_size == VOCAB_SIZE:
             save_hf_tokenizer(part, config.block_size)
         part.rename(out_dir)
-    return not is_gpt2(config)
+    return needs_code
 
 
 def is_gpt2(config: GPTConfig) -> bool:
@@ -232,9 +217,7 @@ def is_gpt2(config: GPTConfig) -> bool:
     return config == gpt2 and config.activation in GPT2_ACTIVATIONS
 
 
-def save_gpt2(
-    config: GPTConfig, weights: dict[str, Tensor], special_tokens: dict[str, int | None], folder: Path
-) -> None:
+def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Let transformers save a GPT2LMHeadModel."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -244,26 +227,17 @@ def save_gpt2(
         n_ctx=config.block_size,  # llama.cpp's converter reads the context length by its oldest name
         activation_function=GPT2_ACTIVATIONS[config.activation],
         tie_word_embeddings=config.tied_head,
-        **special_tokens,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # model.py has no dropout
     )
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config)
-    for name, parameter in hf_model.state_dict().items():
-        # transformers' GPT-2 always has biases.
-        if name not in weights and name.endswith(".bias"):
-            weights[name] = torch.zeros(parameter.shape)
-        # (out, in) -> (in, out)
-        if name.endswith(CONV1D_WEIGHTS):
-            weights[name] = weights[name].t().contiguous()
-    hf_model.load_state_dict(weights, assign=True)
+    # transformers' GPT-2 always has biases.
+    biases = {name: torch.zeros(p.shape) for name, p in hf_model.named_parameters() if name.endswith(".bias")}
+    hf_model.load_state_dict(biases | transpose_conv1d(weights), assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder)
 
 
-def save_with_code(
-    config: GPTConfig, weights: dict[str, Tensor], special_tokens: dict[str, int | None], folder: Path
-) -> None:
+def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Save a network that transformers has no class for: with model.py and a thin class around it."""
     from safetensors.torch import save_file
 
@@ -283,12 +257,11 @@ def save_with_code(
         "model_type": CODE_TYPE,
         "network": asdict(config),
         "tie_word_embeddings": config.tied_head,
-        **special_tokens,
+        "eos_token_id": tokenizer.EOT,
     }
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
-    sources = (Path(model.__file__), Path(__file__).with_name("modeling_gpt.py"))
-    for name, source in zip(CODE_FILES, sources, strict=True):
-        shutil.copyfile(source, folder / name)
+    shutil.copy(model.__file__, folder)
+    shutil.copy(Path(__file__).with_name("modeling_gpt.py"), folder)
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:

@@ -13,10 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from model import GPT
-from system.cli import UserError
+from system.cli import require
 from training import checkpoint, convert
-
-MAX_FOLDERS_LISTED = 20  # in the error for a path that does not exist
 
 
 def open_model(name: str | Path) -> GPT:
@@ -34,17 +32,9 @@ def open_model(name: str | Path) -> GPT:
         return model
 
     # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is a mistyped
-    # path: an error that lists the models beside it helps more than the Hub's answer that there is no such repository.
+    # path.
     looks_like_local_path = len(path.parts) > 1 and path.parent.is_dir()
-    if not path.exists() and looks_like_local_path:
-        folders = sorted(p.name for p in path.parent.iterdir() if has_model(p))
-        listing = ", ".join(folders[:MAX_FOLDERS_LISTED]) or "none"
-        raise UserError(f"no model at {path}; {path.parent} has {listing}. Train one: python train_gpt2.py --help")
+    require(path.exists() or not looks_like_local_path, f"no model at {path}; look into {path.parent}")
 
     # A folder or a name on the Hub, in Hugging Face's layout.
     return convert.load_hf(name)
-
-
-def has_model(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint of this project or weights in Hugging Face's layout."""
-    return folder.is_dir() and (any(folder.glob("model_*.pt")) or convert.find_weight_files(folder))

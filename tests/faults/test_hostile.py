@@ -186,7 +186,7 @@ def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_pat
     monkeypatch.setattr(convert, "save_hf_tokenizer", lambda *_: None)
     folder = tmp_path / "hostile"
     convert.save_hf(GPT(speedrun), folder)
-    for name in (*convert.CODE_FILES, "__init__.py", "conftest.py"):
+    for name in ("model.py", "modeling_gpt.py", "__init__.py", "conftest.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")
     fuzz.make_rows(tmp_path)
 
@@ -195,7 +195,7 @@ def test_the_code_of_an_export_is_for_transformers_alone(bomb, run_main, tmp_pat
 
     # an export of the loaded model has this project's code, and not that of the folder
     convert.save_hf(open_model(folder), tmp_path / "exported")
-    assert b"os.mkdir" not in b"".join((tmp_path / "exported" / name).read_bytes() for name in convert.CODE_FILES)
+    assert not any("os.mkdir" in path.read_text() for path in (tmp_path / "exported").glob("*.py"))
 
 
 # ------------------------------------------------------------------------- repositories of the Hub
@@ -212,7 +212,7 @@ def test_a_pull_fetches_no_code_and_what_it_fetches_is_refused(bomb, run_in_fork
     with hub_server.start(tmp_path / "hub") as server:
         run_in_fork("hub.py", "pull-model", "evil/model", tmp_path / "out", env=server.env())
 
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model_00001.pt"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".cache", "model_00001.pt"]
     with pytest.raises(UserError, match="never run"):
         open_model(tmp_path / "out")
 
@@ -227,7 +227,7 @@ def test_names_of_remote_files_are_no_patterns_and_control_no_terminal(run_in_fo
 
     with hub_server.start(tmp_path / "hub") as server:
         run_in_fork("hub.py", "pull-data", "evil/tokens", tmp_path / "data", env=server.env())
-        assert sorted(p.name for p in (tmp_path / "data").iterdir()) == names
+        assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".cache", *names]
 
         # an error message of the Hub with control codes in it
         fault = hub_server.Fault("status", "/api/datasets", code=400, message="\x1b[2Jno\x9b31m \x07")
