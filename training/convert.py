@@ -290,7 +290,6 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     """
     import torch
 
-    require(Path(path).is_file(), f"no checkpoint {path}; check the path")
     try:
         # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
         unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)

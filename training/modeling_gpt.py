@@ -9,7 +9,7 @@ It is for scores and a first look, as by lm-eval: generating computes the whole 
 the key-value cache.
 """
 
-from dataclasses import fields
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ class GPTHubConfig(PreTrainedConfig):
     model_type = "gpt-with-code"
 
     def __init__(self, network: dict | None = None, **kwargs):
-        self.network = network or {field.name: field.default for field in fields(GPTConfig)}
+        self.network = network or asdict(GPTConfig())
         super().__init__(**kwargs)
 
     # transformers' names of the sizes.
