@@ -240,8 +240,8 @@ def push_model(
                 write_export(model, facts, held, repo)
             hold_files(run_dir, files, held)
             if temporary:
-                # Squashing the branch's history also frees the storage of the pushes before this one: it counts in the
-                # account's quota, and an hourly push would fill that in a day.
+                # Squashing the branch's history frees the storage of the pushes before this one (within 36 hours, says
+                # huggingface.co/docs/hub/storage-limits): all of a long run's would fill the account's quota.
                 api.create_branch(repo, branch=UNFINISHED, exist_ok=True)
                 api.upload_folder(folder_path=held, repo_id=repo, revision=UNFINISHED, delete_patterns="*")
                 api.super_squash_history(repo, branch=UNFINISHED)
