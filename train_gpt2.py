@@ -10,7 +10,7 @@ each batch. Four objects are passed around:
 
 cfg         every setting: the preset, changed by the flags (training/config.py)
 rt          this rank: its number, device and precision, and the collectives (system/distributed.py)
-run         the progress: the step, what was measured there, the best step so far (training/resume.py)
+run         the progress: the step, what was measured there, the best step so far (training/checkpoint.py)
 train_step  the model and everything that updates it (training/step.py)
 """
 
@@ -34,12 +34,12 @@ from system.files import lock_folder
 from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import checkpoint, hellaswag_eval, plan, resume
+from training.checkpoint import RunState
 from training.config import TrainConfig, settings_by_flag
 from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger
 from training.open_model import open_model
 from training.presets import parse
-from training.resume import RunState
 from training.step import Forward, TrainStep, UpdateRefused, choose_precision
 from training.stop import Stopped, StopRequest
 

@@ -30,9 +30,9 @@ from model import GPT
 from system import cli, distributed
 from system.distributed import Runtime
 from training import checkpoint
+from training.checkpoint import RunState
 from training.open_model import open_model
 from training.presets import PRESETS
-from training.resume import RunState
 from training.step import TrainStep
 
 

@@ -13,7 +13,7 @@ from tokens import shards
 from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
 from training import checkpoint, evaluator
-from training.resume import RunState
+from training.checkpoint import RunState
 
 SMALL_GPT2 = "--model.vocab-size 50304 --model.n-embd 8".split()
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CPU, ROOT, choices, parse_config, train_quickstart
-from training.run_state import RunState
 
 import train_gpt2
 from model import GPT
@@ -20,6 +19,7 @@ from tokens import shards
 from tokens.loader import Loader
 from training import plan
 from training.cards import CARDS, find_cards
+from training.checkpoint import RunState
 from training.config import TrainConfig
 from training.presets import PRESETS
 

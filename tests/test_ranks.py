@@ -33,8 +33,8 @@ from model import GPT
 from system.cli import UserError
 from tokens import shards
 from training import checkpoint, plan, resume
+from training.checkpoint import RunState
 from training.config import TrainConfig
-from training.resume import RunState
 from training.step import TrainStep
 
 
@@ -266,7 +266,7 @@ def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, 
         (compare(same, same, steps=(3, 6)), "but step 6 on rank 1"),
         (compare(same, [*same, "--max-steps", "13"]), "the number of steps is 12 on rank 0"),
         (compare(same, [*same, "--data-dir", tmp_path / "other"]), "the data is "),
-        (compare(same, [*flags, fewer_rows]), "the HellaSwag file is 7 rows"),
+        (compare(same, [*flags, fewer_rows]), "the HellaSwag file is"),
         (compare(same, [*flags, tmp_path / "missing"]), "but none on rank 1"),
     ):
         assert all(isinstance(result, UserError) and message in str(result) for result in results), (message, results)
@@ -315,7 +315,7 @@ def test_ranks_that_drift_apart_end_the_run_and_the_newest_checkpoint_stays(tiny
 
     # The ranks agreed at step 3, and not at step 6.
     assert re.search(r"weights.* 1 \(", output), output
-    assert json.loads(status.read_text())["status"] == "system_error"  # which train.sh restarts
+    assert json.loads(status.read_text())["status"] == "user_error"  # unlike cards would drift apart again
     assert checkpoint.complete_steps(run) == [3]
 
     # The same command continues from there.

@@ -22,9 +22,9 @@ from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training import hellaswag_eval, reference
+from training.checkpoint import RunState
 from training.config import RULES, TrainConfig, config_drift, flag
 from training.presets import PRESETS
-from training.resume import RunState
 from training.step import Forward, TrainStep
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48

@@ -26,8 +26,8 @@ from system.files import atomic_write
 from training.cards import total_peak_flops
 
 if TYPE_CHECKING:
+    from training.checkpoint import RunState
     from training.config import TrainConfig
-    from training.resume import RunState
     from training.step import StepResult, TrainStep
 
 # ------------------------------------------------------------------------- reading what a run has written

@@ -23,8 +23,8 @@ from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
 from training.cards import CARDS, find_cards, total_peak_flops
+from training.checkpoint import RunState
 from training.config import TrainConfig
-from training.resume import RunState
 from training.step import TrainStep
 
 GOOD_PASSES = 4  # over the same data, without a warning
