@@ -15,18 +15,18 @@ from training.presets import parse
 
 PAGES = {path.relative_to(ROOT): path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 
-# The script and its arguments, up to a comment, a pipe, a file or the next command.
-COMMAND = re.compile(r"(?:python |torchrun (?:[^#\n]* )?|(?=\./train\.sh))((?:\w+\.py|\./train\.sh)\b(?:(?! && |; | < )[^#|\n])*)")
+# A script and its arguments, up to a comment, a pipe, a file or the next command.
+SCRIPT = r"(?:python |torchrun (?:[^#\n]* )?|(?=\./train\.sh))(\w+\.py|\./train\.sh)\b"
+COMMAND = re.compile(SCRIPT + r"((?:(?! && |; | < )[^#|\n])*)")
 
 
 def find_commands(text):
     """[script, argument, ...] of each command of a page, in an indented block or in inline code."""
     text = text.replace("\\\n", " ")
     lines = re.findall(r"^    +(.*)", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
-    for command in COMMAND.findall("\n".join(lines)):
-        words = shlex.split(command.replace("...", "x"))
-        if (ROOT / words[0]).is_file():  # and not a script of another project
-            yield words
+    for script, arguments in COMMAND.findall("\n".join(lines)):
+        if (ROOT / script).is_file():  # and not a script of another project
+            yield [script, *shlex.split(arguments.replace("...", "x"))]
 
 
 COMMANDS = sorted({shlex.join(words) for text in PAGES.values() for words in find_commands(text)})
