@@ -6,7 +6,7 @@
     python -m bench.parity build-nanogpt ~/build-nanogpt --plant rate   # a planted error: must exit with 1
     python -m bench.parity build-nanogpt ~/build-nanogpt --plot-dir log/parity      # a panel of log/parity/parity.png
 
-Run by hand; tests/test_parity.py runs it on a stand-in. docs/reference-implementations.md has a table of the results. A
+Run by hand; tests/test_parity.py runs it on a stand-in. docs/recipes.md has a table of the results. A
 "reference" is the training script of another project, taken from a checkout of it. Both sides make the same few small
 steps on a CPU:
 

@@ -31,9 +31,9 @@ SCRIPT = str(ROOT / "train_gpt2.py")
 LAST_STEP = 60
 RUN_FLAGS = ["--max-steps", str(LAST_STEP), "--save-every", "10", "--val-every", "40", "--resume", "auto"]
 
-# The variable that docs/two-machines.md has people export on each of several machines.
+# The variable that docs/clusters.md has people export on each of several machines.
 EXPORTED_NAME, EXPORTED_VALUE = re.search(
-    r"export (TORCH_\w+)=(\w+)", (ROOT / "docs" / "two-machines.md").read_text()
+    r"export (TORCH_\w+)=(\w+)", (ROOT / "docs" / "clusters.md").read_text()
 ).groups()
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
@@ -236,7 +236,7 @@ def test_hosts_that_differ_refuse_within_a_minute(hosts, tiny_args, tiny_data, t
 
 @pytest.mark.slow
 def test_hosts_whose_names_stand_for_the_loopback_train_over_the_interface_that_is_named(hosts, tiny_args, tmp_path):
-    """As Debian writes /etc/hosts; docs/two-machines.md names the variable."""
+    """As Debian writes /etc/hosts; docs/clusters.md names the variable."""
     flags = [*tiny_args, "--out-dir", tmp_path / "run"]
     how = {"own_address": "127.0.1.1"}
     torchruns = [hosts.start(i, "quickstart", *flags, GLOO_SOCKET_IFNAME=f"cable{i}", **how) for i in range(2)]

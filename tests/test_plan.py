@@ -147,7 +147,7 @@ def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
 
 # ------------------------------------------------------------------------- --card
 
-# The same work as that of published runs, with the cards and the published milliseconds of a step: docs/costs.md.
+# The same work as that of published runs, with the cards and the published milliseconds of a step.
 EAGER = replace(PRESETS["gpt2-124m"], compile=False)
 VIDEO = replace(PRESETS["gpt2-124m"], total_batch_size=16_384)
 XL = replace(PRESETS["gpt2-1558m"], total_batch_size=2**20)

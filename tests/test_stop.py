@@ -71,7 +71,7 @@ def test_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
 
 
 def test_every_way_to_start_torchrun_gives_the_ranks_time_to_save(monkeypatch):
-    for path in ("README.md", "docs/two-machines.md", "train.sh", "cloud/slurm.sbatch", "cloud/Dockerfile"):
+    for path in ("README.md", "docs/clusters.md", "train.sh", "cloud/slurm.sbatch", "cloud/Dockerfile"):
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in (ROOT / path).read_text(), path
 
     # torchrun reads that variable; that of torch 2.11 always waits 30 seconds.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Card(NamedTuple):
     tflops: float  # dense bfloat16 (float16 before Ampere) with float32 accumulation, no sparsity
     gb: int  # memory
-    mfu: float = 0.50  # the part of the peak that compiled training reaches: docs/costs.md has the measurements
+    mfu: float = 0.50  # the part of the peak that compiled training reaches: tests/test_plan.py has published runs
 
 
 # From the vendors' data sheets. GeForce cards do 512 FLOP a clock and multiprocessor: NVIDIA prints the 56.9 TFLOP/s of

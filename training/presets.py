@@ -48,7 +48,7 @@ _record8 = TrainConfig(
     weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
 )
 
-# modded-nanogpt's simple trainer (its track 3), result 36: docs/reference-implementations.md
+# modded-nanogpt's simple trainer (its track 3), result 36: docs/recipes.md
 _speedrun = replace(
     _record8,
     preset="speedrun-124m",
@@ -68,7 +68,7 @@ PRESETS = {cfg.preset: cfg for cfg in (
     _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
     _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
     # DDP-BASEMODEL-TRAIN: an untied head, and half as many tokens per step. The rest of the network is GPT-2's, not
-    # its own: docs/reference-implementations.md
+    # its own: docs/recipes.md
     TrainConfig(
         preset="untied-124m",
         model=GPTConfig(vocab_size=50304, tied_head=False),

@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
 
 from faults import torture
 
@@ -18,12 +17,6 @@ QUICK_SCALES = {
     "hub-faults": 0.01,
     "train-kill": 0.05,
 }
-
-
-def test_every_class_of_faults_has_its_row_in_promises():
-    text = (ROOT / "docs" / "promises.md").read_text()
-
-    assert [name for name in torture.CLASSES if f"| `{name}`" not in text] == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="its faults are Linux's: /proc, tmpfs, capabilities")
