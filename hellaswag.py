@@ -8,27 +8,28 @@ acc takes the ending with the lowest summed loss, acc_norm the one with the lowe
 style of build-nanogpt and llm.c.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from system.cli import UserError, print0, require, run_cli
+from system import cli
+from system.cli import UserError, print0, require
 from system.files import atomic_write
-from training import hellaswag_eval
-from training.hellaswag_eval import DEFAULT_PATH, Example, evaluate, render
 
-if TYPE_CHECKING:
-    import torch
+cli.set_omp_wait_policy()  # before torch is imported
+import torch
 
-# Other programs call these as hellaswag.evaluate and hellaswag.render.
-__all__ = ["evaluate", "render"]
+from system import distributed
+from system.machine import dtype_name
+from training.hellaswag_eval import DEFAULT_PATH, Example, load_examples, normalize, score, summarize, summary_line
+from training.open_model import open_model
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 VAL_ROWS = 10_042
@@ -56,9 +57,6 @@ class Args:
 def download(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
-    import urllib.request
-    from http.client import HTTPException
-
     fix = f"check the network, or save the file as {path}"
     try:
         with urllib.request.urlopen(url, timeout=20) as response:
@@ -78,7 +76,7 @@ def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor)
     """Write one JSON line for each example: its label, the predictions of acc and acc_norm, and the losses (n, 4)
     behind them, summed and per token, in nats."""
     losses = losses.double()
-    rows = zip(examples, losses.tolist(), hellaswag_eval.normalize(losses, examples).tolist(), strict=True)
+    rows = zip(examples, losses.tolist(), normalize(losses, examples).tolist(), strict=True)
     with atomic_write(path) as f:
         for index, (example, summed, per_token) in enumerate(rows):
             line = {
@@ -100,17 +98,12 @@ def main() -> None:
     if not args.model:
         if not args.data.exists():
             download(args.data, args.url)
-        row_count = len(hellaswag_eval.load_examples(args.data))
+        row_count = len(load_examples(args.data))
         print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
         return
 
-    # Imported here, because torch takes seconds to import, and --help and a download do not need it.
-    from system import distributed
-    from system.machine import dtype_name
-    from training.open_model import open_model
-
     # Score; under torchrun the ranks share the rows.
-    examples = hellaswag_eval.load_examples(args.data, args.limit)
+    examples = load_examples(args.data, args.limit)
     settings = {"--dtype": args.dtype, "--limit": str(args.limit)}  # the same on all ranks, or refused
     with distributed.session(args.device, args.dtype, settings=settings) as rt:
         model = open_model(args.model).to(rt.device)
@@ -118,17 +111,17 @@ def main() -> None:
         # The time is that of scoring alone, without imports, loading and tokenizing.
         show_progress = rt.is_main and sys.stderr.isatty()
         start = time.perf_counter()
-        losses = hellaswag_eval.score(model, examples, rt.device, rt, progress=show_progress)
+        losses = score(model, examples, rt.device, rt, progress=show_progress)
         seconds = time.perf_counter() - start
 
-    # Report. The last line is for programs.
+    # The last line is for programs.
     if args.per_example and rt.is_main:
         write_per_example(args.per_example, examples, losses)
-    result = hellaswag_eval.summarize(losses, examples)
+    result = summarize(losses, examples)
     speed = f"{result['n'] / seconds:.1f} examples/s in {dtype_name(rt.dtype)} on {rt.device}"
     print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
-    print0(hellaswag_eval.summary_line(result))
+    print0(summary_line(result))
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    cli.run_cli(main)

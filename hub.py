@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import math
 import os
 import shlex
 import shutil
@@ -24,15 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import tyro
+
+from model import GPT
 from system.cli import UserError, print0, require, run_cli
 from system.hub_client import open_hub
 from tokens import shards
-from training import convert, metrics
+from training import checkpoint, convert, metrics
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
-
-    from model import GPT
 
 # What a push takes of a run folder beside the checkpoints, and its name in the repository, where an export has a
 # config.json of its own.
@@ -214,8 +214,6 @@ def push_model(
         steps: which checkpoints of the run: the newest, the one with the lowest val loss, or all.
         temporary: to the branch `unfinished` of the repository, which the run's next push replaces; without export.
     """
-    from training import checkpoint
-
     # Loading a model also checks it: a damaged one is not pushed.
     models = choose_models(path, steps)
     model, facts = checkpoint.load(models[-1])
@@ -258,8 +256,6 @@ def push_model(
 
 def choose_models(path: Path, steps: str) -> list[Path]:
     """The model files of a push of a .pt file or a run folder; the last one is what the card describes."""
-    from training import checkpoint
-
     if path.is_file():
         return [path]
     newest = checkpoint.newest_model(path)
@@ -267,11 +263,8 @@ def choose_models(path: Path, steps: str) -> list[Path]:
     if steps == "all":
         return [checkpoint.model_path(path, step) for step in saved]
     if steps == "best":
-        rows = metrics.read_metrics(path / "metrics.jsonl")
-        losses = {row["step"]: row["val_loss"] for row in rows if isinstance(row.get("val_loss"), float)}
-        # The newest one if none was evaluated.
-        best = min(saved, key=lambda step: (losses.get(step, math.inf), -step))
-        return [checkpoint.model_path(path, best)]
+        best = metrics.best_step(path, saved)
+        return [newest if best is None else checkpoint.model_path(path, best)]
     return [newest]
 
 
@@ -296,8 +289,6 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
         out_dir: a new folder, or the one of an earlier pull.
         every_step: all checkpoints instead of the newest, but none of a run that is still training.
     """
-    from training import checkpoint
-
     with open_hub() as api:
         is_unfinished = not every_step and api.revision_exists(repo, UNFINISHED)
         commit, files = list_files(api, repo, "model", UNFINISHED if is_unfinished else "main")
@@ -325,8 +316,6 @@ def export(path: Path, out_dir: Path) -> None:
         path: a run folder, whose newest checkpoint is taken, or a .pt file.
         out_dir: a new folder. Its README.md shows how to load the model.
     """
-    from training import checkpoint
-
     model, facts = checkpoint.load(path)
     write_export(model, facts, out_dir, str(out_dir))
     print0(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
@@ -356,8 +345,6 @@ def import_old(old: Path, out_dir: Path) -> None:
         old: the .pt file.
         out_dir: a folder without a model.
     """
-    from training import checkpoint
-
     # Among the models of another run, the imported one could be taken for that run's newest step.
     is_new = not any(out_dir.glob("model_*.pt"))
     require(is_new, f"{out_dir} already has a model, and an import never joins another run; choose another folder")
@@ -370,8 +357,6 @@ def import_old(old: Path, out_dir: Path) -> None:
 
 
 def main() -> None:
-    import tyro
-
     # Each function is a command: its arguments become flags, its docstring the help. An argument without a default is
     # positional, and the help calls it by its name.
     commands = {

@@ -35,7 +35,6 @@ STOP_CMD=${STOP_CMD:-}                  # keeps OUT; default, with OUT below /wo
 REMOVE_DELAY=${REMOVE_DELAY:-60}        # seconds before either command, in which `kill` prevents it
 KEEP_ON_FAILURE=${KEEP_ON_FAILURE:-0}   # 1: keep the machine if training has failed
 # DISK_GB=60 tells the trainer the size of the volume that you rent, if the file system shows more.
-
 set -euo pipefail
 
 # ---- helpers ----
@@ -100,7 +99,8 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
         found=("$1")
         [[ $1 == */* || -f $1 ]] || mapfile -t found < <(find log -name "$1" 2>/dev/null)
         ((${#found[@]} == 1)) || die "log/ has ${#found[@]} files named $1; give the path of one, as in log/RUN/$1"
-        set -- --resume "$(realpath -m "${found[0]}/..")" --epochs "${2:-1}" "${@:3}"
+        set -- --resume "$(realpath -m "${found[0]}/..")" "${@:2}"
+        [[ ! ${3:-} =~ ^[0-9]+$ ]] || set -- "$1" "$2" --epochs "${@:3}"
     elif [[ ${1:--} != -* ]]; then
         preset=("$1") # it must stay before all flags
         shift

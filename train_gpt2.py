@@ -10,7 +10,7 @@ each batch. Four objects are passed around:
 
 cfg         every setting: the preset, changed by the flags (training/config.py)
 rt          this rank: its number, device and precision, and the collectives (system/distributed.py)
-run         the progress: the step, what was measured there, the best step so far (training/checkpoint.py)
+run         the progress: the step, what was measured there (training/metrics.py)
 train_step  the model and everything that updates it (training/step.py)
 """
 
@@ -34,10 +34,9 @@ from system.files import lock_folder
 from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import checkpoint, hellaswag_eval, plan, resume
-from training.checkpoint import RunState
 from training.config import TrainConfig, settings_by_flag
 from training.evaluator import Evaluator, num_val_sequences, validate
-from training.metrics import MetricsLogger
+from training.metrics import MetricsLogger, RunState, best_step
 from training.open_model import open_model
 from training.presets import parse
 from training.step import Forward, TrainStep, UpdateRefused, choose_precision
@@ -99,7 +98,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
                     check_stop = partial(stop.check, rt, timed=run.step > run.start_step)
                     run.measured |= evaluator.evaluate(run, check_stop)
                     run.evaluated = True
-                    update_best(run, writer)
                     metrics.log_text(run.step, evaluator.sample_text(run, stop.is_requested))
                 if run.is_at_end:
                     break
@@ -169,19 +167,13 @@ def save_checkpoint(
 
         # metrics.jsonl goes to the disk first: a resumed run needs every line before the checkpoint's step.
         metrics.flush()
-        writer.save(run.step, model_content, train_content, run.best_step)
+        writer.save(run.step, model_content, train_content)
     run.last_saved_step = run.step
-
-
-def update_best(run: RunState, writer: checkpoint.CheckpointWriter) -> None:
-    """Let this evaluated step be the best so far, if it has been saved: --keep does not delete the best."""
-    if run.last_saved_step == run.step and not writer.has_failed():
-        run.update_best()
 
 
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
     """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
-    step = run.best_step or run.step
+    step = best_step(cfg.run_dir, checkpoint.complete_steps(cfg.run_dir)) or run.step
     path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; step {step} is in {path}"
     return f'{text}\nnext: python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} "Once upon a time"'

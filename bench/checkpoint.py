@@ -30,7 +30,7 @@ from model import GPT
 from system import cli, distributed
 from system.distributed import Runtime
 from training import checkpoint
-from training.checkpoint import RunState
+from training.metrics import RunState
 from training.open_model import open_model
 from training.presets import PRESETS
 from training.step import TrainStep

@@ -64,9 +64,9 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Lock `folder`, which is created if missing, for this process. If another process holds the lock, wait for it
-    (`wait`) or raise UserError. The lock, on the file .lock, ends with the process, however the process ends.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock `folder`, which is created if missing, for this process. Raises UserError if another process
+    holds the lock. The lock, on the file .lock, ends with the process, however the process ends.
 
     Where the file system has no flock, as on some Lustre mounts, the file itself is the lock, and names its process:
     filelock takes over that of a process of this machine that has died.
@@ -80,15 +80,13 @@ def lock_folder(folder: Path, wait: bool = False) -> Iterator[None]:
         raise UserError(f"cannot write to {folder}: {e.strerror}; choose another folder") from None
     except Timeout:
         left = f", or remove {folder}/.lock if that process is gone" if isinstance(lock, SoftFileLock) else ""
-        in_use = f"{folder} is in use by another process"
-        require(wait, f"{in_use}; wait for it or choose another folder{left}")
-        print(f"{in_use}: waiting for it{left}", flush=True)
-        lock.acquire()
+        problem = f"{folder} is in use by another process"
+        raise UserError(f"{problem}; wait for it or choose another folder{left}") from None
     try:
         yield
     except BaseException:
         # A mistyped --out-dir should not leave an empty folder.
-        if is_new and not wait and os.listdir(folder) == [".lock"]:
+        if is_new and os.listdir(folder) == [".lock"]:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:

@@ -240,11 +240,6 @@ def keep_freed_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def total_memory(device: torch.device) -> int:
-    """Bytes of memory of a GPU (CUDA); 0 for any other device."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-
-
 def use_expandable_segments() -> None:
     """Let torch's CUDA allocator grow its segments instead of adding new ones, unless the user has configured it: the
     sizes of evaluations differ from those of training, and freed segments that fit nothing would pile up. The

@@ -4,6 +4,7 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 """
 
 import dataclasses
+import json
 import re
 import zipfile
 from pathlib import Path
@@ -25,12 +26,12 @@ MODERN = dataclasses.replace(
 )
 
 
-def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0, best_step: int | None = None) -> GPT:
+def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GPT:
     """Write a complete checkpoint of `model` (default: a new small one) and wait for it; returns the model."""
     model = model or GPT(SMALL)
     state = {"step": step, "max_steps": 9, "config": {}, "data": "", "record": {}, "optimizers": [torch.ones(3)]}
     with checkpoint.CheckpointWriter(folder, keep) as writer:
-        writer.save(step, checkpoint.model_file(model, step), state, best_step)
+        writer.save(step, checkpoint.model_file(model, step), state)
         writer.wait()
     return model
 
@@ -170,11 +171,15 @@ def test_weights_must_fit_their_config(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    for step in range(1, 7):
-        save(tmp_path, step, keep=2, best_step=2 if step >= 2 else None)
+    """By the metrics of the run; step 1 was better, but is not complete."""
+    losses = {1: 1.0, 2: 2.0, 3: 4.0, 5: 3.0}
+    rows = [json.dumps({"step": step, "val_loss": loss}) for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    for step in range(2, 7):
+        save(tmp_path, step, keep=2)
 
     assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
-    assert len(list(tmp_path.iterdir())) == 6  # nothing else is in the folder
+    assert len(list(tmp_path.glob("*.pt"))) == 6
 
 
 def test_the_optimizer_is_written_before_the_model(tmp_path, monkeypatch):

@@ -106,20 +106,6 @@ def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path, monkeypatc
         pass
 
 
-def test_a_process_waits_for_the_lock_if_it_may(tmp_path, capsys):
-    folder = tmp_path / "data"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = HOLDER.replace("600", "1")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(ROOT / "tests"), str(folder), "flock"], env=env, stdout=subprocess.PIPE
-    )
-    assert holder.stdout.readline() == b"locked\n"
-
-    with lock_folder(folder, wait=True):
-        assert holder.wait(10) == 0
-    assert "waiting for it" in capsys.readouterr().out
-
-
 def test_an_error_leaves_no_empty_folder(tmp_path):
     """As of a mistyped --out-dir. What was written stays."""
     (tmp_path / "old").mkdir()

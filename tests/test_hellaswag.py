@@ -87,7 +87,7 @@ def test_scores_equal_the_plain_scorer(options, tmp_path, request):
     sums, means = score_plainly(model, rows)
 
     losses = hellaswag_eval.score(model, examples, CPU)
-    result = hellaswag.evaluate(model, examples, CPU)
+    result = hellaswag_eval.evaluate(model, examples, CPU)
 
     # Losses to rounding; predictions row for row.
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
@@ -288,7 +288,7 @@ def test_command_line_reports_the_score_and_writes_each_row(run_in_fork, model, 
     run = tmp_path / "run"
     run.mkdir()
     checkpoint.write(run / "model_00001.pt", checkpoint.model_file(model, 1))
-    expected = hellaswag.evaluate(model, hellaswag_eval.load_examples(data, 16), CPU)
+    expected = hellaswag_eval.evaluate(model, hellaswag_eval.load_examples(data, 16), CPU)
 
     # -m and -d are the short flags of build-nanogpt's hellaswag.py.
     flags = ("-m", run, "-d", "cpu", "--data", data, "--limit", 16, "--dtype", "float32")

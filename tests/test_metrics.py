@@ -24,9 +24,8 @@ from helpers import (
 from model import GPT, GPTConfig
 from system.distributed import Runtime
 from training import cards, metrics
-from training.checkpoint import RunState
 from training.config import TrainConfig
-from training.metrics import MetricsLogger, read_config, read_metrics
+from training.metrics import MetricsLogger, RunState, read_config, read_metrics
 from training.step import StepResult
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)

@@ -8,7 +8,6 @@ import torch
 from helpers import CPU, parse_config
 
 from model import GPT
-from system import machine
 from system.cli import UserError
 from training import microbatch
 from training.step import TrainStep
@@ -28,7 +27,7 @@ def card(monkeypatch):
             if self.limit < B:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(machine, "total_memory", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2**30))
     monkeypatch.setattr(microbatch, "MIN_BALLAST_BYTES", 100)
     monkeypatch.setattr(microbatch, "BALLAST_FRACTION", 0)
     real_empty = torch.empty
@@ -81,8 +80,9 @@ def test_the_ballast_covers_later_allocations(monkeypatch):
         return torch.zeros(1)
 
     monkeypatch.setattr(torch, "empty", remember)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     for total_gib in (8, 80):
-        monkeypatch.setattr(machine, "total_memory", lambda device, total=total_gib: total * 2**30)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, total=total_gib: (0, total * 2**30))
         assert microbatch.fits_in_memory(CPU.device, 1000, lambda: None)
     assert sizes == [2**30 + 1000, int(0.04 * 80 * 2**30) + 1000]
 

@@ -19,8 +19,8 @@ from tokens import shards
 from tokens.loader import Loader
 from training import plan
 from training.cards import CARDS, find_cards
-from training.checkpoint import RunState
 from training.config import TrainConfig
+from training.metrics import RunState
 from training.presets import PRESETS
 
 

@@ -33,8 +33,8 @@ from model import GPT
 from system.cli import UserError
 from tokens import shards
 from training import checkpoint, plan, resume
-from training.checkpoint import RunState
 from training.config import TrainConfig
+from training.metrics import RunState
 from training.step import TrainStep
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from training.presets import PRESETS
-from training.reference import DATASETS, difference, find_reference, read_references
+from training.reference import DATASETS, find_reference, read_references
 
 REFERENCE = read_references()[0]  # gpt2-124m's
 STEPS = REFERENCE.step.astype(int).tolist()  # at which the public runs were evaluated
@@ -79,22 +79,12 @@ def test_the_second_epoch_has_a_reference_of_its_own():
     assert 0.0499 < high - low < 0.08
 
 
-@pytest.mark.parametrize("preset, steps, shard", [
-    ("gpt2-124m", 19_073, "edufineweb_train_000001.npy"),
-    ("gpt2-124m", 38_146, "fineweb-edu_train_000001.npy"),
-    ("llmc-124m", 19_700, "fineweb_train_000001.bin"),  # as many as there are in this sample
-    ("record8-124m", 4578, "fineweb_train_000001.npy"),
-])  # fmt: skip
-def test_no_verdict_on_another_recipe_or_other_data(preset, steps, shard):
+@pytest.mark.parametrize("preset, steps", [("gpt2-124m", 38_146), ("llmc-124m", 19_700), ("record8-124m", 4578)])
+def test_no_verdict_on_another_recipe(preset, steps):
     assert Path(PRESETS[preset].data_dir).name == DATASETS[preset]
     assert find_reference(preset, steps, 524_288).preset == preset
     for recipe in ((preset, steps // 3, 524_288), (preset, steps, 262_144), (["x"], "x", 524_288)):
         assert find_reference(*recipe) is None
-    assert difference(preset, "scratch", shard) == difference(preset, "scratch", "") == ""
-    other_shard = "fineweb_train_000001.npy" if "edu" in shard else "fineweb-edu_train_000001.npy"
-    assert other_shard in difference(preset, "scratch", other_shard)
-    assert "books" in difference(preset, "scratch", "books_train_000001.npy")
-    assert "gpt2" in difference(preset, "gpt2", shard)
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.3, 0.5])

@@ -1,6 +1,6 @@
 """Prefetching: a thread produces items before they are needed.
 
-fineweb.py downloads and reads files with it, tokens/loader.py reads batches.
+fineweb.py downloads, reads and tokenizes with it, tokens/loader.py reads batches.
 
     for batch in prefetch(read_batches(), depth=16, join=True):
         train(batch)  # the next batches are read in the meantime

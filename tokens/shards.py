@@ -79,11 +79,9 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
 def parse_npy_header(head: bytes) -> tuple[int, int]:
     """(byte offset of the first token, number of tokens) that numpy's header states. It is parsed as literals."""
     header = io.BytesIO(head)
-    # numpy writes version 1 for such arrays; others may write 2.
-    if np.lib.format.read_magic(header)[0] == 1:
-        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-    else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(header)
+    version = np.lib.format.read_magic(header)
+    require(version == (1, 0), f"its version is {version}, not the one that numpy writes")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(header)
     is_token_array = dtype == np.dtype("<u2") and len(shape) == 1
     require(is_token_array, f"it holds {dtype} of shape {shape}, not uint16 with one dimension")
     return header.tell(), int(shape[0])

@@ -1,7 +1,7 @@
 """Checkpoints: complete or absent, written while training continues, loaded without running any pickled code.
 
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
-    OUT/optim_{step:05d}.pt   optimizers, step, data position, the run's config: what else resuming needs
+    OUT/optim_{step:05d}.pt   optimizers, step, the run's config: what else resuming needs
 
 Training writes through CheckpointWriter; infer.py, hellaswag.py and hub.py read through training/open_model.py:
 
@@ -37,7 +37,7 @@ import shlex
 import threading
 import zipfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -47,6 +47,7 @@ import torch
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.files import atomic_write
+from training.metrics import best_step
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -64,97 +65,6 @@ TRAIN_STATE_TYPES = {
     "optimizers": list,
 }
 MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
-
-
-# ------------------------------------------------------------------------- the progress of a run
-
-
-@dataclass
-class RunState:
-    """The progress of a run, which every checkpoint stores, so that a resumed run repeats nothing. `step` counts the
-    optimizer steps done. The training loop moves it from step to step:
-
-        step = 500      the weights have had 500 updates
-        save            last_saved_step = 500
-        evaluate        measured = {"step": 500, "val_loss": 3.9}, evaluated = True; it may be the best step so far
-        train           measured gets train_loss, lr, ... of the next update, and becomes a line of metrics.jsonl
-        advance()       step = 501, measured = {"step": 501}, evaluated = False
-    """
-
-    # The length of the run, and the data that it must find again when it is resumed (Loader.fingerprint).
-    max_steps: int
-    data_id: str
-
-    # Where the run is. `measured` is the line of metrics.jsonl for this step, as far as it is known; `evaluated` says
-    # whether the evaluations of this step are done, so that a resumed run does not repeat them.
-    step: int = 0
-    measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})
-    evaluated: bool = False
-
-    # The best step that has a checkpoint, as {"step": 500, "val_loss": 3.9}, and the newest step saved in this run's
-    # folder.
-    best: dict[str, Any] | None = None
-    last_saved_step: int | None = None
-
-    # The step at which this process started or resumed the run.
-    start_step: int = field(init=False)
-
-    def __post_init__(self):
-        self.start_step = self.step
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether all steps are done. The last one may still have to be saved and evaluated."""
-        return self.step == self.max_steps
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to do, as when the command of a finished run is repeated. A run resumed with fewer
-        steps than it has done is complete, too."""
-        return self.step > self.max_steps or (self.is_at_end and self.evaluated)
-
-    @property
-    def best_step(self) -> int | None:
-        """The step with the lowest val loss among those with a checkpoint; None before there is one."""
-        return self.best["step"] if self.best else None
-
-    def is_due(self, period: int) -> bool:
-        """Whether something with this period (0: never) is due. On the last step everything enabled is."""
-        return period > 0 and (self.step % period == 0 or self.is_at_end)
-
-    def is_save_due(self, save_every: int) -> bool:
-        """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process is
-        not: it is new, or saved already."""
-        return self.step > self.start_step and (self.is_at_end or self.is_due(save_every))
-
-    def update_best(self) -> None:
-        """Make this step, which is saved, the best if its val loss is the lowest so far."""
-        val_loss = self.measured.get("val_loss")
-        if val_loss is not None and (self.best is None or val_loss < self.best["val_loss"]):
-            self.best = {"step": self.step, "val_loss": val_loss}
-
-    def advance(self) -> None:
-        """Move to the next step, of which nothing is known yet."""
-        self.step += 1
-        self.measured = {"step": self.step}
-        self.evaluated = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The entries of a checkpoint's train state that describe the run's progress."""
-        # These names are part of the checkpoint format, `record` and `data` included.
-        return {
-            "step": self.step,
-            "record": self.measured,
-            "best": self.best,
-            "evaluated": self.evaluated,
-            "max_steps": self.max_steps,
-            "data": self.data_id,
-        }
-
-    @classmethod
-    def from_state_dict(cls, saved: dict[str, Any], max_steps: int, data_id: str) -> RunState:
-        """The progress that state_dict returned, in a run that may now have another length."""
-        return cls(max_steps, data_id, saved["step"], saved["record"], saved["evaluated"], saved["best"])
 
 
 # ------------------------------------------------------------------------- which checkpoints a run folder has
@@ -361,19 +271,16 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self.has_failed()
 
-    def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best_step: int | None = None) -> None:
-        """Copy the contents of both files to host memory, then write the copies in a thread.
-
-        `model` is what model_file returns, `train` the train state; both may change once this has returned. `best_step`
-        is the step with the lowest validation loss so far, which is never deleted.
-        """
+    def save(self, step: int, model: dict[str, Any], train: dict[str, Any]) -> None:
+        """Copy the contents of both files to host memory, then write the copies in a thread. `model` is what model_file
+        returns, `train` the train state; both may change once this has returned."""
         # At most one snapshot is in host memory, so wait for the previous write first. Training waits for this copy,
         # and for nothing else. The thread shares no tensor with training.
         self.has_failed()
         copies: dict = {}
         model_copy = copy_to_host(model, copies)
         train_copy = copy_to_host({"format": FORMAT, **train}, copies)
-        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy, best_step))
+        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy))
         self.thread.start()
 
     def has_failed(self) -> bool:
@@ -387,7 +294,7 @@ class CheckpointWriter:
         problem = f"could not write the checkpoint in {self.run_dir}"
         require(not self.has_failed(), f"{problem} ({self.error}); newest complete step: {latest_step(self.run_dir)}")
 
-    def _write(self, step: int, model: dict, train: dict, best_step: int | None) -> None:
+    def _write(self, step: int, model: dict, train: dict) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
         try:
             # Weights that are not finite would replace good checkpoints with useless ones.
@@ -401,15 +308,15 @@ class CheckpointWriter:
             # The model last: once it is there, the step is complete.
             write(optim_path(self.run_dir, step), train)
             write(model_path(self.run_dir, step), model)
-            self._delete_old(step, best_step)
+            self._delete_old(step)
             self.error = None
         except Exception as e:
             # An exception in a thread does not end the program: print it now, and let `wait` raise it.
             self.error = e
             print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
-    def _delete_old(self, step: int, best_step: int | None) -> None:
-        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
+    def _delete_old(self, step: int) -> None:
+        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best by val loss.
 
         Steps after `step` stay: they are there because the run was resumed from an earlier checkpoint. Steps with only
         one of the two files stay, too: whoever removed the other file may want to keep this one.
@@ -420,6 +327,6 @@ class CheckpointWriter:
         too_old = set(steps[: -self.keep])
 
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
-        for old_step in too_old - {best_step}:
+        for old_step in too_old - {best_step(self.run_dir, steps)}:
             model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()

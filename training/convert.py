@@ -30,16 +30,15 @@ import shutil
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from model import GPT, VOCAB_SIZE, GPTConfig
 from system.cli import UserError, require
 from system.hub_client import open_hub
 from tokens import tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from model import GPT, GPTConfig
 
 # Where transformers stores weights, in one file or in parts; the pickled files are those of old repositories.
 WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
@@ -97,8 +96,6 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
 
-    from model import GPT, GPTConfig
-
     try:
         hf_config = json.loads((folder / "config.json").read_text())
         weights = read_weights(folder)
@@ -131,7 +128,6 @@ def download_model(name: str) -> Path:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder under the names in its files, without causal masks."""
-    import torch
     from safetensors.torch import load_file
 
     weights = {}
@@ -146,8 +142,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
     """The GPTConfig of a GPT-2's config.json. Raises UserError if model.py cannot compute that network."""
-    from model import GPTConfig
-
     # Any other value means another network.
     sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
     for name, supported in GPT2_FIXED.items():
@@ -182,8 +176,6 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
     Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists.
     """
-    from model import VOCAB_SIZE
-
     out_dir = Path(out_dir)
     require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
@@ -210,8 +202,6 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether transformers' GPT-2 computes this network: it is GPT-2 but for its sizes, biases, head and GELU."""
-    from model import GPTConfig
-
     free = {*GPT2_SIZES, "bias", "tied_head", "activation", "zero_init_projections"}
     gpt2 = GPTConfig(**{name: getattr(config, name) for name in free})
     return config == gpt2 and config.activation in GPT2_ACTIVATIONS
@@ -219,7 +209,6 @@ def is_gpt2(config: GPTConfig) -> bool:
 
 def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Let transformers save a GPT2LMHeadModel."""
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hf_config = GPT2Config(
@@ -288,8 +277,6 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
-    import torch
-
     try:
         # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
         unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -305,10 +292,6 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
 
 def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     """The GPT and the step in the contents of an old checkpoint. Raises KeyError and others if they do not fit."""
-    import torch
-
-    from model import GPT, GPTConfig
-
     # Weights under their own names: without the prefixes of torch.compile and DDP, and without causal masks.
     weights = {}
     for saved_name, weight in saved["model"].items():

@@ -22,8 +22,8 @@ from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from training import hellaswag_eval, reference
-from training.checkpoint import RunState
 from training.config import RULES, TrainConfig, config_drift, flag
+from training.metrics import RunState
 from training.presets import PRESETS
 from training.step import Forward, TrainStep
 
@@ -43,10 +43,7 @@ class Evaluator:
         # Without rows, or with a model that cannot read them, HellaSwag is off, and the reason is printed.
         self.examples = hellaswag_eval.available_examples(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
 
-        # The public runs to compare with, or the reason why there are none.
-        self.reference, reason = choose_reference(cfg, max_steps, data.paths[0].name)
-        if reason and val_data:
-            print0(f"no reference: {reason}")
+        self.reference = choose_reference(cfg, max_steps) if val_data else None
 
         # Samples need GPT-2's vocabulary to be readable.
         self.prompt: list[int] = []  # the ids to continue; without a prompt there are no samples
@@ -112,15 +109,12 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
     return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
 
-def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple[reference.Reference | None, str]:
-    """The public runs to compare a run of `max_steps` with, or None and the reason, which is empty for a preset without
-    public runs. They apply to a run from scratch with the settings of its preset, on the same data, of the same length.
-    shard_name: a file of the run's data, by whose name the data are recognized."""
-    if cfg.preset not in reference.DATASETS or cfg.preset not in PRESETS:
-        return None, ""
-    reason = reference.difference(cfg.preset, cfg.init_from, shard_name)
-    if reason:
-        return None, reason
+def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
+    """The public runs to compare a run of `max_steps` with, and print which, or what is different from them; None for a
+    run from trained weights, whose loss is much lower, and for a preset without public runs."""
+    found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
+    if found is None or cfg.init_from != "scratch":
+        return None
 
     # Settings that shape the result; config_drift gives them as "max_lr: 0.0006 -> 0.001". The margin allows for
     # another seed or order of the data, and the rows that pad the vocabulary are not used.
@@ -129,10 +123,10 @@ def choose_reference(cfg: TrainConfig, max_steps: int, shard_name: str) -> tuple
     changed = [change.split(":")[0] for change in changes]
     flags = [flag(name) for name in changed if name not in comparable]
     if flags:
-        return None, f"{', '.join(flags)} not as in preset {cfg.preset}"
-
-    found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
-    return found, "" if found else f"no public run of {cfg.preset} has {max_steps:,} steps"
+        print0(f"no reference: {', '.join(flags)} not as in preset {cfg.preset}")
+        return None
+    print0(f"reference: {found.runs} public runs of {cfg.preset}, on {reference.DATASETS[cfg.preset]}")
+    return found
 
 
 def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:

@@ -41,18 +41,16 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
+from system.distributed import Runtime
 from tokens import tokenizer
-
-# torch takes seconds to import, so only the functions that need it import it: hellaswag.py downloads the rows and
-# prints its help without torch.
-if TYPE_CHECKING:
-    import torch
-
-    from model import GPT, GPTConfig
-    from system.distributed import Runtime
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 NUM_ENDINGS = 4
@@ -196,8 +194,6 @@ def plan_batches(examples: list[Example], block_size: int, max_positions: int) -
 
 def make_batch(trees: list[PrefixTree], examples: list[Example]) -> Batch:
     """The tensors of one batch of plan_batches."""
-    import torch
-
     T = trees[0].length  # the first tree is the longest
     batch = Batch([], [], [], [], [], [], [])  # lists, which are quicker to extend than tensors
     for row, tree in enumerate(trees):
@@ -253,11 +249,6 @@ def score(
     Without `rt` there is one process, in float32. progress: show a progress bar. check: called equally often on every
     rank; it may raise Stopped. Raises UserError if the model cannot read the examples.
     """
-    import torch
-    from tqdm import tqdm
-
-    from system.distributed import Runtime
-
     require_readable(examples, model.config)
     if rt is None:
         rt = Runtime(device, torch.float32)
@@ -286,9 +277,6 @@ def score(
 
 def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once: int) -> torch.Tensor:
     """Summed negative log-likelihood of each ending of a batch of N prefix trees, (N, 4) float32 on the CPU."""
-    import torch
-    import torch.nn.functional as F
-
     mask = tree_mask(batch.parts.to(device))  # (N, 1, T, T)
     hidden = model.hidden(batch.ids.to(device), positions=batch.positions.to(device), mask=mask)  # (N, T, C)
 
@@ -310,16 +298,12 @@ def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once:
 
 def normalize(losses: torch.Tensor, examples: list[Example]) -> torch.Tensor:
     """Losses per token (n, 4), by which acc_norm chooses, from the losses (n, 4) that `score` returns."""
-    import torch
-
     token_counts = torch.tensor([[len(ending) for ending in example.endings] for example in examples])
     return losses / token_counts
 
 
 def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float | int]:
     """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns."""
-    import torch
-
     labels = torch.tensor([example.label for example in examples])
 
     # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)

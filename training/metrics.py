@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from system.files import atomic_write
 from training.cards import total_peak_flops
 
 if TYPE_CHECKING:
-    from training.checkpoint import RunState
     from training.config import TrainConfig
     from training.step import StepResult, TrainStep
 
@@ -41,27 +41,106 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            row = json.loads(line, parse_int=_parse_integer)
+            row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         # type() and not isinstance(): True is an int.
-        if isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0:
+        if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 2**53:
             rows.append(row)
     return rows
 
 
-def _parse_integer(digits: str) -> int | float:
-    """An integer of JSON; one with too many digits for numpy's int64 becomes a float, which the plots can draw."""
-    return int(digits) if len(digits) < 19 else float(digits)
-
-
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """A run's config.json; empty if there is none that can be read. Plots and model cards work without it."""
+    """A run's config.json; empty if there is none that can be read. Plots work without it."""
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def best_step(run_dir: Path, steps: list[int]) -> int | None:
+    """Of these steps of a run the one with the lowest val loss; None if none was validated."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    losses = {row["step"]: row["val_loss"] for row in rows if isinstance(row.get("val_loss"), float)}
+    return min((step for step in steps if step in losses), key=losses.get, default=None)
+
+
+# ------------------------------------------------------------------------- the progress of a run
+
+
+@dataclass
+class RunState:
+    """The progress of a run, which every checkpoint stores, so that a resumed run repeats nothing. `step` counts the
+    optimizer steps done. The training loop moves it from step to step:
+
+        step = 500      the weights have had 500 updates
+        save            last_saved_step = 500
+        evaluate        measured = {"step": 500, "val_loss": 3.9}, evaluated = True
+        train           measured gets train_loss, lr, ... of the next update, and becomes a line of metrics.jsonl
+        advance()       step = 501, measured = {"step": 501}, evaluated = False
+    """
+
+    # The length of the run, and the data that it must find again when it is resumed (Loader.fingerprint).
+    max_steps: int
+    data_id: str
+
+    # Where the run is. `measured` is the line of metrics.jsonl for this step, as far as it is known; `evaluated` says
+    # whether the evaluations of this step are done, so that a resumed run does not repeat them.
+    step: int = 0
+    measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+    evaluated: bool = False
+
+    # The newest step saved in this run's folder.
+    last_saved_step: int | None = None
+
+    # The step at which this process started or resumed the run.
+    start_step: int = field(init=False)
+
+    def __post_init__(self):
+        self.start_step = self.step
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all steps are done. The last one may still have to be saved and evaluated."""
+        return self.step == self.max_steps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do, as when the command of a finished run is repeated. A run resumed with fewer
+        steps than it has done is complete, too."""
+        return self.step > self.max_steps or (self.is_at_end and self.evaluated)
+
+    def is_due(self, period: int) -> bool:
+        """Whether something with this period (0: never) is due. On the last step everything enabled is."""
+        return period > 0 and (self.step % period == 0 or self.is_at_end)
+
+    def is_save_due(self, save_every: int) -> bool:
+        """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process is
+        not: it is new, or saved already."""
+        return self.step > self.start_step and (self.is_at_end or self.is_due(save_every))
+
+    def advance(self) -> None:
+        """Move to the next step, of which nothing is known yet."""
+        self.step += 1
+        self.measured = {"step": self.step}
+        self.evaluated = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of a checkpoint's train state that describe the run's progress."""
+        # These names are part of the checkpoint format, `record` and `data` included.
+        return {
+            "step": self.step,
+            "record": self.measured,
+            "evaluated": self.evaluated,
+            "max_steps": self.max_steps,
+            "data": self.data_id,
+        }
+
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Any], max_steps: int, data_id: str) -> RunState:
+        """The progress that state_dict returned, in a run that may now have another length."""
+        return cls(max_steps, data_id, saved["step"], saved["record"], saved["evaluated"])
 
 
 # ------------------------------------------------------------------------- writing

@@ -81,7 +81,7 @@ def fits_in_memory(device: torch.device, reserved_bytes: int, run_passes: Callab
     but the compiled code, which training reuses."""
     ballast = None
     try:
-        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * machine.total_memory(device)))
+        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(device)[1]))
         ballast = torch.empty(headroom + reserved_bytes, dtype=torch.uint8, device=device)
         run_passes()
         fits = True
@@ -93,9 +93,8 @@ def fits_in_memory(device: torch.device, reserved_bytes: int, run_passes: Callab
     # Here the exception and its frames are freed, so all memory of this attempt can be released.
     del ballast
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     return fits
 
 

@@ -23,8 +23,8 @@ from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
 from training.cards import CARDS, find_cards, total_peak_flops
-from training.checkpoint import RunState
 from training.config import TrainConfig
+from training.metrics import RunState
 from training.step import TrainStep
 
 GOOD_PASSES = 4  # over the same data, without a warning
@@ -94,7 +94,6 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
     if cfg.keep:
         saves = min(saves, cfg.keep + 2)
 
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
     size = CHECKPOINT_BYTES * train_step.model.num_params()
     free = free_bytes(cfg.run_dir)
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
@@ -103,17 +102,14 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
 
 
 def write_config(train_step: TrainStep, run: RunState) -> None:
-    """Write OUT/config.json on rank 0: the resolved settings and the versions behind the run, for people and plots."""
-    cfg, rt = train_step.cfg, train_step.rt
-    if not rt.is_main:
-        return
+    """Write OUT/config.json, on rank 0: the resolved settings and the versions behind the run, for people and plots."""
+    cfg = train_step.cfg
     content = cfg.to_dict() | {
         "out_dir": str(cfg.run_dir),
         "resolved_max_steps": run.max_steps,
-        "world_size": rt.world_size,
+        "world_size": train_step.rt.world_size,
         "versions": machine.versions(),
     }
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(cfg.run_dir / "config.json") as f:
         f.write(json.dumps(content, indent=2).encode() + b"\n")
 

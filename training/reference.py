@@ -106,17 +106,3 @@ def find_reference(preset: object, max_steps: object, tokens_per_step: object) -
         if reference.preset == preset and abs(max_steps - reference.max_steps) <= tolerance:
             return reference
     return None
-
-
-def difference(preset: str, init_from: object, shard_name: str) -> str:
-    """Why a run compares to no public run of `preset`: it began with trained weights, which have a much lower loss, or
-    it reads other data, recognized by the name of a shard (edufineweb, fineweb-edu, fineweb). "" if it compares, or if
-    the name is unknown ("")."""
-    if init_from != "scratch":
-        return f"--init-from {init_from} does not begin from scratch"
-    dataset = ""
-    if "fineweb" in shard_name:
-        dataset = "fineweb-edu" if "edu" in shard_name else "fineweb"
-    if not shard_name or dataset == DATASETS[preset]:
-        return ""
-    return f"the public runs of {preset} are on {DATASETS[preset]}, not on {shard_name}"

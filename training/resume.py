@@ -25,13 +25,10 @@ from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
 from training import checkpoint, hellaswag_eval, schedule
-from training.checkpoint import RunState
 from training.config import TrainConfig, config_drift
-from training.metrics import read_metrics
+from training.metrics import RunState, read_metrics
 from training.open_model import open_model
 from training.presets import is_network_from_init
-
-EVALUATION_KEYS = ("val_loss", "hellaswag_acc", "hellaswag_acc_norm")
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -113,20 +110,17 @@ def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str
 
     # A checkpoint is written before its step is evaluated: metrics.jsonl shows whether it has been evaluated since, and
     # the result. Rank 0, which writes that file, decides for all.
-    is_own = saved is not None and saved["model_file"].parent.resolve() == cfg.run_dir.resolve()
-    if is_own:
+    if saved and saved["model_file"].parent.resolve() == cfg.run_dir.resolve():
         run.last_saved_step = run.step
         for row in read_metrics(cfg.run_dir / "metrics.jsonl"):
-            if row["step"] == run.step and not run.evaluated:
+            if row["step"] == run.step:
                 run.evaluated = True
-                run.measured |= {key: row[key] for key in EVALUATION_KEYS if key in row}
+                run.measured |= row
         run.evaluated = rt.gather(run.evaluated)[0]
 
-    # A checkpoint of another folder: metrics in this one are another run's, and the best checkpoint cannot be kept.
+    # A checkpoint of another folder: metrics in this one are another run's.
     elif rt.is_main:
         set_metrics_aside(cfg.run_dir)
-    if run.best and not checkpoint.model_path(cfg.run_dir, run.best["step"]).exists():
-        run.best = None
     return run
 
 

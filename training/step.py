@@ -86,8 +86,8 @@ class TrainStep:
             # Validation calls `forward`; training calls it through DDP. The micro-batch is chosen in between: a rank
             # that runs out of memory inside DDP would leave the others waiting in a collective.
             self.forward = make_forward(model, cfg, rt)
-            shards = rt.world_size if cfg.zero_stage == 1 else 1
-            state_bytes = optim.state_bytes(self.weights.named, cfg) // shards
+            parts = rt.world_size if cfg.zero_stage == 1 else 1
+            state_bytes = optim.state_bytes(self.weights.named, cfg) // parts
             self.micro_batch_size = choose_micro_batch_size(cfg, rt, state_bytes, self._run_passes)
             self.ddp_forward = wrap_in_ddp(self.forward, rt)
             if saved:

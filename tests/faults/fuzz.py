@@ -46,8 +46,8 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards
 from training import checkpoint, convert, hellaswag_eval, metrics
-from training.checkpoint import RunState
 from training.config import TrainConfig
+from training.metrics import RunState
 from training.open_model import open_model
 from training.presets import PRESETS
 from training.step import TrainStep
