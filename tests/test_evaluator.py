@@ -88,7 +88,7 @@ def test_a_run_of_other_settings_has_no_verdict(monkeypatch, capsys, flags, name
 
 
 @pytest.mark.parametrize("words", [
-    "gpt2-124m --init-from gpt2", "gpt2-124m --total-batch-size 262144", "quickstart --max-lr 1",
+    "gpt2-124m --init-from gpt2", "gpt2-124m --total-batch-size 262144", "untied-124m --max-lr 1",
 ])  # fmt: skip
 def test_other_weights_or_steps_have_no_verdict(monkeypatch, capsys, words):
     assert "track" not in validate_once(evaluated_config(*words.split()), monkeypatch, capsys)

@@ -140,16 +140,14 @@ def refuse_on_rank_1() -> None:
     """A `prepare` for two ranks that search for a size, of which rank 1 has no memory for the ballast."""
     import os
 
-    real = microbatch.fits_in_memory
-
-    def fits(device, reserved_bytes, run_passes):
-        if os.environ["RANK"] == "1":
-            return False
-        return real(torch.device("cpu"), 0, run_passes)
+    def fits(run_passes):
+        if os.environ["RANK"] == "0":
+            run_passes()
+        return os.environ["RANK"] == "0"
 
     def choose_as_on_a_gpu(cfg, rt, reserved_bytes, run_passes):
         for B in (8, 4, 2, 1):
-            if not rt.any_rank(not fits(rt.device, reserved_bytes, lambda B=B: run_passes(B))):
+            if not rt.any_rank(not fits(lambda B=B: run_passes(B))):
                 return B
         raise UserError("no size fits")
 

@@ -94,6 +94,7 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
     if cfg.keep:
         saves = min(saves, cfg.keep + 2)
 
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
     size = CHECKPOINT_BYTES * train_step.model.num_params()
     free = free_bytes(cfg.run_dir)
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
