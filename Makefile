@@ -123,7 +123,7 @@ lint: .venv/.installed-dev ## check the code's style with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, then run the slow tests
+torture: .venv/.installed-dev ## kill runs, fill disks and damage files a hundred times, then run the slow tests
 	-$(INSTALL) -r tests/requirements-runtimes.txt -c constraints.txt  # without them, their tests are skipped
 	$(PY) tests/faults/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)

@@ -380,8 +380,9 @@ class GPT(nn.Module):
         if config.n_layer > len(state):
             raise ValueError(f"{len(state)} tensors for a config with {config.n_layer} layers")
         for name, tensor in state.items():
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
-                raise ValueError(f"{name} is not a float32 tensor")
+            is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+            if not is_dense or tensor.dtype != torch.float32:
+                raise ValueError(f"{name} is not a dense float32 tensor")
 
         # Build the modules without memory. normal_ of a tensor without memory would import torch's compiler, which
         # takes a second.

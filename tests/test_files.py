@@ -3,28 +3,38 @@
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 
 import pytest
-from faults import io_faults
 from helpers import ROOT
 
 from system.cli import UserError
 from system.files import atomic_write, free_bytes, lock_folder
 
 
-@pytest.mark.parametrize("operation", ["write", "sync", "rename"])
+def fail(*_):
+    """In place of a call of the system, on a disk that is full or a file system without locks."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, operation):
     path = tmp_path / "file"
     path.write_text("old")
-    io_faults.plant("file", operation, errno.ENOSPC)
-    try:
-        with pytest.raises(OSError, match="No space left"), atomic_write(path) as f:
-            f.write(b"new")
-    finally:
-        io_faults.remove()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError):
+        if operation == "write":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2, limits[1]))  # no file grows beyond two bytes
+        else:
+            patch.setattr(os, operation, fail)
+        try:
+            with atomic_write(path) as f:
+                f.write(b"new")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
@@ -71,16 +81,16 @@ def test_a_file_system_that_cannot_sync_folders_is_written_to(monkeypatch, tmp_p
 
 # ------------------------------------------------------------------------- locks
 
-# Holds the lock of the folder argv[1] until it is killed; argv[2]: the error of a flock that the file system lacks.
+# Holds the lock of the folder argv[1] until it is killed; with argv[2] "soft" as if the file system had no flock.
 HOLDER = """
-import fcntl, sys, time
+import errno, fcntl, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from faults import io_faults
 from system.files import lock_folder
-if sys.argv[3] == "soft":
-    fcntl.flock = io_faults.without_flock
-with lock_folder(Path(sys.argv[2])):
+def fail(*_):
+    raise OSError(errno.ENOSYS, "no flock here")
+if sys.argv[2] == "soft":
+    fcntl.flock = fail
+with lock_folder(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(600)
 """
@@ -89,10 +99,10 @@ with lock_folder(Path(sys.argv[2])):
 @pytest.mark.parametrize("kind", ["flock", "soft"])
 def test_a_folder_belongs_to_one_process_until_it_is_killed(tmp_path, monkeypatch, kind):
     if kind == "soft":
-        monkeypatch.setattr(fcntl, "flock", io_faults.without_flock)
+        monkeypatch.setattr(fcntl, "flock", fail)
     folder = tmp_path / "run"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", HOLDER, str(ROOT / "tests"), str(folder), kind]
+    command = [sys.executable, "-c", HOLDER, str(folder), kind]
     holder = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "locked\n"
 

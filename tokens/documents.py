@@ -243,4 +243,5 @@ def read_file(path: Path, index: int, column: str, split_on: str | None = None) 
     try:
         yield from make_chunks(reader(path, column), index)
     except Exception as e:  # every library raises errors of its own for a damaged file
-        raise UserError(f"cannot read {path}: {str(e)[:500]}") from e
+        reason = " ".join(str(e).split())[:500]
+        raise UserError(f"cannot read {path}: {reason}") from e
