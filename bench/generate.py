@@ -1,40 +1,35 @@
-"""Generation speed: ours against build-nanogpt's loop, which recomputes the context for every token, and transformers.
+"""How fast are samples and HellaSwag, beside transformers and build-nanogpt's loops?
 
-    python -m bench.generate                                   # GPT-2 124M, random weights, 4 samples of 128 tokens
-    python -m bench.generate --samples 64 --device cuda --rounds 5 --only ours transformers "static cache"
+    python -m bench generate                                   # GPT-2 124M with random weights
+    python -m bench generate --samples 64 --device cuda --only samples transformers
 
-The ways take turns in separate processes; medians over the rounds:
+The ways take turns in separate processes:
 
-    ours              with a key-value cache, prepared as by infer.py: weights in the dtype
-    transformers      generate() of transformers, whose cache grows; weights in the dtype
-    static cache      the same with transformers' static cache, which it compiles; on a CPU only by --only
-    recompute loop    build-nanogpt's, under autocast: the whole context goes through the model for every token
-    memory            a lower bound: reads what each step must read, every weight and, on average, half of the cache
-    first token       seconds from the command `python infer.py` to one token: imports, a checkpoint of 124M parameters
+    samples            this project's, with a key-value cache, prepared as by infer.py
+    transformers       generate() of transformers, with the same weights in the same dtype
+    samples-loop       build-nanogpt's loop: the whole context goes through the model for every token
+    hellaswag          this project's scoring, as in hellaswag.py
+    hellaswag-loop     build-nanogpt's: the four rows of one example at a time, with logits at every position
+    hellaswag-float32  this project's in float32: the table counts the predictions that rounding changes
 """
 
-import json
 import os
-import subprocess
-import sys
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 import tyro
 
 from bench import turns
-from infer import fastest_dtype, prepare
-from model import GPT, GPTConfig
-from system import cli, distributed
-from training import checkpoint
-from training.convert import save_hf
+from training import hellaswag_eval
 
-WAYS = ("ours", "transformers", "static cache", "recompute loop", "memory", "first token")
+WAYS = ("samples", "transformers", "samples-loop", "hellaswag", "hellaswag-loop", "hellaswag-float32")
+TOP_K = 50
 
 
 @dataclass(frozen=True)
@@ -42,128 +37,163 @@ class Args:
     samples: int = 4
     new_tokens: int = 128
     prompt_tokens: int = 8
+    data: Path = hellaswag_eval.DEFAULT_PATH
+    """HellaSwag rows; `python hellaswag.py` downloads them."""
+    limit: int = 48
+    """Rows to score."""
     rounds: int = 3
     device: str = "auto"
     dtype: str = "auto"
-    only: tuple[str, ...] = ()
-    """Some of ours, transformers, static cache, recompute loop, memory, first token. Default: all, and static cache on
-    a GPU only."""
-    child: str = ""
-    """Set for the process that measures one way."""
+    only: tuple[str, ...] = (
+        "samples",
+        "transformers",
+        "samples-loop",
+        "hellaswag",
+        "hellaswag-loop",
+        "hellaswag-float32",
+    )
 
 
-def recompute_loop(model: GPT, idx: torch.Tensor, new_tokens: int, rt: distributed.Runtime) -> None:
-    """Sample as build-nanogpt does: the whole context (B, T) goes through the model for each token, top-k 50."""
-    for _ in range(new_tokens):
-        # All logits of the context, although only those at its end are used.
-        with torch.no_grad():
-            with rt.autocast():
-                logits, _ = model(idx)  # (B, T, V)
-            # Sample one of the 50 most likely tokens, and append it.
-            probs = F.softmax(logits[:, -1, :], dim=-1)  # (B, V)
-            top_probs, top_ids = torch.topk(probs, 50, dim=-1)  # (B, 50)
+# ------------------------------------------------------------------------- samples
+
+
+def make_samples(args: Args, model: Any, idx: Any, rt: Any) -> Callable[[int], Any]:
+    from infer import prepare
+
+    prepared = prepare(model, rt.device, rt.dtype)
+    return lambda n: prepared.generate(idx, n)
+
+
+def make_transformers(args: Args, model: Any, idx: Any, rt: Any) -> Callable[[int], Any]:
+    import torch
+    import transformers
+
+    from training.convert import save_hf
+
+    # The same weights, by way of an export.
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(model, folder)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=rt.dtype).to(rt.device)
+    options = {"do_sample": True, "top_k": TOP_K, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(idx)
+    return lambda n: peer.generate(idx, max_new_tokens=n, attention_mask=mask, **options)
+
+
+def make_samples_loop(args: Args, model: Any, idx: Any, rt: Any) -> Callable[[int], Any]:
+    """The whole context (B, T) goes through the model for each token."""
+    import torch
+
+    def generate(n: int) -> None:
+        context = idx
+        for _ in range(n):
+            with torch.no_grad(), rt.autocast():
+                logits, _ = model(context)  # (B, T, V)
+            probs = torch.softmax(logits[:, -1, :], dim=-1)  # (B, V)
+            top_probs, top_ids = torch.topk(probs, TOP_K, dim=-1)  # (B, 50)
             place = torch.multinomial(top_probs, 1)  # (B, 1)
-            idx = torch.cat((idx, torch.gather(top_ids, -1, place)), dim=1)  # (B, T + 1)
+            context = torch.cat((context, torch.gather(top_ids, -1, place)), dim=1)  # (B, T + 1)
+
+    return generate
 
 
-def make_memory_reader(model: GPT, args: Args, rt: distributed.Runtime) -> Callable[[int], object]:
-    """Return a function of n that reads, n times, the bytes that one step of generation must read."""
-    # Every weight but the position embeddings, of which a step needs one row.
-    config = model.config
-    weights = model.num_params() - model.transformer.wpe.weight.numel()
+SAMPLERS = {"samples": make_samples, "transformers": make_transformers, "samples-loop": make_samples_loop}
 
-    # The keys and values of all samples at the average length: the prompt, and half of the new tokens.
-    average_length = args.prompt_tokens + args.new_tokens // 2
-    keys_and_values = 2 * config.n_layer * config.n_embd * args.samples * average_length
-
-    # Memory of the size that these numbers have in rt.dtype. It is summed as float32, which is quick in any dtype, so
-    # reading is all that takes time; .item() waits for the sum.
-    count = weights + keys_and_values
-    all_bytes = torch.ones(count, device=rt.device).view(torch.uint8)
-    memory = all_bytes[: count * rt.dtype.itemsize].view(torch.float32)
-    return lambda n: [memory.sum().item() for _ in range(n)]
+# ------------------------------------------------------------------------- HellaSwag
 
 
-def make_generator(args: Args, rt: distributed.Runtime, folder: Path) -> Callable[[int], object]:
-    """Return a function of n that generates n tokens for each sample in the way args.child. `folder` is for the files
-    that it needs."""
-    # GPT-2 124M with random weights, and one random prompt for all samples.
-    torch.manual_seed(0)
-    model = GPT(GPTConfig()).to(rt.device)
-    idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)  # (samples, T)
-    match args.child:
-        case "ours":
-            prepared = prepare(model, rt.device, rt.dtype)
-            return lambda n: prepared.generate(idx, n)
-        case "recompute loop":
-            return lambda n: recompute_loop(model, idx, n, rt)
-        case "memory":
-            return make_memory_reader(model, args, rt)
-        case "first token":
-            file = folder / "model_00001.pt"
-            checkpoint.write(file, checkpoint.model_file(model, 1))
-            command = [sys.executable, "infer.py", str(file), "Hello", "--max-new-tokens", "1"]
-            command += ["--device", args.device, "--dtype", args.dtype]
-            return lambda _: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        case "transformers" | "static cache":
-            import transformers
-
-            # The same weights, by way of an export.
-            save_hf(model, folder / "hf")
-            peer = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=rt.dtype).to(rt.device)
-
-            # Sample from the top 50, as the other ways do, and never stop early.
-            options = {"do_sample": True, "top_k": 50, "eos_token_id": None, "pad_token_id": 0}
-            options["attention_mask"] = torch.ones_like(idx)
-            if args.child == "static cache":
-                options["cache_implementation"] = "static"
-            return lambda n: peer.generate(idx, max_new_tokens=n, **options)
-        case _:
-            raise ValueError(f"--only {args.child!r} must be one of {', '.join(WAYS)}")
+def score_in_batches(model: Any, examples: list, rt: Any) -> Any:
+    return hellaswag_eval.score(model, examples, rt.device, rt)
 
 
-def measure_one_way(args: Args) -> None:
-    """In a process of its own: generate in the way args.child, and print the time."""
-    with distributed.session(args.device, args.dtype) as rt, tempfile.TemporaryDirectory() as folder:
-        # `auto` is what infer.py would take for this many samples.
+def score_one_at_a_time(model: Any, examples: list, rt: Any) -> Any:
+    """Summed losses of the endings, (n, 4): the four rows of one example, padded to the same length T.
+
+    tokens    context ............... ending 0 ...
+              context ............... ending 1 .......
+    mask      0 0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 0 0
+    """
+    import torch
+    import torch.nn.functional as F
+
+    losses = []
+    for example in examples:
+        start = len(example.context)
+        T = start + max(len(ending) for ending in example.endings)
+        tokens = torch.zeros(4, T, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for i, ending in enumerate(example.endings):
+            end = start + len(ending)
+            tokens[i, :end] = torch.tensor(example.context + ending)
+            mask[i, start:end] = 1
+        tokens, mask = tokens.to(rt.device), mask.to(rt.device)
+        with torch.no_grad(), rt.autocast():
+            logits, _ = model(tokens)  # (4, T, V)
+
+        # Position t predicts token t + 1: (4, T - 1, V) -> (4, V, T - 1) -> (4, T - 1)
+        token_losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+        losses.append((token_losses * mask[:, 1:]).sum(1).tolist())
+    return torch.tensor(losses)
+
+
+SCORERS = {
+    "hellaswag": score_in_batches,
+    "hellaswag-loop": score_one_at_a_time,
+    "hellaswag-float32": score_in_batches,
+}
+
+# ------------------------------------------------------------------------- measuring
+
+
+def measure(args: Args, way: str) -> dict:
+    """In a process of its own: warm up, then generate or score once."""
+    import torch
+
+    from infer import fastest_dtype
+    from model import GPT, GPTConfig
+    from system import distributed
+
+    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+        """Milliseconds until the device has finished the work, and its result."""
+        rt.synchronize()
+        start = time.perf_counter()
+        result = work()
+        rt.synchronize()
+        return 1e3 * (time.perf_counter() - start), result
+
+    dtype = "float32" if way == "hellaswag-float32" else args.dtype
+    with distributed.session(args.device, dtype) as rt:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig()).to(rt.device)
+        if way in SCORERS:
+            examples = hellaswag_eval.load_examples(args.data, args.limit)
+            SCORERS[way](model, examples[:4], rt)
+            ms, losses = timed(lambda: SCORERS[way](model, examples, rt))
+            predictions = hellaswag_eval.normalize(losses, examples).argmin(1)  # (n, 4) -> (n,)
+            return {"ms": ms, "done": len(examples), "predictions": predictions.tolist()}
+
+        # One random prompt for all samples. `auto` is what infer.py would take for this many.
         if args.dtype == "auto":
             rt = replace(rt, dtype=fastest_dtype(rt.device, args.samples))
-
-        # Warm up. On a GPU with as many tokens as will be timed, so that the static cache is compiled for that length.
-        generate = make_generator(args, rt, Path(folder))
-        generate(args.new_tokens if rt.device.type == "cuda" else 4)
-        seconds = turns.measure_seconds(lambda: generate(args.new_tokens), rt)
-        print(json.dumps({"ms": 1e3 * seconds, "where": turns.describe_machine(rt)}))
-
-
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    if args.child:
-        measure_one_way(args)
-        return
-
-    # Without this, the recompute loop would pay for cuDNN's planning of each new length.
-    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    ways = args.only or tuple(way for way in WAYS if way != "static cache" or torch.cuda.is_available())
-    runs_by_way = turns.measure_in_turns("bench.generate", ways, args.rounds)
-
-    # The table: one row a way. The times are compared with that of the first way.
-    first_runs = next(iter(runs_by_way.values()))
-    first_ms = median(run["ms"] for run in first_runs)
-    print(
-        f"GPT-2 124M on {first_runs[0]['where']}: {args.samples} samples of {args.new_tokens} tokens, "
-        f"{args.prompt_tokens} before them"
-    )
-    print("| way | tokens/s | times the first's time | seconds, all rounds |\n|---|---|---|---|")
-    for way, runs in runs_by_way.items():
-        ms = median(run["ms"] for run in runs)
-        all_seconds = ", ".join(f"{run['ms'] / 1e3:.2f}" for run in runs)
-        if way == "first token":
-            print(f"| {way} | | | {all_seconds} |")
-        else:
-            tokens_per_second = args.samples * args.new_tokens / ms * 1e3
-            print(f"| {way} | {tokens_per_second:.1f} | {ms / first_ms:.2f} | {all_seconds} |")
+        idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)  # (samples, T)
+        generate = SAMPLERS[way](args, model, idx, rt)
+        generate(4)
+        ms, _ = timed(lambda: generate(args.new_tokens))
+        return {"ms": ms, "done": args.samples * args.new_tokens, "predictions": []}
 
 
-if __name__ == "__main__":
-    cli.run_cli(main, many_short_waits=True)  # as in infer.py
+def main(argv: list[str]) -> None:
+    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench generate")
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # else the loops would pay for planning each length
+    results = turns.take_turns(partial(measure, args), args.only, args.rounds)
+    exact = results.get("hellaswag-float32", [{"predictions": []}])[0]["predictions"]
+    rows = {}
+    for way, runs in results.items():
+        is_scoring = way in SCORERS
+        ms = statistics.median(run["ms"] for run in runs)
+        first = "hellaswag" if is_scoring else "samples"
+        ratio = f"{ms / turns.median_of(results[first]):.2f}x" if first in results else ""
+        changed = sum(a != b for a, b in zip(runs[0]["predictions"], exact, strict=False))
+        speed = f"{1e3 * runs[0]['done'] / ms:.2f} {'rows/s' if is_scoring else 'tokens/s'}"
+        rows[way] = [speed, ratio, str(changed) if is_scoring and exact else ""]
+    columns = "speed | ours is | other predictions than in float32"
+    turns.print_table(columns, rows, f"GPT-2 124M, {args.samples} samples")

@@ -1,214 +1,103 @@
-"""How fast fineweb.py tokenizes, and in how much memory, against a build-nanogpt-style loop and gigatoken alone.
+"""How fast fineweb.py tokenizes, beside build-nanogpt's fineweb.py, and in how much memory.
 
-    python -m bench.tokens 'books-*.parquet'
-    python -m bench.tokens 'books-*.parquet' --rounds 5 --enlarge 3
-    python -m bench.tokens 'books-*.parquet' --only "row group" --gigabytes 4      # a large file of one row group
+    python -m bench tokens 'books-*.parquet'
 
-The methods take turns in separate processes; the table has medians of wall times:
-
-    fineweb.py      the command, from its start to its end
-    loop            what build-nanogpt does: a pool of processes (here one per core), tiktoken on one document at a
-                    time, shards filled in the parent; but pyarrow reads the texts, not the `datasets` library
-    encode_files    gigatoken's own function, which reads and tokenizes and writes nothing
-    row group       fineweb.py on one parquet file whose text is one large row group, for its memory
-
-"enlarged" is the same source --enlarge times over. From both sizes follows the steady rate, which leaves out the
-start-up: the additional tokens divided by the additional time. The tokens of fineweb.py and of the loop must be equal.
+Both run as commands, in turns, on the same parquet files, and must write the same tokens. build-nanogpt's is edited in
+three places: it reads these files instead of the Hub's, has one process per core instead of one per two, and gets its
+vocabulary from this project's package instead of a download.
 """
 
 import glob
 import hashlib
-import json
-import multiprocessing
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 
-import numpy as np
 import tyro
 
-from bench import turns
-from system import cli
-from tokens import shards, tokenizer
+from bench import peers, turns
+from system.cli import require
 
-METHODS = ("fineweb.py", "fineweb.py, enlarged", "loop", "encode_files", "encode_files, enlarged")
+WAYS = ("fineweb.py", "build-nanogpt")
+EDITS = {
+    r'load_dataset\("HuggingFaceFW/fineweb-edu", name=remote_name,': 'load_dataset("parquet", data_files={files},',
+    r"os\.cpu_count\(\)//2": "os.cpu_count()",
+    r'tiktoken\.get_encoding\("gpt2"\)': "tokenizer.encoding()",
+    r"import tiktoken": "from tokens import tokenizer",
+    r"int\(1e8\)": "{shard_size}",
+}
 
 
 @dataclass(frozen=True)
 class Args:
     files: tyro.conf.Positional[tuple[str, ...]]
     """Parquet files with a column `text` (or globs)."""
+    peers: Path = peers.DEFAULT_FOLDER
+    """Folder with a clone of build-nanogpt; if it is missing, it is fetched."""
     rounds: int = 3
-    enlarge: int = 3
-    """The larger source, for the steady rate, repeats the files this many times."""
-    gigabytes: float = 4
-    """Text in the one row group."""
     shard_size: int = 10_000_000
-    only: tuple[str, ...] = METHODS
-    """Some of these, or "row group"."""
-    child: str = ""
-    """Set for the process that measures one method."""
+    only: tuple[str, ...] = WAYS
 
 
-# ------------------------------------------------------------------------- the methods
+def measure(args: Args, files: list[str], source: str, way: str) -> dict:
+    """In a process of its own: tokenize the files in one way. Time and memory are those of the command."""
+    import numpy as np
 
-
-def tokenize(text: str) -> np.ndarray:
-    """One document as build-nanogpt encodes it: EOT, then its tokens, as uint16 (n,)."""
-    return np.array([tokenizer.EOT, *tokenizer.encoding().encode_ordinary(text)], dtype=np.uint16)
-
-
-def run_loop(out: Path, shard_size: int, files: list[str]) -> None:
-    """The loop to compare with: a pool, one document at a time, np.save."""
-    from pyarrow import parquet
-
-    # The texts of all files, one by one.
-    batches = (batch for file in files for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]))
-    texts = (text for batch in batches for text in batch.column(0).to_pylist())
-
-    # One array is filled again and again: `filled` tokens of shard number `index`.
-    shard = np.empty(shard_size, np.uint16)
-    filled = 0
-    index = 0
-    with multiprocessing.Pool(os.cpu_count()) as pool:
-        for tokens in pool.imap(tokenize, texts, chunksize=16):
-            # As long as this document fills a shard: write it, and continue with the rest of the document.
-            while filled + len(tokens) >= shard_size:
-                count = shard_size - filled
-                shard[filled:] = tokens[:count]
-                np.save(out / f"loop_train_{index:06d}.npy", shard)
-                tokens = tokens[count:]
-                filled = 0
-                index += 1
-
-            # The rest of the document begins the next shard, or continues this one.
-            shard[filled : filled + len(tokens)] = tokens
-            filled += len(tokens)
-
-    # The last shard is shorter.
-    if filled:
-        np.save(out / f"loop_train_{index:06d}.npy", shard[:filled])
-
-
-def run_fineweb(*flags: str) -> int:
-    """Run fineweb.py; returns its peak resident size in kB."""
-    # Its output goes to stderr, as this process prints its result on stdout. wait4 also returns what the process used.
-    process = subprocess.Popen([sys.executable, "fineweb.py", *flags], stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    cli.require(process.returncode == 0, f"fineweb.py ended with {process.returncode}")
-    return usage.ru_maxrss
-
-
-def write_one_row_group(files: list[str], gigabytes: float, out: str) -> None:
-    """Write the files' texts, repeated up to a size, as one row group."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # large_string: the column of one row group may be longer than the 2 GB that 32-bit offsets reach.
-    text = pa.concat_tables([pq.read_table(f, columns=["text"]) for f in files])
-    text = pa.table({"text": text["text"].cast(pa.large_string())})
-    repeats = max(1, round(gigabytes * 1e9 / text.nbytes))
-    pq.write_table(pa.concat_tables([text] * repeats), out, row_group_size=10**9)
-
-
-# ------------------------------------------------------------------------- measuring
-
-
-def peak_rss_kb() -> int:
-    """Peak resident size in kB of this process or of a child, whichever is larger."""
-    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
-def measure_method(args: Args) -> None:
-    """In a process of its own: measure the method args.child, and print the result as JSON."""
-    import gigatoken
-
-    # "loop" or "fineweb.py, enlarged"; the files that the patterns name.
-    method, _, enlarged = args.child.partition(", ")
-    files = [os.path.abspath(f) for pattern in args.files for f in sorted(glob.glob(pattern)) or [pattern]]
+    root = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out")
-        out.mkdir()
+        if way == "fineweb.py":
+            out = Path(folder, "out")
+            size = str(args.shard_size)
+            command = [sys.executable, "fineweb.py", "--source", *files, "--out", str(out), "--shard-size", size]
+        else:
+            out = Path(folder, "edu_fineweb10B")
+            script = Path(folder, "fineweb.py")
+            for pattern, replacement in EDITS.items():
+                replacement = replacement.replace("{files}", repr(files)).replace("{shard_size}", str(args.shard_size))
+                source, count = re.subn(pattern, replacement, source)
+                require(count, f"build-nanogpt's fineweb.py has no {pattern!r}: is it another version?")
+            script.write_text(source)
+            command = [sys.executable, str(script)]
 
-        # The source: links to the files, named in order; for an enlarged source several to each file. Or one large row
-        # group.
-        sources = []
-        for i, file in enumerate(files * (args.enlarge if enlarged else 1)):
-            sources.append(f"{folder}/{i:04d}.parquet")
-            os.symlink(file, sources[-1])
-        if method == "row group":
-            sources = [f"{folder}/large.parquet"]
-            # Write it in a process of its own: a process starts with the peak of the one that forks it, so the memory
-            # that is needed here would count as fineweb.py's.
-            writer_args = (files, args.gigabytes, sources[0])
-            writer = multiprocessing.get_context("spawn").Process(target=write_one_row_group, args=writer_args)
-            writer.start()
-            writer.join()
-
-        # The loop and encode_files find the vocabulary loaded; fineweb.py loads it itself, within its time.
-        encoder = tokenizer.bulk_encoder()
+        # Its output goes to stderr. wait4 returns what the process and its children used.
+        env = os.environ | {"PYTHONPATH": root, "HF_HOME": folder, "HF_HUB_OFFLINE": "1"}
         start = time.perf_counter()
-        match method:
-            case "loop":
-                run_loop(out, args.shard_size, sources)
-                peak = peak_rss_kb()
-            case "encode_files":
-                encoder.encode_files(gigatoken.ParquetFileSource(sources, "text"))
-                peak = peak_rss_kb()
-            case "fineweb.py" | "row group":
-                peak = run_fineweb("--source", *sources, "--out", str(out), "--shard-size", str(args.shard_size))
-            case _:
-                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)} or row group")
+        process = subprocess.Popen(command, stdout=sys.stderr, env=env)
+        _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
+        code = os.waitstatus_to_exitcode(status)
+        require(code == 0, f"{way} ended with {code}")
 
-        # The tokens that were written, and their hash, by which the methods are compared.
-        digest = hashlib.sha256()
-        tokens = 0
-        for path in shards.shard_files(out):
-            ids = shards.read_shard(path)
+        # The tokens in the order of the shards' numbers, and their hash.
+        digest, tokens = hashlib.sha256(), 0
+        for path in sorted(out.glob("*.npy"), key=lambda path: path.stem.split("_")[-1]):
+            ids = np.load(path)
             tokens += len(ids)
             digest.update(ids)
-        result = {"ms": 1e3 * seconds, "gb": peak / 1e6, "tokens": tokens, "sha256": digest.hexdigest()}
-        print(json.dumps(result))
+    return {"ms": 1e3 * seconds, "gb": usage.ru_maxrss / 1e6, "tokens": tokens, "sha256": digest.hexdigest()}
 
 
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    if args.child:
-        return measure_method(args)
-    results = turns.measure_in_turns("bench.tokens", args.only, args.rounds)
+def main(argv: list[str]) -> None:
+    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench tokens")
+    files = [os.path.abspath(file) for pattern in args.files for file in sorted(glob.glob(pattern)) or [pattern]]
+    source = peers.read(args.peers, "build-nanogpt", "fineweb.py") if "build-nanogpt" in args.only else ""
+    results = turns.take_turns(partial(measure, args, files, source), args.only, args.rounds)
+    hashes = {runs[0]["sha256"] for runs in results.values()}
+    require(len(hashes) == 1, f"the tokens differ: {', '.join(results)}")
 
-    # Speed counts only if the tokens are the same.
-    if "loop" in results and "fineweb.py" in results:
-        hashes = {results[name][0]["sha256"] for name in ("loop", "fineweb.py")}
-        cli.require(len(hashes) == 1, "fineweb.py and the loop produce different tokens")
-
-    # Medians of seconds, and how many tokens there were. encode_files writes none: it has the number of fineweb.py.
-    seconds = {name: median(run["ms"] for run in runs) / 1e3 for name, runs in results.items()}
-    tokens = {name: runs[0]["tokens"] for name, runs in results.items()}
-    for name in tokens:
-        if not tokens[name]:
-            tokens[name] = tokens.get(name.replace("encode_files", "fineweb.py"), 0)
-
-    # The table: one row a method, and one row for each steady rate.
-    print(f"{os.cpu_count()} cores\n| | tokens | seconds | M tokens/s | peak resident GB |\n|---|---|---|---|---|")
-    for name, runs in results.items():
-        rate = tokens[name] / seconds[name] / 1e6
-        peak = max(run["gb"] for run in runs)
-        print(f"| {name} | {tokens[name]:,} | {seconds[name]:.2f} | {rate:.1f} | {peak:.2f} |")
-    for name in ("fineweb.py", "encode_files"):
-        enlarged = f"{name}, enlarged"
-        if name in results and enlarged in results:
-            rate = (tokens[enlarged] - tokens[name]) / (seconds[enlarged] - seconds[name]) / 1e6
-            print(f"| {name}, steady | | | {rate:.1f} | |")
-
-
-if __name__ == "__main__":
-    cli.run_cli(main)
+    first_ms = turns.median_of(next(iter(results.values())))
+    rows = {}
+    for way, runs in results.items():
+        ms = turns.median_of(runs)
+        rate = runs[0]["tokens"] / ms / 1e3
+        gb = max(run["gb"] for run in runs)
+        rows[way] = [f"{ms / 1e3:.2f}", f"{rate:.1f}", f"{ms / first_ms:.2f}x", f"{gb:.2f}"]
+    tokens = next(iter(results.values()))[0]["tokens"]
+    columns = "seconds, whole process | M tokens/s | ours is | peak GB of a process"
+    turns.print_table(columns, rows, f"{tokens:,} tokens, the same in all rows")

@@ -1,54 +1,46 @@
-"""How fast is a training step beside build-nanogpt's and nanoGPT's, and how long does the first one take?
+"""How fast is a training step beside nanoGPT's and build-nanogpt's, and how long does the first one take?
 
-    python -m bench.train quickstart --data-dir data/stdlib --peers ~/peers
-    python -m bench.train gpt2-124m --data-dir data/fineweb-edu --peers ~/peers --steps 20     # on a GPU
-    python -m bench.train gpt2-124m --data-dir data/fineweb-edu --only ours ours-recompute     # memory against time
-    python -m bench.train gpt2-124m --data-dir data/fineweb-edu --only ours --profile          # where the time goes
+    python -m bench train quickstart -- --optimizer adamw --micro-batch-size 16
+    python -m bench train gpt2-124m --only ours ours-recompute      # memory against time
+    python -m bench train quickstart --only ours ../another-worktree            # two versions of this project
 
---peers names a folder with checkouts of build-nanogpt and nanoGPT. "ours" is this project's step, as train_gpt2.py
-makes it. All contenders train the same network on the same tokens: one rank, the preset's batch and dtype. Peers have
-AdamW; a preset with another optimizer needs -- --optimizer=adamw for a fair comparison. build-nanogpt runs without
-torch.compile, as it comes. The contenders take turns in separate processes. The table's columns:
+"ours" is train_gpt2.py, from its command to its end, without evaluations; a folder in its place is another checkout of
+this project. All contenders train the same network on the same tokens: one process, the preset's batch and dtype. Peers
+have AdamW, so their comparison needs --optimizer adamw and a --micro-batch-size for all, as above. build-nanogpt runs
+without torch.compile, as it comes. The contenders take turns in separate processes. The table's columns:
 
-    tokens/s, step ms            medians over all timed steps
-    data, gradients, update      the parts of a step in ms; gradients are forward, backward and clipping
-    MFU                          of the FLOPs that model.GPT.flops_per_token counts
-    B                            sequences in a micro-batch
-    first step s                 from the command to the end of the first step, with the compile cache empty in the
-                                 first round and, if there are several, full in the last
+    tokens/s, step ms    medians over all timed steps, from one update to the next
+    ours is              how many times as fast the first contender is
+    first step s         from the start of the process to the first update, with the compile cache empty in the first
+                         round and, if there are several, full in the last
 """
 
-import ast
-import json
+import os
+import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import torch
 import tyro
-from torch import Tensor
 
-import train_gpt2
-from bench import turns
-from model import GPT
-from system import cli, distributed, machine
-from system.distributed import Runtime
-from tokens.loader import to_device
-from training import cards
-from training.config import TrainConfig
-from training.microbatch import choose_micro_batch_size
-from training.presets import parse
-from training.step import TrainStep
+from bench import peers, turns
+from system.cli import require
 
 # What each contender of this project adds to the command line of train_gpt2.py.
 OUR_FLAGS = {"ours": [], "ours-eager": ["--no-compile"], "ours-recompute": ["--recompute"]}
-PEERS = ("nanogpt", "nanogpt-compiled", "build-nanogpt")
-WARMUP_STEPS = 2  # after the first step, which compiles
+# The peers, each with its file and whether it is compiled.
+PEERS = {
+    "nanogpt": ("nanogpt", "model.py", False),
+    "nanogpt-compiled": ("nanogpt", "model.py", True),
+    "build-nanogpt": ("build-nanogpt", "train_gpt2.py", False),
+}
+WARMUP_STEPS = 3  # the first compiles, the others warm up the caches
 
 
 @dataclass(frozen=True)
@@ -56,266 +48,155 @@ class Args:
     preset: tyro.conf.Positional[str] = "quickstart"
     flags: tyro.conf.Positional[tuple[str, ...]] = ()
     """More flags of train_gpt2.py, after --."""
-    data_dir: str = "data/stdlib"
-    peers: Path | None = None
-    """Folder with checkouts of build-nanogpt and nanoGPT; without it, only this project is measured."""
+    data_dir: Path = Path("data/stdlib")
+    peers: Path = peers.DEFAULT_FOLDER
+    """Folder with clones of the peers; those that are missing are fetched."""
     steps: int = 6
     """Timed steps per round."""
     rounds: int = 2
-    only: tuple[str, ...] = ()
-    """Some of ours, ours-eager, nanogpt, nanogpt-compiled, build-nanogpt, ours-recompute."""
-    profile: bool = False
-    """Also list what takes most device time in a step, and how long the device is busy."""
-    child: str = ""
-    """Set for the process that runs one contender."""
+    only: tuple[str, ...] = ("ours", "nanogpt-compiled", "build-nanogpt")
+    """Some of ours, ours-eager, ours-recompute, nanogpt, nanogpt-compiled, build-nanogpt, and folders."""
 
 
-# ------------------------------------------------------------------------- the peers
-
-
-def import_build_nanogpt(folder: Path) -> tuple[type, type]:
-    """GPT and GPTConfig of build-nanogpt's train_gpt2.py.
-
-    Importing that file would start a training run, so only its imports and its classes are executed.
-    """
-    # Its imports, without that of its own hellaswag.py, and its classes, without the loader, which opens shards.
-    path = folder / "build-nanogpt" / "train_gpt2.py"
-    nodes = []
-    for node in ast.parse(path.read_text()).body:
-        is_import = isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "hellaswag"
-        is_class = isinstance(node, ast.ClassDef) and node.name != "DataLoaderLite"
-        if is_import or is_class:
-            nodes.append(node)
-
-    # Execute them as a module "peer". It must be in sys.modules, where @dataclass looks up the module of its class.
-    scope = {"__name__": "peer", "master_process": False}
-    sys.modules["peer"] = type(sys)("peer")
-    exec(compile(ast.Module(nodes, []), str(path), "exec"), scope)
-    return scope["GPT"], scope["GPTConfig"]
-
-
-def import_nanogpt(folder: Path) -> tuple[type, type]:
-    """GPT and GPTConfig of nanoGPT's model.py."""
-    # Both projects have a module `model`: put this project's aside while nanoGPT's is imported.
-    own_module = sys.modules.pop("model")
-    sys.path.insert(0, str(folder / "nanoGPT"))
-    import model as nanogpt_module
-
-    sys.path.pop(0)
-    sys.modules["model"] = own_module
-    return nanogpt_module.GPT, nanogpt_module.GPTConfig
-
-
-class PeerStep:
-    """A peer's model and optimizer, from its own code, at this run's shape and learning rate. Its step is written as in
-    the peer's loop, and called as a TrainStep."""
-
-    def __init__(self, name: str, folder: Path, cfg: TrainConfig, rt: Runtime):
-        self.rt = rt
-
-        # The model and the optimizer, each as the peer's own functions make them, with the weight decay and the betas
-        # of both peers' training scripts.
-        shape_fields = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
-        shape = {field: getattr(cfg.model, field) for field in shape_fields}
-        match name:
-            case "build-nanogpt":
-                PeerGPT, PeerConfig = import_build_nanogpt(folder)
-                self.model = PeerGPT(PeerConfig(**shape)).to(rt.device)
-                self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, rt.device.type)
-            case "nanogpt" | "nanogpt-compiled":
-                PeerGPT, PeerConfig = import_nanogpt(folder)
-                self.model = PeerGPT(PeerConfig(**shape, dropout=0.0, bias=True)).to(rt.device)
-                self.optimizer = self.model.configure_optimizers(0.1, cfg.max_lr, (0.9, 0.95), rt.device.type)
-            case _:
-                raise ValueError(f"no peer {name!r}: add a case here")
-
-        # How it runs: the compiled model or the model itself, in micro-batches as large as the command says or as fit.
-        self.forward = torch.compile(self.model) if name.endswith("compiled") else self.model
-        self.sequence_length = cfg.sequence_length
-        self.micro_batch_size = choose_micro_batch_size(cfg, rt, self.rehearse)
-
-    def compute_gradients(self, batch: Tensor) -> SimpleNamespace:
-        """Forward, backward and clipping. batch (micro_steps, B, T + 1) uint16 -> .loss, the mean over the step."""
-        loss_sum = torch.zeros((), device=self.rt.device)
-        for tokens in batch:  # (B, T + 1)
-            x, y = to_device(tokens, self.rt.device)  # (B, T) each
-            with self.rt.autocast():
-                _, loss = self.forward(x, y)
-            (loss / len(batch)).backward()
-            loss_sum += loss.detach() / len(batch)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        return SimpleNamespace(loss=loss_sum.item())
-
-    def rehearse(self, B: int, with_other_ranks: bool) -> None:
-        """Forward and backward of two micro-batches of B sequences, for --micro-batch-size auto."""
-        try:
-            self.compute_gradients(torch.zeros(2, B, self.sequence_length + 1, dtype=torch.uint16))
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def update(self) -> None:
-        """Step the optimizer with the gradients of compute_gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+def words(args: Args) -> list[str]:
+    """The command line of train_gpt2.py, for all contenders."""
+    return [args.preset, "--data-dir", str(args.data_dir), *args.flags]
 
 
 # ------------------------------------------------------------------------- one contender
 
 
-def make_contender(args: Args, cfg: TrainConfig, rt: Runtime, total_steps: int) -> TrainStep | PeerStep:
-    """The step of the contender args.child: a peer's, or this project's as train_gpt2.py builds it. Both have
-    compute_gradients(batch), update() and micro_batch_size."""
-    if args.child not in OUR_FLAGS:
-        return PeerStep(args.child, args.peers, cfg, rt)
-    model = GPT(cfg.model)
-    model.recompute = cfg.recompute
-    train_step = TrainStep(cfg, rt, model.to(rt.device).train())
-    train_step.set_learning_rates(cfg.warmup_steps, total_steps)  # the peak rate, which peers have, too
-    return train_step
+def measure(args: Args, sources: dict[str, str], name: str) -> dict:
+    """In a process of its own: run a contender for one round.
+
+    Every contender is timed in one way: torch reports each step of its first optimizer.
+    """
+    started = time.time()
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    updates: list[tuple[int, float]] = []  # (which optimizer, when)
+    register_optimizer_step_post_hook(lambda optimizer, *_: updates.append((id(optimizer), time.time())))
+
+    steps = WARMUP_STEPS + args.steps
+    if name in PEERS:
+        facts = run_peer(args, name, sources[name], steps)
+    else:
+        facts = run_ours(args, name, steps)
+
+    times = [when for optimizer, when in updates if optimizer == updates[0][0]]
+    step_ms = [1e3 * (b - a) for a, b in pairwise(times)][WARMUP_STEPS - 1 :]
+    return {"ms": statistics.median(step_ms), "step_ms": step_ms, "first_s": times[0] - started, **facts}
 
 
-def measure_contender(args: Args) -> None:
-    """In a process of its own: run the contender args.child for one round, and print the result as JSON."""
-    # The config of the preset, for all contenders.
-    cfg = parse([args.preset, *args.flags, "--data-dir", args.data_dir, *OUR_FLAGS.get(args.child, [])], None)
-    with distributed.session(cfg.device, cfg.dtype) as rt:
-        # The contender, and the batches that train_gpt2.py would train on.
+def run_ours(args: Args, name: str, steps: int) -> dict:
+    """train_gpt2.py with `steps` steps; `name` may be the folder of another checkout."""
+    if name not in OUR_FLAGS:
+        for module in [m for m in sys.modules if m.split(".")[0] in ("model", "system", "tokens", "training")]:
+            del sys.modules[module]
+        os.chdir(name)
+        sys.path.insert(0, str(Path.cwd()))
+    import train_gpt2
+    from training.metrics import read_metrics
+
+    with tempfile.TemporaryDirectory() as out_dir:
+        no_periods = "--val-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0".split()
+        flags = [*no_periods, *OUR_FLAGS.get(name, []), "--max-steps", str(steps), "--out-dir", out_dir]
+        sys.argv = ["train_gpt2.py", *words(args), *flags]
+        train_gpt2.main()
+        losses = [row["train_loss"] for row in read_metrics(Path(out_dir, "metrics.jsonl")) if "train_loss" in row]
+    return {"loss": losses[-1], "peak_gb": peak_gb()}
+
+
+def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
+    """A peer's model and optimizer, from its own code, at this run's shape and learning rate. The step is written as in
+    the loops of both."""
+    import torch
+
+    import train_gpt2
+    from system import distributed
+    from tokens.loader import to_device
+    from training.presets import parse
+    from training.step import choose_precision
+
+    cfg = parse(words(args), lambda path: {})
+    require(cfg.micro_batch_size != "auto", "peers need a fixed micro-batch: -- --micro-batch-size 16")
+    require(cfg.optimizer == "adamw", "peers have AdamW: -- --optimizer adamw")
+
+    # The module with its GPT and GPTConfig, which @dataclass looks up; of build-nanogpt's script, the part above its
+    # data and its loop.
+    module = sys.modules["peer"] = type(sys)("peer")
+    module.master_process = False
+    source = source.partition("import tiktoken")[0].replace("from hellaswag import render_example", "# ")
+    exec(compile(source, name, "exec"), module.__dict__)
+
+    with distributed.session(cfg.device, "float32") as rt:
+        rt = choose_precision(cfg, rt, cfg.model)
         torch.manual_seed(0)
-        data, _ = train_gpt2.open_data(cfg, rt)
-        contender = make_contender(args, cfg, rt, cfg.total_steps(data.order.sequences_per_epoch))
-        batches = data.batches(0, cfg.sequences_per_step, contender.micro_batch_size, rt)
-        parts_ms: list[list[float]] = []  # of each step: data, gradients, update
+        shape = {key: getattr(cfg.model, key) for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
+        model = module.GPT(module.GPTConfig(**shape)).to(rt.device)
+        betas = [(0.9, 0.95)] if name != "build-nanogpt" else []
+        optimizer = model.configure_optimizers(0.1, cfg.max_lr, *betas, rt.device.type)
+        forward = torch.compile(model) if PEERS[name][2] else model
 
-        def run_step() -> float:
-            """Make a step, append the times of its parts and return its loss."""
-            parts: list[float] = []
-
-            def timed(work: Callable[[], Any]) -> Any:
-                """Do one part of the step, and append the milliseconds until the device has finished it."""
-                start_time = time.perf_counter()
-                result = work()
-                rt.synchronize()
-                parts.append(1e3 * (time.perf_counter() - start_time))
-                return result
-
-            batch = timed(lambda: next(batches))
-            result = timed(lambda: contender.compute_gradients(batch))
-            timed(contender.update)
-            parts_ms.append(parts)
-            return result.loss
-
-        # The first step compiles, a few more warm up the caches, and the others are timed.
-        run_step()
-        first_s = turns.seconds_since_command()
-        for _ in range(WARMUP_STEPS + args.steps):
-            loss = run_step()
-        timed_parts = parts_ms[1 + WARMUP_STEPS :]
-
-        # Only this project's model counts its FLOPs. The table uses the count for the peers, too: their network is the
-        # same.
-        flops_per_token = 0
-        if args.child in OUR_FLAGS:
-            flops_per_token = contender.model.flops_per_token(cfg.sequence_length)
-
-        result = {
-            "times": timed_parts,
-            "ms": statistics.median(map(sum, timed_parts)),
-            "loss": loss,
-            "first_s": first_s,
-            "B": contender.micro_batch_size,
-            "peak_gb": machine.peak_memory(rt.device) / 1e9,
-            "where": turns.describe_machine(rt),
-            "tokens": cfg.total_batch_size,
-            "peak_flops": cards.peak_flops(rt.device),
-            "flops_per_token": flops_per_token,
-        }
-
-        # With --profile, one more step, which is not among the timed ones: the profiler slows it down.
-        if args.profile:
-            with torch.profiler.profile() as profiler:
-                run_step()
-            result["profile"] = profile_table(profiler, sum(parts_ms[-1]), rt.device.type)
-        print(json.dumps(result))
+        data, _ = train_gpt2.open_data(cfg)
+        batches = data.batches(0, cfg.sequences_per_step, cfg.micro_batch_size, rt)
+        for _ in range(steps):
+            batch = next(batches)  # (micro_steps, B, T + 1)
+            loss_sum = torch.zeros((), device=rt.device)
+            for tokens in batch:
+                x, y = to_device(tokens, rt.device)  # (B, T) each
+                with rt.autocast():
+                    _, loss = forward(x, y)
+                (loss / len(batch)).backward()
+                loss_sum += loss.detach() / len(batch)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            loss = loss_sum.item()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss, "peak_gb": peak_gb()}
 
 
-def profile_table(profiler: torch.profiler.profile, step_ms: float, device_type: str) -> str:
-    """The 20 kernels (on a CPU: operations) that take most device time in a step, as a table."""
-    # (milliseconds, calls, name) of every kernel, without what its callees took.
-    rows = []
-    for event in profiler.key_averages():
-        if device_type == "cpu":
-            microseconds = event.self_cpu_time_total
-            is_kernel = True
-        else:
-            microseconds = event.self_device_time_total
-            # Compiled graphs and optimizer steps have events of their own, which enclose those of their kernels.
-            is_kernel = str(event.device_type).endswith("CUDA") and not event.is_user_annotation
-        if microseconds and is_kernel:
-            rows.append((microseconds / 1e3, event.count, event.key))
+def peak_gb() -> float:
+    """The peak memory of this process: of the GPU, where there is one."""
+    import torch
 
-    # The kernels that take most time come first. The device is idle in what is left of the step.
-    rows.sort(reverse=True)
-    busy_ms = sum(ms for ms, _, _ in rows)
-    lines = [
-        f"one profiled step: {step_ms:,.1f} ms, device busy {busy_ms:,.1f} ms",
-        "| share | ms | calls | kernel |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| {ms / busy_ms:.1%} | {ms:,.2f} | {count} | {name[:90]} |" for ms, count, name in rows[:20]]
-    return "\n".join(lines)
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # of getrusage: bytes on macOS, kilobytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 # ------------------------------------------------------------------------- all contenders
 
 
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    if args.child:
-        return measure_contender(args)
-    contenders = args.only or ("ours", "ours-eager", *(PEERS if args.peers else ()))
-    results = turns.measure_in_turns("bench.train", contenders, args.rounds)
+def main(argv: list[str]) -> None:
+    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench train")
+    args = replace(args, data_dir=args.data_dir.resolve())  # contenders may run in other folders
+    for name in args.only:
+        known = ", ".join([*OUR_FLAGS, *PEERS])
+        require(
+            name in OUR_FLAGS or name in PEERS or Path(name, "train_gpt2.py").exists(), f"{name} is none of {known}"
+        )
+    sources = {name: peers.read(args.peers, *PEERS[name][:2]) for name in args.only if name in PEERS}
+    run: Callable[[str], dict] = partial(measure, args, sources)
+    results = turns.take_turns(run, args.only, args.rounds)
 
-    if args.profile:
-        for name, runs in results.items():
-            print(f"{name}, {runs[0]['profile']}\n")
+    from training.presets import parse
 
-    # The table: one row a contender. Speeds are compared with that of the first one.
-    first = next(iter(results.values()))[0]
-    print(f"{args.preset} {' '.join(args.flags)} on {first['where']}, {first['tokens']:,} tokens per step")
-    columns = "contender | tokens/s | ours is | step ms | data | gradients | update | MFU | peak GB | B"
-    print(f"| {columns} | first step s, cache empty | full | loss |\n{'|---' * 13}|")
-    first_rate = None
+    tokens = parse(words(args), lambda path: {}).total_batch_size
+    medians = {name: statistics.median(ms for run in runs for ms in run["step_ms"]) for name, runs in results.items()}
+    first_ms = next(iter(medians.values()))
+    rows = {}
     for name, runs in results.items():
-        # The timed steps of all rounds, (steps, 3): the milliseconds of data, gradients and update.
-        steps = [parts for run in runs for parts in run["times"]]
-        step_ms = statistics.median(map(sum, steps))
-        data_ms, gradients_ms, update_ms = (statistics.median(parts) for parts in zip(*steps, strict=True))
-
-        # Tokens per second, in all and as a part of what the device could compute.
-        rate = first["tokens"] / step_ms * 1e3
-        if first_rate is None:
-            first_rate = rate
-        mfu = f"{rate * first['flops_per_token'] / first['peak_flops']:.1%}" if first["peak_flops"] else "unknown"
-
-        peak_gb = max(run["peak_gb"] for run in runs)
-        first_s_full_cache = f"{runs[-1]['first_s']:.1f}" if len(runs) > 1 else ""
-        cells = [
-            name,
-            f"{rate:,.0f}",
-            f"{first_rate / rate:.2f}x",
-            f"{step_ms:,.1f}",
-            f"{data_ms:.1f}",
-            f"{gradients_ms:,.1f}",
-            f"{update_ms:.1f}",
-            mfu,
-            f"{peak_gb:.2f}",
-            str(runs[0]["B"]),
+        ms = medians[name]
+        rows[name] = [
+            f"{1e3 * tokens / ms:,.0f}",
+            f"{ms / first_ms:.2f}x",
+            f"{ms:,.1f}",
+            f"{max(run['peak_gb'] for run in runs):.2f}",
             f"{runs[0]['first_s']:.1f}",
-            first_s_full_cache,
+            f"{runs[-1]['first_s']:.1f}" if len(runs) > 1 else "",
             f"{runs[0]['loss']:.4f}",
         ]
-        print(f"| {' | '.join(cells)} |")
-
-
-if __name__ == "__main__":
-    cli.run_cli(main)
+    columns = "tokens/s | ours is | step ms | peak GB | first step s, cache empty | full | loss"
+    turns.print_table(columns, rows, f"{tokens:,} tokens a step")

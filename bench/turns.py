@@ -1,86 +1,73 @@
-"""Measuring several contenders fairly: each in a process of its own, taking turns, so that a slow minute of the machine
-affects all of them.
+"""Contenders that take turns, each in a process of its own, so that a slow minute of the machine affects all of them.
 
-    runs = turns.measure_in_turns("bench.head", ("plain", "ours"), rounds=2)
-    # {"plain": [{"ms": 12.3, ...}, {...}], "ours": [{...}, {...}]}
+    runs = take_turns(partial(measure, args), ("ours", "nanogpt"), rounds=2)
+    # {"ours": [{"ms": 12.3, ...}, {...}], "nanogpt": [{...}, {...}]}
+    print_table("tokens/s", {"ours": [...]})
 
-The modules of bench/ call this. Each calls `measure_in_turns` with its own module name; the module is then started
-again with --child NAME, once for each contender and round, and prints a JSON object as its last line:
-
-    python -m bench.head ----> python -m bench.head --child plain    {"ms": 12.3, ...}    round 1
-                         ----> python -m bench.head --child ours     {"ms": 10.1, ...}
-                         ----> python -m bench.head --child plain    {"ms": 12.2, ...}    round 2
-                         ----> ...
-
-The other functions are for the child.
+`measure(name)` is a function of a module. It runs in a new interpreter and returns a dict with "ms".
 """
 
-import json
+import multiprocessing
 import os
-import subprocess
+import shlex
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
 from typing import Any
 
-import torch
-
-from system import machine
 from system.cli import require
-from system.distributed import Runtime
-from system.machine import dtype_name
 
 
-def measure_in_turns(module: str, names: tuple[str, ...], rounds: int, *more: str) -> dict[str, list[dict[str, Any]]]:
-    """Measure every contender once a round. Returns by name what each child printed, one dict a round.
+def run_apart(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) in a new process, with its result, or its exception."""
+    # Not forked: torch's threads and a peer's changes to torch end with the process.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
-    Children get this process's own arguments and, after them, `more`. What they print must have "ms", which is shown as
-    progress. Each contender has its own compile cache, which is empty in the first round. One that fails is reported,
-    and the others are measured. Raises UserError if none succeeds.
-    """
-    # Round by round, every contender in turn. The folder has a compile cache for each of them.
+
+def take_turns(measure: Callable[[str], dict], names: tuple[str, ...], rounds: int) -> dict[str, list[dict]]:
+    """Measure every contender once a round: {name: one dict a round}. A contender has a compile cache of its own, which
+    is empty in the first round. One that fails is reported, and the others are measured. Raises UserError if none
+    succeeds."""
     results: dict[str, list[dict]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
         for round_number in range(1, rounds + 1):
             for i, name in enumerate(names):
-                # Run the child. BENCH_BEGAN tells it when it was started: imports are part of its first step's time.
-                command = [sys.executable, "-m", module, "--child", name, *sys.argv[1:], *more]
-                variables = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/{i}", "BENCH_BEGAN": str(time.time())}
-                child = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
-
-                # Keep its result, and report it.
-                if child.returncode == 0:
-                    result = json.loads(child.stdout.splitlines()[-1])
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{i}"
+                try:
+                    result = run_apart(measure, name)
                     results[name].append(result)
                     outcome = f"{result['ms']:,.1f} ms"
-                else:
-                    outcome = f"failed: {child.stderr[-1500:]}"
-
-                # Progress goes to stderr: stdout is for the table.
+                except Exception as e:
+                    outcome = f"failed: {type(e).__name__}: {e}"
+                # stdout is for the table.
                 print(f"round {round_number}, {name}: {outcome}", file=sys.stderr, flush=True)
-
-    # The contenders that were measured at least once.
     results = {name: runs for name, runs in results.items() if runs}
     require(results, "nothing was measured: every contender failed, for the reasons printed above")
     return results
 
 
-def seconds_since_command() -> float:
-    """Seconds since the parent started this process."""
-    return time.time() - float(os.environ["BENCH_BEGAN"])
+def median_of(runs: list[dict], key: str = "ms") -> float:
+    """The median over the rounds of a contender."""
+    return statistics.median(run[key] for run in runs)
 
 
-def measure_seconds(work: Callable[[], object], rt: Runtime) -> float:
-    """Seconds that `work` takes until the device has finished it."""
-    # The device must be idle at both readings of the clock: CUDA calls return before their work is done.
-    rt.synchronize()
-    start_time = time.perf_counter()
-    work()
-    rt.synchronize()
-    return time.perf_counter() - start_time
+def print_table(columns: str, rows: dict[str, list[str]], note: str = "") -> None:
+    """Print a Markdown table below its machine, date, commit and command, as bench/RESULTS.md has them.
 
+    columns: their names, with " | " between them, without the first one's. rows: {name: cells}.
+    """
+    # torch was not imported here so far, because a child process begins with its parent's peak of memory.
+    from system import machine
 
-def describe_machine(rt: Runtime) -> str:
-    """The machine, the precision and torch's version, for the line above a table."""
-    return f"{machine.device_name(rt.device)}, {dtype_name(rt.dtype)}, torch {torch.__version__}"
+    versions = machine.versions()
+    where = f"{machine.device_name(machine.choose_device())}, {os.cpu_count()} cores, torch {versions['torch']}"
+    commit = versions.get("commit", "no commit")[:7]
+    command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
+    print(f"\n{date.today()}, {where}, commit {commit}: `{command}`{note and '; '}{note}\n")
+    print(f"| | {columns} |\n|{'---|' * (columns.count('|') + 2)}")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)

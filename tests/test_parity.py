@@ -1,14 +1,14 @@
 """bench/parity.py: a reference that does the same has the same curve, and a planted error gives another one."""
 
 import pytest
-import torch
 from helpers import make_shards
 
 from bench import parity
+from bench.references import Reference, Size
 from system.cli import UserError
 
 # A reference in a page: this project's network, trained by a loop of its own, at GPT-2's size until it is edited.
-REFERENCE_SCRIPT = """
+SOURCE = """
 import glob
 import numpy as np
 import torch
@@ -39,127 +39,40 @@ for step in range(1000):
     optimizer.step()
     optimizer.zero_grad()
 """
-EDITS = {r"\.cuda\(\)": "", "50304": "512", "n_layer=12": "n_layer=2", "n_embd=768": "n_embd=32"}
-FLAGS = "gpt2-124m --model.block-size 16 --model.n-head 2 --warmup-steps 2 --min-lr 6e-4"
-SIZES = {
-    "T": 16,
-    "SEQUENCES_PER_STEP": 4,
-    "MICRO_BATCH_SIZE": 2,
-    "TOKENS_PER_STEP": 64,
-    "N_LAYER": 2,
-    "N_EMBD": 32,
-    "VOCAB_SIZE": 512,
-}
+REFERENCE = Reference(
+    paths=("train.py",),
+    edits={r"\.cuda\(\)": "", "50304": "512", "n_layer=12": "n_layer=2", "n_embd=768": "n_embd=32"},
+    flags="gpt2-124m --model.block-size 16 --model.n-head 2 --warmup-steps 2 --min-lr 6e-4",
+    weight_names={},
+    size=Size(T=16, sequences=4, B=2, n_layer=2, n_embd=32, vocab_size=512),
+)
 
 
-@pytest.fixture
-def compare(tmp_path, monkeypatch):
-    """compare(plant, more_edits, as_written, plot_dir): ten steps of the script above beside those of this project."""
-    for name, value in SIZES.items():
-        monkeypatch.setattr(parity, name, value)
-    (tmp_path / "train.py").write_text(REFERENCE_SCRIPT)
-    data = make_shards(tmp_path / "data")
+@pytest.mark.slow  # five processes, each with torch
+def test_the_same_program_agrees_and_planted_errors_are_found(tmp_path):
+    args = parity.Args(data_dir=make_shards(tmp_path / "data"), steps=10, plant=("rate", "decay", "target"))
 
-    def compare(plant="", more_edits=None, as_written=False, plot_dir=None):
-        reference = parity.Reference("train.py", EDITS | (more_edits or {}), FLAGS, weight_names={}, float32_edits={})
-        parity.compare(reference, parity.Args("build-nanogpt", tmp_path, data, 10, as_written, plant, plot_dir))
+    found = parity.compare(REFERENCE, SOURCE, args)
 
-    return compare
+    assert len(found.curve) == 10 and found.curve[0].loss == pytest.approx(6.24, abs=0.1)
+    assert parity.is_same(found.curve, found.expected, REFERENCE.limit)
+    for plant in args.plant:
+        assert not parity.is_same(found.planted[plant], found.expected, REFERENCE.limit), plant
 
-
-def test_a_program_that_does_the_same_has_the_same_curve(compare, capsys):
-    compare()
-    assert "10 steps, its loss goes from 6.2" in capsys.readouterr().out
+    parity.draw({"build-nanogpt": found}, tmp_path / "plots" / "parity.png")
+    assert (tmp_path / "plots" / "parity.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("planted_error", ["target", "decay", "rate"])
-def test_a_planted_error_is_found(compare, planted_error):
-    with pytest.raises(UserError, match="not the same curve"):
-        compare(planted_error)
+def test_an_edit_that_finds_nothing_is_an_error():
+    with pytest.raises(UserError, match="50304"):
+        parity.edit(REFERENCE, "nothing.cuda()", steps=10)
 
 
-def test_an_edit_that_finds_nothing_is_an_error(compare):
-    with pytest.raises(UserError, match="has no 'n_layer=24'"):
-        compare(more_edits={"n_layer=24": "n_layer=2"})
-
-
-def test_a_run_leaves_the_weights_that_it_starts_from_as_they_are(compare, monkeypatch):
-    """With --as-written, several runs start from the same weights."""
-    run_this_project = parity.run_this_project
-
-    def run_and_check(flags, rt, data_dir, state, planted_error):
-        before = {name: w.clone() for name, w in state.items()}
-        curve = run_this_project(flags, rt, data_dir, state, planted_error)
-        assert all(torch.equal(state[name], before[name]) for name in before)
-        return curve
-
-    monkeypatch.setattr(parity, "run_this_project", run_and_check)
-    compare()
-
-
-def test_modules_are_part_of_the_edited_program(tmp_path):
-    (tmp_path / "parts.py").write_text("n_layer = 12\nnorm = 'rmsnorm'\n")
-    (tmp_path / "train.py").write_text("from parts import n_layer, norm\nfound = (n_layer, norm)\n")
-    reference = parity.Reference(
-        "train.py",
-        edits={"from parts import .*": "", "n_layer = 12": "n_layer = 2"},
-        flags="",
-        weight_names={},
-        float32_edits={},
-        network_edits={"rmsnorm": "layernorm"},
-        modules=("parts.py",),
-    )
-    scope = {}
-    exec(parity.edit_script(reference, tmp_path, steps=10, use_float32=True), scope)
-    assert scope["found"] == (2, "layernorm")
-
-
-def test_comparisons_are_saved_and_drawn_also_if_the_curves_differ(compare, tmp_path):
-    plots = tmp_path / "plots"
-    compare(plot_dir=plots)
-    first_picture = (plots / "parity.png").read_bytes()
-    with pytest.raises(UserError, match="not the same curve"):
-        compare("target", plot_dir=plots)
-
-    # Both are saved, and the second one has changed the picture.
-    same, planted = parity.load_comparisons(plots)
-    assert (same.plant, planted.plant) == ("", "target")
-    assert same.preset == "gpt2-124m" and len(same.curve) == len(same.limits) == 10
-    assert same.expected == planted.expected and same.curve != planted.curve
-    assert first_picture.startswith(b"\x89PNG") and (plots / "parity.png").read_bytes() != first_picture
-
-
-# The network of the reference in bfloat16, its loss in float32.
-IN_BFLOAT16 = {
-    r"( +)(logits, _ = model.*)": r'\1with torch.autocast("cpu", torch.bfloat16):\n\1    \2',
-    r"logits\.reshape": "logits.float().reshape",
-}
-
-
-def test_in_bfloat16_the_same_program_passes(compare, capsys):
-    compare(more_edits=IN_BFLOAT16, as_written=True)
-    assert "largest difference in loss" in capsys.readouterr().out
-
-
-def test_in_bfloat16_a_planted_error_is_found(compare):
-    # In ten steps this network hardly learns: there, a rate that is 1% off is less than rounding.
-    with pytest.raises(UserError, match="not the same curve"):
-        compare("target", more_edits=IN_BFLOAT16, as_written=True)
-
-
-def curve_that_grows(by: float, steps: int = 12) -> parity.Curve:
-    """A curve whose distance from a flat one starts at `by` and doubles in every step."""
-    return [parity.StepRecord(loss=4 + by * 2**step, norm=1.0) for step in range(steps)]
-
-
-def test_steps_that_rounding_decides_are_not_compared():
-    copies = [curve_that_grows(0), curve_that_grows(1e-4), curve_that_grows(-0.5e-4)]
-    limits = parity.rounding_limits(copies)
-    # The copies are 1.5e-4 * 2^step apart, so 9.6e-3 in step 6 and more than 1e-2 after it.
-    expected = [parity.ROUNDING_FACTOR * 1.5e-4 * 2**step for step in range(7)]
-    assert [limit.loss for limit in limits] == pytest.approx(expected)
-
-
-def test_copies_that_come_apart_at_once_are_an_error():
-    with pytest.raises(UserError, match="within 3 steps: compare in float32"):
-        parity.rounding_limits([curve_that_grows(0), curve_that_grows(2e-3)])
+@pytest.mark.parametrize("loss, norm", [(4.1, 1.0), (4.0, 1.1), (float("nan"), 1.0), (4.0, float("nan"))])
+def test_curves_that_differ_in_one_step_are_not_the_same(loss, norm):
+    expected = 4 * [parity.StepRecord(4.0, 1.0)]
+    for step in range(4):
+        curve = [*expected]
+        curve[step] = parity.StepRecord(loss, norm)
+        assert not parity.is_same(curve, expected, limit=1e-3)
+    assert parity.is_same(expected, expected, limit=1e-3)
