@@ -69,17 +69,6 @@ def test_pins_are_within_the_ranges_of_pyproject(file, lines):
         assert ranges[name].specifier.contains(version.version), name
 
 
-def test_the_lock_is_of_this_project_and_of_pypi_alone():
-    text = (ROOT / "uv.lock").read_text()
-
-    lock = tomllib.loads(text)
-    assert lock["requires-python"] == PYPROJECT["project"]["requires-python"]
-    versions = {(package["name"], package["version"]) for package in lock["package"]}
-    for name, pin in read_pins(ROOT / "requirements.txt").items():
-        (version,) = pin.specifier
-        assert (name, version.version) in versions
-
-
 # ------------------------------------------------------------------------- make install
 
 
