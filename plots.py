@@ -85,7 +85,8 @@ def read_curves(run_dir: str | Path) -> Curves:
     values_by_step: dict[str, dict[int, float]] = {}
     for row in rows:
         for key, value in row.items():
-            if key != "step" and isinstance(value, int | float):
+            # matplotlib cannot scale larger numbers.
+            if key != "step" and isinstance(value, int | float) and abs(value) < 1e30:
                 values_by_step.setdefault(key, {})[row["step"]] = float(value)
     curves = {}
     for key, values in values_by_step.items():
@@ -157,7 +158,6 @@ def plot_curve(ax, run: PlottedRun, key: str) -> None:
     steps, values = run.curves[key]
     label = f"{run.name} {key}: {values[-1]:.4g} at step {steps[-1]:,}"
     x = steps * run.scale
-    values = np.where(abs(values) < 1e30, values, np.nan)  # matplotlib cannot scale larger ones
     if key in EVALUATIONS:
         ax.plot(x, values, color=run.color, label=label, **EVALUATION_STYLE)
         return
@@ -170,10 +170,9 @@ def fit_y_axis(ax) -> None:
     """Fit y to the curves, except for the highs of the first twentieth of the steps and the highest 0.5% of the points,
     which would squash the rest."""
     x, y = np.hstack([np.asarray(line.get_data(), float) for line in ax.lines])  # (all points,) each
-    finite = np.isfinite(y)
-    late = y[finite & (x >= 0.05 * x.max())]
+    late = y[np.isfinite(y) & (x >= 0.05 * x.max())]
     if len(late):
-        low, high = y[finite].min(), np.quantile(late, 0.995)
+        low, high = np.nanmin(y), np.quantile(late, 0.995)
         padding = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)  # also around a curve that is constant
         ax.set_ylim(low - padding, high + padding)
 

@@ -31,28 +31,14 @@ def print_plan_of(cfg, steps):
     plan.print_plan(train_step, data, RunState(steps, ""))
 
 
-@pytest.mark.parametrize("steps, epochs, warns", [
-    (12, 1, False), (130, 1, False), (140, 1, True), (200, 6, False), (200, 1, True),
-])  # fmt: skip
-def test_many_passes_that_nobody_asked_for_are_warned_of(tiny_args, capsys, steps, epochs, warns):
-    """A step has 8 sequences, the data 267. A preset may need more data than was pulled, as with --limit-shards."""
-    print_plan_of(parse_config("quickstart", *tiny_args, "--epochs", epochs), steps)
-    out = capsys.readouterr().out
-    assert f"{steps * 8 / 267:.2f} epochs" in out
-    assert ("--limit-shards" in out) == warns
-
-
-def test_many_passes_over_a_single_batch_are_meant(tiny_args, capsys):
-    print_plan_of(parse_config("quickstart", *tiny_args, "--overfit-single-batch"), 200)
-    assert "warning" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_unfinished_data_are_warned_of(tiny_args, tiny_data, capsys, complete):
     source = {"name": "x", "subset": "", "column": "text", "revision": "1", "files": []}
     shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, complete=complete))
     print_plan_of(parse_config("quickstart", *tiny_args), 12)
-    assert ("tiny is unfinished" in capsys.readouterr().out) != complete
+    out = capsys.readouterr().out
+    assert ("tiny is unfinished" in out) != complete
+    assert f"{12 * 8 / 267:.2f} epochs" in out
 
 
 @pytest.mark.parametrize("steps, warns", [(2, True), (3, False)])

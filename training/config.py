@@ -140,7 +140,6 @@ class TrainConfig:
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
         check_types(self)
-        check_types(self.model)
         for name, rule in RULES.items():
             value = getattr(self, name)
             if isinstance(value, int | float):

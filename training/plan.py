@@ -27,8 +27,6 @@ from training.config import TrainConfig
 from training.metrics import RunState
 from training.step import TrainStep
 
-GOOD_PASSES = 4  # over the same data, without a warning
-
 # Bytes of a parameter: the optimizers keep at most AdamW's two float32 numbers for it. Training holds a float32 weight
 # and its gradient, or both in bfloat16 beside a float32 master weight.
 OPTIMIZER_BYTES = 8
@@ -70,11 +68,6 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     if data.manifest and not data.manifest.complete:
         fix = "finish it first (fineweb.py), because a run cannot resume when its data have changed"
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
-    # Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023). Passes that --epochs
-    # asks for are the user's choice; a remainder of a batch may add a little to them.
-    if epochs > max(GOOD_PASSES, 1.05 * cfg.epochs) and not cfg.overfit_single_batch:
-        fix = "get more (fineweb.py; hub.py pull-data without --limit-shards), or lower --max-steps"
-        print0(f"warning: up to {GOOD_PASSES} passes over the data are nearly as good as new data; {fix}")
 
 
 def describe_devices(names: list[str]) -> str:
