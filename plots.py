@@ -86,7 +86,7 @@ def read_curves(run_dir: str | Path) -> Curves:
     for row in rows:
         for key, value in row.items():
             # matplotlib cannot scale larger numbers.
-            if key != "step" and isinstance(value, int | float) and abs(value) < 1e30:
+            if key != "step" and isinstance(value, int | float) and not abs(value) >= 1e30:
                 values_by_step.setdefault(key, {})[row["step"]] = float(value)
     curves = {}
     for key, values in values_by_step.items():
