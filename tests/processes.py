@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -112,13 +111,6 @@ class Script:
                 return True
         return False
 
-    def kill_at(self, goal: int, count: Callable[[], int], later: float) -> bool:
-        """SIGKILL `later` seconds after count() has reached `goal`; returns whether the process was still alive."""
-        while self.process.is_alive() and count() < goal:
-            time.sleep(0.002)
-        time.sleep(later)
-        return self.send(signal.SIGKILL)
-
     def wait(self, seconds: float = 120) -> Script:
         """Wait until it has ended. Kills it and fails the test if that takes longer than `seconds`."""
         self.process.join(seconds)
@@ -148,12 +140,6 @@ class Script:
 
 def do_nothing() -> None:
     """The `prepare` of a process in which no fault is planted."""
-
-
-def shorten_sleeps() -> None:
-    """A `prepare` for processes that sleep between tries, or until another rank reports: no sleep exceeds 10 ms."""
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(seconds, 0.01))
 
 
 def start(

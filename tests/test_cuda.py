@@ -9,8 +9,19 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, TINY_FLAGS, make_hellaswag_rows, write_jsonl, write_tiny_model
+from helpers import (
+    ROOT,
+    TINY_FLAGS,
+    load_curve,
+    load_weights,
+    make_hellaswag_rows,
+    same_bits,
+    write_jsonl,
+    write_tiny_model,
+)
+from processes import wait_for
 
+from training import checkpoint
 from training.metrics import read_metrics
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -27,16 +38,27 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not has_nvidia_gpu(), reaso
 
 
 @pytest.fixture
-def run_on_gpu(gpus):
-    """run_on_gpu("infer.py", ...) -> what a script of this project, `-m MODULE` or `-c CODE` prints, in a process that
-    sees the GPUs."""
+def start_on_gpu(gpus):
+    """start_on_gpu("infer.py", ...) -> a script of this project, `-m MODULE` or `-c CODE`, in a process that sees the
+    GPUs."""
 
-    def run(*args, timeout=200):
+    def start(*args):
         env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | gpus
         command = [sys.executable, *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=ROOT)
-        assert done.returncode == 0, f"{args}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+
+    return start
+
+
+@pytest.fixture
+def run_on_gpu(start_on_gpu):
+    """What such a process prints; it must succeed."""
+
+    def run(*args):
+        process = start_on_gpu(*args)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, f"{args}\n{output[-6000:]}"
+        return output
 
     return run
 
@@ -118,7 +140,8 @@ for vocab_size in (50257, 50304):
     idx, targets = torch.randint(50257, (2, 4, 64), device=sys.argv[1])
 
     found = []
-    for forward in (model, Forward(model, compiles=False), Forward(model, compiles=True)):
+    all_logits = lambda idx, targets: model(idx, targets)[1]
+    for forward in (all_logits, Forward(model, compiles=False), Forward(model, compiles=True)):
         model.zero_grad()
         with torch.autocast(sys.argv[1], torch.bfloat16):
             x = model.hidden(idx)
@@ -157,19 +180,24 @@ def test_training_is_that_of_the_cpu(run_on_gpu, preset, tiny_data, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-def test_a_killed_run_ends_with_the_same_bits(run_on_gpu, tiny_data):
-    # bench.resume sets the periods and the precision itself.
-    flags = [word for word in TINY_FLAGS if word not in ("--no-compile", "--dtype", "float32")]
-    for name in ("--max-steps", "--save-every", "--val-every", "--hellaswag-every", "--sample-every"):
-        position = flags.index(name)
-        del flags[position : position + 2]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_killed_run_ends_with_the_same_bits(start_on_gpu, tiny_data, tmp_path, dtype):
+    """Compiled, with --deterministic."""
+    flags = [word for word in TINY_FLAGS if word != "--no-compile"]
+    flags += ["--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype, "--deterministic", "--resume", "auto"]
+    command = ["train_gpt2.py", "quickstart", *flags, "--max-steps", "60", "--out-dir"]
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert start_on_gpu(*command, undisturbed).wait(200) == 0
 
-    ways = ["deterministic", "deterministic dtype=float16"]
-    options = ["--data-dir", tiny_data, "--steps", "60", "--ways", *ways]
-    # Eight runs, two of which compile with an empty cache.
-    output = run_on_gpu("-m", "bench.resume", "quickstart", *options, "--", *flags, timeout=400)
+    run = start_on_gpu(*command, killed)
+    wait_for(lambda: (checkpoint.latest_step(killed) or 0) >= 9, 200)
+    run.kill()
+    run.wait()
+    assert checkpoint.latest_step(killed) < 60
+    assert start_on_gpu(*command, killed).wait(200) == 0
 
-    assert output.count("| same bits | same bits |") == 2, output
+    assert load_curve(killed) == load_curve(undisturbed)
+    assert same_bits(load_weights(killed, 60), load_weights(undisturbed, 60))
 
 
 # Half of the card is taken by this process, as by another program; then --dry-run, which searches and does steps.

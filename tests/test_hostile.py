@@ -40,8 +40,8 @@ from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
 from training import convert, hellaswag_eval, resume
+from training.checkpoint import RunState
 from training.open_model import open_model
-from training.resume import RunState
 from training.step import TrainStep
 
 INPUTS = int(os.environ.get("HOSTILE_INPUTS", 10))  # for each format
