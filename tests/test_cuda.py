@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
-from helpers import ROOT, TINY_FLAGS, make_hellaswag_rows, write_jsonl, write_tiny_model
+from helpers import ROOT, TINY_FLAGS, load_weights, make_hellaswag_rows, same_bits, write_jsonl, write_tiny_model
 
+from training.checkpoint import model_path
 from training.metrics import read_metrics
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -157,19 +159,26 @@ def test_training_is_that_of_the_cpu(run_on_gpu, preset, tiny_data, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-def test_a_killed_run_ends_with_the_same_bits(run_on_gpu, tiny_data):
-    # bench.resume sets the periods and the precision itself.
-    flags = [word for word in TINY_FLAGS if word not in ("--no-compile", "--dtype", "float32")]
-    for name in ("--max-steps", "--save-every", "--val-every", "--hellaswag-every", "--sample-every"):
-        position = flags.index(name)
-        del flags[position : position + 2]
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_a_killed_run_ends_with_the_same_bits(run_on_gpu, gpus, dtype, tiny_data, tmp_path):
+    """Compiled, with --deterministic; killed right after the checkpoint at half, wherever the next step is by then."""
+    flags = [word for word in TINY_FLAGS if word != "--no-compile"]
+    flags += ["--data-dir", tiny_data, "--dtype", dtype, "--max-steps", "60", "--save-every", "30", "--keep", "0"]
+    command = ["train_gpt2.py", "quickstart", *map(str, flags), "--deterministic", "--device", DEVICE]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_on_gpu(*command, "--out-dir", whole, timeout=400)
 
-    ways = ["deterministic", "deterministic dtype=float16"]
-    options = ["--data-dir", tiny_data, "--steps", "60", "--ways", *ways]
-    # Eight runs, two of which compile with an empty cache.
-    output = run_on_gpu("-m", "bench.resume", "quickstart", *options, "--", *flags, timeout=400)
+    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | gpus
+    process = subprocess.Popen([sys.executable, *command, "--out-dir", str(killed)], env=env, cwd=ROOT)
+    while process.poll() is None:
+        if model_path(killed, 30).exists():
+            process.kill()
+        time.sleep(0.002)
+    assert process.returncode < 0, "it ended before it was killed"
+    output = run_on_gpu(*command, "--out-dir", killed, "--resume", "auto", timeout=400)
 
-    assert output.count("| same bits | same bits |") == 2, output
+    assert "steps 30 to 60" in output
+    assert same_bits(load_weights(whole, 60), load_weights(killed, 60))
 
 
 # Half of the card is taken by this process, as by another program; then --dry-run, which searches and does steps.
