@@ -21,7 +21,7 @@ STDLIB = "data/stdlib"
 BENCHES = {
     "parity": (
         "Do the presets train step for step as the programs that they reproduce?",
-        [f"parity --data-dir {STDLIB}"],
+        ["parity --data-dir data/fineweb-edu --plant rate decay target --plot log/parity.png"],
     ),
     "train": (
         "How fast is a training step beside other programs?",

@@ -24,7 +24,7 @@ from model import GPT, softcap
 
 
 def num_chunks(rows: int, device_type: str) -> int:
-    """The number of chunks for this many rows. 512 rows keep a CPU busy (bench/head.py). On a GPU each chunk
+    """The number of chunks for this many rows. 512 rows keep a CPU busy. On a GPU each chunk
     reads and writes the whole gradient of the weight, so chunks are larger there; that size is not measured."""
     rows_per_chunk = 512 if device_type == "cpu" else 8192
     return max(1, rows // rows_per_chunk)
