@@ -40,7 +40,7 @@ from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
 from training import convert, hellaswag_eval, resume
-from training.checkpoint import RunState
+from training.metrics import RunState
 from training.open_model import open_model
 from training.step import TrainStep
 
