@@ -36,10 +36,10 @@ from system.cli import UserError, env_rank, require
 ROOT = Path(__file__).parent.parent
 
 # Replaces a torch built for CUDA 13 by one that runs with the driver of any CUDA 12 (see the Makefile).
-OLDER_DRIVER_COMMAND = "make install TORCH_BUILD=cu126"
+OLDER_DRIVER_COMMAND = "make clean install TORCH_BUILD=cu126"
 
 # Replaces a torch built without CUDA, on any machine.
-CUDA_TORCH_COMMAND = "make clean install TORCH_CPU_INDEX="
+CUDA_TORCH_COMMAND = "make clean install TORCH_BUILD="
 
 # ------------------------------------------------------------------------- device
 

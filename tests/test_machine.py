@@ -47,7 +47,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(machine_with_an_old_driver, nam
 def test_a_torch_without_cuda_on_a_machine_with_a_gpu_is_an_error(machine_with_an_old_driver, monkeypatch, name):
     """`make install` on a CPU pod puts torch for CPUs onto a volume, which a GPU pod then mounts."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(UserError, match=r"built without CUDA.*make clean install TORCH_CPU_INDEX=\. .*--device cpu"):
+    with pytest.raises(UserError, match=r"built without CUDA.*make clean install TORCH_BUILD=\. .*--device cpu"):
         machine.choose_device(name)
     assert machine.choose_device("cpu").type == "cpu"
 
