@@ -29,7 +29,15 @@ MODERN = dataclasses.replace(
 def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GPT:
     """Write a complete checkpoint of `model` (default: a new small one) and wait for it; returns the model."""
     model = model or GPT(SMALL)
-    state = {"step": step, "max_steps": 9, "config": {}, "data": "", "record": {}, "optimizers": [torch.ones(3)]}
+    state = {
+        "step": step,
+        "max_steps": 9,
+        "config": {},
+        "data": "",
+        "record": {},
+        "evaluated": False,
+        "optimizers": [torch.ones(3)],
+    }
     with checkpoint.CheckpointWriter(folder, keep) as writer:
         writer.save(step, checkpoint.model_file(model, step), state)
         writer.wait()

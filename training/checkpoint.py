@@ -62,6 +62,7 @@ TRAIN_STATE_TYPES = {
     "config": dict,
     "data": str,
     "record": dict,
+    "evaluated": bool,
     "optimizers": list,
 }
 MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
