@@ -223,7 +223,9 @@ def push_model(
     files = set(models)
     if with_optimizer:
         newest = choose_models(path, "newest")[0]
-        files |= {newest, newest.with_name(newest.name.replace("model_", "optim_"))}
+        optimizer = newest.with_name(newest.name.replace("model_", "optim_"))
+        require(optimizer.is_file(), f"--with-optimizer: {newest} has no {optimizer.name} next to it; leave that out")
+        files |= {newest, optimizer}
 
     with open_hub() as api:
         repo = open_to_write(api, repo, "model", public)
@@ -235,7 +237,7 @@ def push_model(
             if temporary:
                 held.mkdir()
             else:
-                write_export(model, facts, held, repo)
+                write_export(model, facts, run_dir, held, repo)
             hold_files(run_dir, files, held)
             if temporary:
                 # Squashing the branch's history frees the storage of the pushes before this one (within 36 hours, says
@@ -317,22 +319,24 @@ def export(path: Path, out_dir: Path) -> None:
         out_dir: a new folder. Its README.md shows how to load the model.
     """
     model, facts = checkpoint.load(path)
-    write_export(model, facts, out_dir, str(out_dir))
+    run_dir = path if path.is_dir() else path.parent
+    write_export(model, facts, run_dir, out_dir, str(out_dir))
     print0(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
-def write_export(model: GPT, facts: dict[str, Any], out_dir: Path, name: str) -> None:
-    """Write an export with a card. facts: what the checkpoint has beside the weights. name: what a user types to load
-    the model, a folder or OWNER/NAME."""
+def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:
+    """Write an export with a card. facts: what the checkpoint has beside the weights. run_dir: where its metrics are.
+    name: what a user types to load the model, a folder or OWNER/NAME."""
     needs_code = convert.save_hf(model, out_dir)
-    val_loss = facts.get("val_loss")
+    # A checkpoint is written before its step is evaluated.
+    val_loss = metrics.read_val_losses(run_dir).get(facts["step"])
     card = CARD.format(
         name=name,
         config=model.config,
         parameters=model.num_params(),
         preset=facts.get("preset", "-"),
         step=facts["step"],
-        val_loss=f"{val_loss:.4f}" if isinstance(val_loss, float) else "-",
+        val_loss=f"{val_loss:.4f}" if val_loss is not None else "-",
         trust=", trust_remote_code=True" if needs_code else "",
     )
     (out_dir / "README.md").write_text(card)

@@ -50,7 +50,7 @@ GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
 
 def refuse_unusable_gpu(name: str) -> None:
     """Raise UserError if torch cannot use this machine's NVIDIA GPU, unless the device `name` is another one, such as
-    cpu. Without this error, the run would take days on the CPU while the GPU is billed. Called by train.sh, too."""
+    cpu. Without this error, the run would take days on the CPU while the GPU is billed."""
     # Nothing is wrong if another device is asked for, if the GPUs are hidden on purpose, if they work, or if there is
     # none.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")

@@ -180,6 +180,11 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path):
     train_quickstart(tiny_args, run, "--resume", "auto")
     assert load_curve(run) == curve
 
+    # Nor by another run, whatever its step.
+    other = train_quickstart(tiny_args, tmp_path / "other", "--max-steps", "3")
+    with pytest.raises(UserError, match="never overwritten"):
+        train_quickstart(tiny_args, other, "--resume", run / "model_00012.pt", "--max-steps", "14")
+
     # In another folder, an earlier step may be continued.
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", run / "model_00006.pt")
     assert same_bits(load_weights(fork), load_weights(run))

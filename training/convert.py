@@ -17,8 +17,7 @@ model.py, wrapped by the class in training/modeling_gpt.py. The weights have the
     transformer.h.0.mlp.c_fc (4C, C)     (C, 4C)
     transformer.h.0.mlp.c_proj (C, 4C)   (4C, C)
 
-A round trip preserves float32 weights bit for bit. Importing this module is cheap: torch and transformers are imported
-by the functions that need them.
+A round trip preserves float32 weights bit for bit.
 """
 
 from __future__ import annotations

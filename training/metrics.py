@@ -59,10 +59,15 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def read_val_losses(run_dir: Path) -> dict[int, float]:
+    """The val loss of every step of a run that was validated."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return {row["step"]: row["val_loss"] for row in rows if isinstance(row.get("val_loss"), float)}
+
+
 def best_step(run_dir: Path, steps: list[int]) -> int | None:
     """Of these steps of a run the one with the lowest val loss; None if none was validated."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    losses = {row["step"]: row["val_loss"] for row in rows if isinstance(row.get("val_loss"), float)}
+    losses = read_val_losses(run_dir)
     return min((step for step in steps if step in losses), key=losses.get, default=None)
 
 

@@ -22,15 +22,13 @@ from system.cli import format_cost, format_duration, print0, require
 from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
+from training import optim
 from training.cards import CARDS, find_cards, total_peak_flops
 from training.config import TrainConfig
 from training.metrics import RunState
 from training.step import TrainStep
 
-# Bytes of a parameter: the optimizers keep at most AdamW's two float32 numbers for it. Training holds a float32 weight
-# and its gradient, or both in bfloat16 beside a float32 master weight.
-OPTIMIZER_BYTES = 8
-CHECKPOINT_BYTES = 4 + OPTIMIZER_BYTES
+# Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
 WEIGHT_AND_GRADIENT_BYTES = 8
 
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
@@ -88,7 +86,7 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
         saves = min(saves, cfg.keep + 2)
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    size = CHECKPOINT_BYTES * train_step.model.num_params()
+    size = 4 * train_step.model.num_params() + optim.state_bytes(train_step.weights.named, cfg)
     free = free_bytes(cfg.run_dir)
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 2, a larger --save-every or another --out-dir"
@@ -150,8 +148,8 @@ def predict(cfg: TrainConfig) -> str:
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
-    bytes_per_parameter = WEIGHT_AND_GRADIENT_BYTES + OPTIMIZER_BYTES / optimizer_shards
-    needed_gb = bytes_per_parameter * model.num_params() / 1e9
+    state_bytes = optim.state_bytes(dict(model.named_parameters()), cfg) / optimizer_shards
+    needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
     verdict = "fit, and leave the rest to activations" if needed_gb < gb else "do not fit: use a larger card"
     return (

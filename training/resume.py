@@ -44,8 +44,9 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     elif cfg.resume not in ("none", "auto"):
         saved = checkpoint.read_train_state(cfg.resume)
 
-    # A run is never overwritten: not by a new one, not by one that resumes from an earlier step.
-    if newest is not None and (saved is None or saved["step"] < newest):
+    # A run is never overwritten: not by a new one, not by one that resumes from an earlier step or from another run.
+    is_its_newest = saved is not None and saved["step"] == newest and is_in_folder(saved, run_dir)
+    if newest is not None and not is_its_newest:
         how = "auto" if cfg.resume == "none" else shlex.quote(str(checkpoint.model_path(run_dir, newest)))
         fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
@@ -57,6 +58,11 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} and another --out-dir"
         raise UserError(f"{path} has no complete optim_*.pt next to it, so the run cannot resume; {fix}")
     return saved
+
+
+def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
+    """Whether a train state is that of a checkpoint in this folder."""
+    return saved["model_file"].parent.resolve() == run_dir.resolve()
 
 
 # ------------------------------------------------------------------------- the network
@@ -110,7 +116,7 @@ def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str
 
     # A checkpoint is written before its step is evaluated: metrics.jsonl shows whether it has been evaluated since, and
     # the result. Rank 0, which writes that file, decides for all.
-    if saved and saved["model_file"].parent.resolve() == cfg.run_dir.resolve():
+    if saved and is_in_folder(saved, cfg.run_dir):
         run.last_saved_step = run.step
         for row in read_metrics(cfg.run_dir / "metrics.jsonl"):
             if row["step"] == run.step:

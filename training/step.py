@@ -153,7 +153,7 @@ class TrainStep:
         # halving has brought it down to 1, the scale is not to blame. In other precisions it is always 1.
         scale = self.scaler.get_scale()
         if math.isfinite(result.loss) and scale > 1:
-            print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped, scale halved")
+            print0(f"step {step}: float16 overflow at loss scale {scale:g}; step skipped")
         else:
             self.refused_steps += 1
             problem = f"step {step}: loss {result.loss}, gradient norm {result.norm}; the update was refused"
