@@ -12,6 +12,7 @@ script that must end with one clear message.
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import processes
 import pytest
-from helpers import ROOT, TINY_FLAGS, write_random_walk_shards
+from helpers import ROOT, TINY_FLAGS, train_quickstart, write_random_walk_shards
 
 # ------------------------------------------------------------------------- data
 
@@ -48,6 +49,20 @@ def tiny_data(tmp_path) -> Path:
 def tiny_args(tiny_data) -> list[str]:
     """Flags of a run over tiny_data that takes a second: 12 steps of 8 sequences of 32 tokens."""
     return [*TINY_FLAGS, "--data-dir", str(tiny_data)]
+
+
+@pytest.fixture(scope="session")
+def one_run(tmp_path_factory) -> Path:
+    """The finished run of tiny_args, saved at steps 3, 6, 9 and 12: trained once, to be read but not changed."""
+    folder = tmp_path_factory.mktemp("one")
+    data = write_random_walk_shards(folder / "tiny")
+    return train_quickstart([*TINY_FLAGS, "--data-dir", str(data)], folder / "run")
+
+
+@pytest.fixture
+def trained_run(one_run, tmp_path) -> Path:
+    """A copy of one_run in tmp_path / "run", to be continued, pushed or damaged."""
+    return shutil.copytree(one_run, tmp_path / "run")
 
 
 @pytest.fixture
