@@ -58,7 +58,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
     # are reported before any weights are downloaded.
     saved = resume.find_checkpoint(cfg)
     find_shards(cfg.data_dir, "train")
-    cfg, model = resume.open_network(cfg, saved)
+    cfg, model = resume.open_network(cfg, rt, saved)
     data, val_data = open_data(cfg)
     run = resume.start_or_resume(cfg, rt, data, saved)
     if run.is_complete:
@@ -156,6 +156,9 @@ def save_checkpoint(
         fix = f"step {run.step} is not saved. Unlike cards need --zero-stage 1; one that differs again is defective"
         rt.check_equal({"the checksum of the weights": checksum}, fix)
 
+    # At most one snapshot is in host memory: wait until the one before is written.
+    writer.has_failed()
+
     # model_*.pt: the weights in float32, even if the model's own are bfloat16, and a few facts about them.
     # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
     train_step_state = train_step.state_dict()
@@ -195,7 +198,7 @@ def check(cfg: TrainConfig) -> None:
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
     preset fixes the number of steps. Nothing is saved. Every rank must call it."""
-    cfg, model = resume.open_network(cfg, saved=None)
+    cfg, model = resume.open_network(cfg, rt, saved=None)
     data = None
     if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
         data, _ = open_data(cfg)

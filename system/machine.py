@@ -245,9 +245,14 @@ def use_expandable_segments() -> None:
     sizes of evaluations differ from those of training, and freed segments that fit nothing would pile up. The
     allocator reads its environment when CUDA starts, so this must run before."""
     # Under the Windows Subsystem for Linux CUDA fails with them (pytorch#192330).
-    is_wsl = "microsoft" in platform.release().lower()
-    if torch.version.cuda and not is_wsl and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    is_configured = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if torch.version.cuda and not is_wsl() and not is_configured:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def is_wsl() -> bool:
+    """Whether this is the Windows Subsystem for Linux."""
+    return "microsoft" in platform.release().lower()
 
 
 def peak_memory(device: torch.device) -> int:
@@ -256,6 +261,24 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, kilobytes elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def copy_to_host(tree: Any, copies: dict) -> Any:
+    """Copy nested containers, with every tensor in host memory. `copies` has the tensors that are copied already:
+    entries that share storage, such as a tied head and its embedding, also share it in the copy and in the file."""
+    # The copy is detached: it must not keep a graph alive.
+    if isinstance(tree, torch.Tensor):
+        key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
+        if key not in copies:
+            copies[key] = tree.detach().to("cpu", copy=True)
+        return copies[key]
+
+    # Containers are copied as they are, because training continues to change the originals.
+    if isinstance(tree, dict):
+        return {key: copy_to_host(value, copies) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [copy_to_host(value, copies) for value in tree]
+    return tree
 
 
 # ------------------------------------------------------------------------- compiler and versions

@@ -47,6 +47,7 @@ import torch
 from model import GPT, GPTConfig
 from system.cli import UserError, print0, require
 from system.files import atomic_write
+from system.machine import copy_to_host
 from training.metrics import best_step
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
@@ -233,24 +234,6 @@ def write(path: Path, content: dict[str, Any]) -> None:
         raise
 
 
-def copy_to_host(tree: Any, copies: dict) -> Any:
-    """Copy nested containers, with every tensor in host memory. `copies` has the tensors that are copied already:
-    entries that share storage, such as a tied head and its embedding, also share it in the copy and in the file."""
-    # The copy is detached: it must not keep a graph alive.
-    if isinstance(tree, torch.Tensor):
-        key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
-        if key not in copies:
-            copies[key] = tree.detach().to("cpu", copy=True)
-        return copies[key]
-
-    # Containers are copied as they are, because training continues to change the originals.
-    if isinstance(tree, dict):
-        return {key: copy_to_host(value, copies) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [copy_to_host(value, copies) for value in tree]
-    return tree
-
-
 class CheckpointWriter:
     """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
@@ -273,15 +256,12 @@ class CheckpointWriter:
         self.has_failed()
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any]) -> None:
-        """Copy the contents of both files to host memory, then write the copies in a thread. `model` is what model_file
-        returns, `train` the train state; both may change once this has returned."""
-        # At most one snapshot is in host memory, so wait for the previous write first. Training waits for this copy,
-        # and for nothing else. The thread shares no tensor with training.
+        """Write both files in a thread. `model` is what model_file returns; it is copied to host memory, and may change
+        once this has returned. `train` is the train state, whose tensors are copies already (TrainStep.state_dict)."""
+        # Training waits for the write before and for this copy. The thread shares no tensor with training.
         self.has_failed()
-        copies: dict = {}
-        model_copy = copy_to_host(model, copies)
-        train_copy = copy_to_host({"format": FORMAT, **train}, copies)
-        self.thread = threading.Thread(target=self._write, args=(step, model_copy, train_copy))
+        contents = (copy_to_host(model, {}), {"format": FORMAT, **train})
+        self.thread = threading.Thread(target=self._write, args=(step, *contents))
         self.thread.start()
 
     def has_failed(self) -> bool:

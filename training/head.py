@@ -49,6 +49,20 @@ def cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     return padded
 
 
+def cast_head(weight: Tensor, bias: Tensor | None, cap: float, rows: int) -> tuple[Tensor, Tensor | None]:
+    """Weight (V, C) and bias (V,) of the head in autocast's precision, or in their own without autocast; both with rows
+    of zeros appended up to `rows`."""
+    device_type = weight.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+
+    # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. What all logits of a position have in common
+    # changes neither loss nor gradients, unless a soft-cap sees it: take it off before the cast rounds.
+    if dtype != weight.dtype and not cap:
+        weight = weight - weight.mean(0)
+        bias = None if bias is None else bias - bias.mean()
+    return cast_and_pad(weight, dtype, rows), None if bias is None else cast_and_pad(bias, dtype, rows)
+
+
 def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, vocab_size: int) -> Tensor:
     """The summed cross-entropy, in nats, of logits (R, P) before their soft-cap and targets (R,).
 
@@ -95,12 +109,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, bias, targets, cap, backward, chunk_loss):
         """The mean loss. `cap` is the soft-cap, 0 for none; `backward` is whether a backward pass will follow."""
         # Autocast does not cast the inputs of a custom function.
-        device_type = x.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
         V = len(weight)
-        P = padded_columns(V, device_type)
-        cast_weight = cast_and_pad(weight, dtype, P)  # (P, C)
-        cast_bias = None if bias is None else cast_and_pad(bias, dtype, P)
+        P = padded_columns(V, x.device.type)
+        cast_weight, cast_bias = cast_head(weight, bias, cap, P)  # (P, C) and (P,)
+        dtype = cast_weight.dtype
 
         # The gradients are computed along with the loss. Validation needs only the loss.
         total = torch.zeros((), device=x.device)
@@ -109,7 +121,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if backward and bias is not None else None
 
         # Chunk by chunk: R rows of x, their targets, and the part of d_x that is theirs.
-        n = num_chunks(len(x), device_type)
+        n = num_chunks(len(x), x.device.type)
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_x.chunk(n), strict=True):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)

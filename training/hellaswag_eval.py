@@ -47,10 +47,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, softcap
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from tokens import tokenizer
+from training.head import cast_head
 
 DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 NUM_ENDINGS = 4
@@ -262,6 +263,7 @@ def score(
     batches = plan_batches(examples, model.config.block_size, max_positions)
     losses = torch.zeros(len(examples), NUM_ENDINGS)
     with torch.no_grad(), rt.autocast():
+        head = cast_head(model.lm_head.weight, model.lm_head.bias, model.config.softcap, model.config.vocab_size)
         # In each round the ranks take one batch each; in the last round some may get none, but still call `check`.
         for first in tqdm(range(0, len(batches), rt.world_size), "hellaswag", disable=not progress, leave=False):
             check()
@@ -269,14 +271,15 @@ def score(
             if number < len(batches):
                 trees = batches[number]
                 indices = [tree.index for tree in trees]
-                losses[indices] = batch_losses(model, make_batch(trees, examples), device, logits_at_once)
+                losses[indices] = batch_losses(model, head, make_batch(trees, examples), device, logits_at_once)
 
     # An example's losses are zero on all ranks but one, so the sum is exact.
     return rt.all_reduce(losses.to(device)).cpu()
 
 
-def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once: int) -> torch.Tensor:
-    """Summed negative log-likelihood of each ending of a batch of N prefix trees, (N, 4) float32 on the CPU."""
+def batch_losses(model: GPT, head: tuple, batch: Batch, device: torch.device, logits_at_once: int) -> torch.Tensor:
+    """Summed negative log-likelihood of each ending of a batch of N prefix trees, (N, 4) float32 on the CPU. head: its
+    weight (V, C) and bias, cast once for all batches."""
     mask = tree_mask(batch.parts.to(device))  # (N, 1, T, T)
     hidden = model.hidden(batch.ids.to(device), positions=batch.positions.to(device), mask=mask)  # (N, T, C)
 
@@ -287,7 +290,7 @@ def batch_losses(model: GPT, batch: Batch, device: torch.device, logits_at_once:
     token_losses = []
     target_chunks = batch.targets.to(device).split(logits_at_once)
     for hidden_chunk, target_chunk in zip(hidden.split(logits_at_once), target_chunks, strict=True):
-        logits = model.logits(hidden_chunk).float()
+        logits = softcap(F.linear(model.transformer.ln_f(hidden_chunk), *head), model.config.softcap).float()
         token_losses.append(F.cross_entropy(logits, target_chunk, reduction="none").cpu())
 
     # Add up each ending's tokens, on the CPU, where the order of the sum is fixed. (M,) -> (4 * N,) -> (N, 4)

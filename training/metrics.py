@@ -136,7 +136,7 @@ class RunState:
         # These names are part of the checkpoint format, `record` and `data` included.
         return {
             "step": self.step,
-            "record": self.measured,
+            "record": dict(self.measured),
             "evaluated": self.evaluated,
             "max_steps": self.max_steps,
             "data": self.data_id,

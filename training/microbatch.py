@@ -54,6 +54,11 @@ def choose_micro_batch_size(
         channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
         return next((B for B in divisors if B <= MAX_AUTO_SEQUENCES and B * channels <= 2**25), 1)
 
+    # Windows lends a full GPU some of the host's memory, with which a step crawls: allow no more than what is free.
+    if machine.is_wsl():
+        free, total = torch.cuda.mem_get_info(rt.device)
+        torch.cuda.set_per_process_memory_fraction((free + torch.cuda.memory_reserved(rt.device)) / total, rt.device)
+
     # On a GPU, more sequences at once are faster. Each size is at most half of the one before, because each try
     # compiles. All ranks try the same size at the same time; the rank with the least memory decides for all.
     last_tried = 2 * MAX_AUTO_SEQUENCES

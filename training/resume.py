@@ -1,7 +1,7 @@
 """Starting or resuming a run: which checkpoint it continues from, and what may differ from the run that made it.
 
     saved = find_checkpoint(cfg)                   # the train state that --resume names, or None
-    cfg, model = open_network(cfg, saved)          # the network that is really trained, with its first weights
+    cfg, model = open_network(cfg, rt, saved)      # the network that is really trained, with its first weights
     run = start_or_resume(cfg, rt, data, saved)    # how far the run is; all ranks have found the same
 
 Called by train_gpt2.py before anything is built. A resumed run gives the same bits as a run that was never stopped;
@@ -68,10 +68,10 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
 # ------------------------------------------------------------------------- the network
 
 
-def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT]:
+def open_network(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT]:
     """The config with the network that is really trained, and the network with the weights that this start begins with:
-    those of the checkpoint, of --init-from, or random ones from the seed. From here on use `cfg.model`. Raises
-    UserError if the weights are of another network than asked for."""
+    those of the checkpoint, of --init-from, or random ones from the seed, which only rank 0 has. From here on use
+    `cfg.model`. Raises UserError if the weights are of another network than asked for."""
     # A resumed run began with what its checkpoint says, and keeps its network. If --model flags ask for another one,
     # check_drift compares them; only the vocabulary comes from the checkpoint.
     if saved:
@@ -85,10 +85,15 @@ def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainC
         print0(f"resumed from {saved['model_file']}")
         return cfg, open_model(saved["model_file"])
 
-    # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.
-    if cfg.init_from == "scratch":
+    # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards. TrainStep sends
+    # those of rank 0 to the others, whose own take neither time nor memory: torch.empty maps pages that nobody fills.
+    if cfg.init_from == "scratch" and rt.is_main:
         torch.manual_seed(cfg.seed)
         return cfg, GPT(cfg.model)
+    if cfg.init_from == "scratch":
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in GPT(cfg.model).state_dict().items()}
+        return cfg, GPT.from_state_dict(cfg.model, {name: torch.empty(shape) for name, shape in shapes.items()})
 
     # A new run begins with these weights. The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets
     # pad them to a round number.

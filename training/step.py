@@ -188,10 +188,11 @@ class TrainStep:
             self.model.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs besides the weights and the run's progress. Every rank must call it. There are no random
-        states: after the initialization nothing draws from torch's global generators."""
+        """What resuming needs besides the weights and the run's progress, as copies in host memory; the optimizers are
+        rank 0's alone. Every rank must call it. There are no random states: after the initialization nothing draws from
+        torch's global generators."""
         return {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [optim.copy_state(optimizer, self.rt) for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "dtype": machine.dtype_name(self.rt.dtype),
         }
