@@ -98,7 +98,7 @@ def read_optim(path: Path) -> bytes:
     cfg = parse_config("quickstart", *TINY_FLAGS, "--out-dir", path.parent, "--resume", "auto")
     saved = resume.find_checkpoint(cfg)
     assert saved
-    cfg, model = resume.open_network(cfg, saved)
+    cfg, model = resume.open_network(cfg, CPU, saved)
     run = RunState.from_state_dict(saved, cfg.max_steps, saved["data"])
     resume.check_drift(cfg, saved, run)
     train_step = TrainStep(cfg, CPU, model, saved)
