@@ -279,21 +279,21 @@ def test_what_may_be_resumed_is_pushed_with_its_optimizer(rented, plan, env, fla
 # How a run ends, whether a push succeeds, and what else matters | the command that ends the bill. While the weights are
 # on this machine alone, nothing removes it; STOP_CMD, which keeps its disk, may stop it.
 ENDINGS = """
-finish                                              | pod delete pod7
-finish REMOVE_POD=0                                 |
-finish HUB_DOES=false                                    |
-finish HUB_DOES='exec /bin/sleep 60'                     |
-finish HUB_DOES=false DISK='nfs4 /workspace'             | pod stop pod7
-finish HUB_DOES=false STOP_CMD='echo off >$POD/removed'  | off
-finish HUB_DOES=false PERSISTENT=1                       | pod delete pod7
-finish PUSH_TO= PERSISTENT=1                        | pod delete pod7
-limit                                               | pod delete pod7
-save-crash                                          | pod delete pod7
-save-crash KEEP_ON_FAILURE=1                        |
-save-crash HUB_DOES=false                                |
+finish                                                             | pod delete pod7
+finish REMOVE_POD=0                                                |
+finish HUB_DOES=false                                              |
+finish HUB_DOES='exec /bin/sleep 60'                               |
+finish HUB_DOES=false DISK='nfs4 /workspace'                       | pod stop pod7
+finish HUB_DOES=false STOP_CMD='echo off >$POD/removed'            | off
+finish HUB_DOES=false PERSISTENT=1                                 | pod delete pod7
+finish PUSH_TO= PERSISTENT=1                                       | pod delete pod7
+limit                                                              | pod delete pod7
+save-crash                                                         | pod delete pod7
+save-crash KEEP_ON_FAILURE=1                                       |
+save-crash HUB_DOES=false                                          |
 save-crash HUB_DOES=false DISK='nfs4 /workspace' KEEP_ON_FAILURE=1 |
-crash HUB_DOES=false                                     | pod delete pod7
-crash KEEP_ON_FAILURE=1                             |
+crash HUB_DOES=false                                               | pod delete pod7
+crash KEEP_ON_FAILURE=1                                            |
 """
 
 
