@@ -148,6 +148,13 @@ def test_a_second_supervisor_is_refused(pod):
     assert pod.start(check=False).returncode == 1
     assert is_alive(trainer) and len(pod.read("starts").splitlines()) == 1
 
+    # All of it dies, as when a machine is lost: the same command starts again.
+    os.kill(trainer, signal.SIGKILL)
+    wait_for(lambda: not is_alive(trainer))
+    pod.start()
+    pod.wait_until_ended()
+    assert len(pod.read("starts").splitlines()) == 2
+
 
 def test_a_disk_without_locks_is_no_second_supervisor(pod):
     pod.add_tool("flock", "#!/bin/sh\nexit 65\n")
