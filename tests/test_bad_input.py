@@ -5,7 +5,7 @@ A row of the table is an exit code, a command, and what its message must name. T
     tiny, run      the data and the checkpoints of conftest.one_run
     weights        a model without its optimizer state
     small          a model of one layer that reads 8 tokens; odd.pt lacks GPT-2's last token
-    cut            a shard, a checkpoint and metrics that were cut off
+    cut            a shard, a checkpoint and metrics that were cut off; checkpoints that are none
     made           shards that fineweb.py has made of text.txt
     *.*            texts and HellaSwag rows; line 2 of bad.jsonl is neither
 
@@ -18,8 +18,10 @@ import runpy
 import shlex
 import shutil
 import sys
+import zipfile
 
 import pytest
+import torch
 from corpora import run_fineweb
 from helpers import ROOT, TINY_FLAGS
 
@@ -48,12 +50,13 @@ TABLE = """
 1 | TRAIN --micro-batch-size 3                             | --micro-batch-size 3
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
 1 | TRAIN --device cuda                                    | 'cuda'
+1 | TRAIN --data-dir none                                  | none
 1 | TRAIN --data-dir cut                                   | cut/cut_train_000001.npy
 1 | TRAIN --hellaswag-every 5 --hellaswag-data none.jsonl  | none.jsonl
 1 | TRAIN --init-from none.pt                              | none.pt
+1 | train_gpt2.py finetune --data-dir tiny --out-dir NEW --init-from small --sequence-length 16 | --sequence-length 16
 1 | TRAIN --eval-only                                      | --init-from
 1 | TRAIN --out-dir run                                    | run already holds a run at step 12
-1 | TRAIN --out-dir run --resume auto --seed 1             | seed: 1337 -> 1
 1 | TRAIN --out-dir text.txt/run                           | text.txt
 1 | fineweb.py --source none.txt                           | none.txt
 1 | fineweb.py --source made                               | made
@@ -68,8 +71,6 @@ TABLE = """
 1 | fineweb.py --source text.txt --split test              | --split
 1 | fineweb.py --source text.txt --split-on ''             | --split-on
 1 | fineweb.py --source good.jsonl --split-on x            | --split-on
-1 | fineweb.py --source text.txt --out made --shard-size 60 | shard_tokens 50, not 60
-1 | fineweb.py --source text.txt --out tiny                | tiny_val_000000.npy
 1 | fineweb.py --source text.txt --out text.txt            | text.txt
 1 | fineweb.py --verify cut                                | cut_train_000001.npy
 1 | fineweb.py --source text.txt --subset x                | --subset
@@ -96,6 +97,8 @@ TABLE = """
 1 | infer.py small --top-p 1.5                             | --top-p 1.5
 1 | infer.py small --seed 9223372036854775808              | --seed 9223372036854775808
 1 | infer.py small 'one two three four five six 7 8 9'     | 9 tokens
+1 | infer.py cut/foreign.pt                                | hub.py import cut/foreign.pt
+1 | infer.py cut/zip.pt                                    | cut/zip.pt
 1 | infer.py cut/model_00001.pt                            | cut/model_00001.pt
 1 | infer.py OWNER/NAME                                    | 127.0.0.1:9
 1 | infer.py small/odd.pt Hello                            | 50256 tokens
@@ -131,6 +134,9 @@ def stage(one_run, tmp_path_factory):
     (folder / "cut/cut_train_000001.npy").write_bytes(shard[:-1])
     (folder / "cut/model_00001.pt").write_bytes((folder / "small/model_00001.pt").read_bytes()[:-99])
     (folder / "cut/metrics.jsonl").write_text('{"step": 0')
+    torch.save({"model": {"w": torch.ones(2)}}, folder / "cut/foreign.pt")
+    with zipfile.ZipFile(folder / "cut/zip.pt", "w") as archive:
+        archive.writestr("a", "text")
 
     row = json.dumps({"text": "a", "ctx": "a", "endings": ["b " * 9] * 4, "label": 0})
     texts = {"text.txt": "some text " * 100, "bad.xml": "<x/>", "empty.jsonl": "\n\n"}
