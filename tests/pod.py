@@ -1,124 +1,111 @@
 """A pod for train.sh: the script is real; the trainer, the Hub, runpodctl, df and sleep are stand-ins.
 
     with Pod(tmp_path) as pod:
-        pod.start(plan="crash finish")     # the first start crashes, the restart finishes
+        pod.start(PLAN="crash finish")     # the first start of the trainer crashes, the restart finishes
         assert "training finished" in pod.wait_until_ended()
 
-The words of `plan` say what each start of the trainer does; the last word serves all later starts.
+The words of PLAN say what each start of the trainer does; the last word serves all later starts. HUB_DOES is what a
+push does, as a command of bash; DISK is what df tells of the run folder. The files starts, pushed and removed have the
+arguments of the trainer, of pushes and of runpodctl.
 """
 
 import os
 import re
+import shutil
 import signal
 import subprocess
-import time
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 from helpers import ROOT
+from processes import wait_for
 
 # Stands in for Python, as far as train.sh calls it. $POD is the folder of the pod; OUT is $POD/run.
 PYTHON = r"""#!/bin/bash
-save() { for kind in optim model; do echo weights >"$OUT/${kind}_$1.pt"; done; }
+save() { touch "$OUT/optim_$1.pt" "$OUT/model_$1.pt"; }
 status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS_FILE"; }
+[[ $1 != -I ]] || exec "$REAL_PYTHON" -S "$@"
+[[ $* != *--check ]] || { printf '%s\n' "$POD/run" 2; exec test ! -e "$POD/refuse"; }
 case $* in
--I*) exec REAL_PYTHON "$@" ;;
-*--check) [[ ! -e $POD/refuse ]] || { echo "error: bad flag" >&2; exit 1; }
-    echo "$POD/run"; echo 2 ;;
-*hub.py\ check*) echo "${*:3}" >>"$POD/checked"; [[ ! -e $POD/no-token ]] ;;
-*hub.py*) echo "${*:2}" >>"$POD/pushed"
-    [[ ! -e $POD/hang ]] || exec /bin/sleep 60
-    (($(wc -l <"$POD/pushed") > $(cat "$POD/push_fails"))) ;;
-*) trap 'save 00042; status stopped "signal SIGTERM"; exit 1' TERM
-    echo "${*:4}" >>"$POD/starts"
-    read -ra plan <"$POD/plan"
+*hub.py\ check*) [[ ! -e $POD/no-token ]] ;;
+*hub.py*) echo "${*:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
+*)  echo "${*:4}" >>"$POD/starts"
+    trap 'save 00042; status stopped "signal SIGTERM"; exit 1' TERM
+    plan=(${PLAN:-finish})
     start=$(wc -l <"$POD/starts")
-    action=${plan[start - 1]:-${plan[-1]}}
-    [[ $action != save-* && $action != finish && $action != limit ]] || save 00010
-    case $action in
-    finish) status finished "" ;;
-    limit) status stopped "the time limit" ;;
-    nothing) ;;
-    *hang) echo $$ >"$POD/trainer"; while :; do /bin/sleep 0.05; done ;;
+    case ${plan[start - 1]:-${plan[-1]}} in
+    finish) save 00010; status finished "" ;;
+    limit) save 00010; status stopped "the time limit" ;;
+    hang) echo $$ >"$POD/trainer"; while :; do /bin/sleep 0.05; done ;;
     user-error) status user_error "--max-lr -1 must be positive"; exit 1 ;;
-    *crash) exit 3 ;;
+    save-crash) save 00010; exit 3 ;;
+    crash) exit 3 ;;
     esac ;;
 esac
 """
-RUNPODCTL = '#!/bin/sh\necho "$@" >> $POD/removed\n'
 
 
 class Pod:
-    """A folder with train.sh and a PATH of stand-ins. At the end no process of it is left."""
+    """A folder with train.sh and a PATH of stand-ins."""
 
-    def __init__(self, root):
-        self.root = root
-        self.run = root / "run"
+    def __init__(self, root: Path):
+        self.root, self.run = root, root / "run"
         (root / "bin").mkdir()
-        (root / "train.sh").write_text((ROOT / "train.sh").read_text())
-        (root / "push_fails").write_text("0")
-        self.add_tool("python", PYTHON.replace("REAL_PYTHON", os.sys.executable))
-        self.add_tool("runpodctl", RUNPODCTL)
-        self.add_tool("df", "#!/bin/sh\necho Type Mounted on\necho ext4 /\n")
-        self.add_tool("sleep", '#!/bin/sh\necho "$1" >> $POD/slept\nexec /bin/sleep 0.02\n')
-        self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "RUNPOD_POD_ID": "pod7"}
-        self.env |= {"START_WAIT": "0"}
+        shutil.copy(ROOT / "train.sh", root)
+        self.add_tool("python", PYTHON)
+        self.add_tool("runpodctl", '#!/bin/sh\necho "$@" >> $POD/removed\n')
+        self.add_tool("df", "#!/bin/sh\necho Type Mounted on\necho ${DISK:-ext4 /}\n")
+        self.add_tool("sleep", '#!/bin/sh\necho "$1" >> $POD/slept\nexec /bin/sleep 0.05\n')
+        self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "REAL_PYTHON": sys.executable}
+        self.env |= {"RUNPOD_POD_ID": "pod7", "START_WAIT": "0"}
         self.supervisor = 0  # its process id
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for pid in filter(None, (self.supervisor, self.read("trainer"))):
+        """No process is left: the supervisor leads the group of all that it has started."""
+        if self.supervisor:
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.killpg(self.supervisor, signal.SIGKILL)
 
-    def add_tool(self, name, text):
+    def add_tool(self, name: str, script: str) -> None:
         """Put an executable script on the PATH."""
-        (self.root / "bin" / name).write_text(text)
+        (self.root / "bin" / name).write_text(script)
         (self.root / "bin" / name).chmod(0o755)
 
-    def start(self, *args, plan="finish", check=True, **env):
+    def start(self, *args: object, check=True, **env: str) -> subprocess.CompletedProcess:
         """Call train.sh with these arguments and settings; returns once the run is in the background."""
-        (self.root / "plan").write_text(f"{plan}\n")
-        command = ["bash", str(self.root / "train.sh"), *args]
         how = {"cwd": self.root, "env": {**self.env, **env}, "text": True, "timeout": 60}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, **how)
+        done = subprocess.run(
+            ["bash", "train.sh", *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, **how
+        )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         started = re.search(r", pid (\d+)", done.stdout)
         self.supervisor = int(started[1]) if started else self.supervisor
         return done
 
-    def read(self, name):
+    def start_and_train(self, *args: object, **env: str) -> int:
+        """Start a run that trains until it is stopped. Returns the trainer's process id."""
+        self.start(*args, **{"PLAN": "hang", **env})
+        wait_for(lambda: self.read("trainer").strip())
+        return int(self.read("trainer"))
+
+    def read(self, name: str) -> str:
         """The content of a file of the pod; "" if it does not exist."""
         path = self.root / name
         return path.read_text() if path.exists() else ""
 
-    def log(self):
+    def wait_until_ended(self) -> str:
+        """Wait until the supervisor has ended. Returns the log."""
+        wait_for(lambda: not is_alive(self.supervisor))
         return "".join(path.read_text() for path in sorted(self.run.glob("train-*.log")))
 
-    def wait(self, condition, seconds=20):
-        """Wait until condition() is true; fail after so many seconds."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"waited in vain\n{self.log()}"
-            time.sleep(0.02)
 
-    def wait_until_ended(self):
-        """Wait until the supervisor has ended. Returns the log."""
-        self.wait(lambda: not is_alive(self.supervisor))
-        return self.log()
-
-    def start_and_train(self, *args, plan="hang", **env):
-        """Start a run that trains until it is stopped. Returns the trainer's process id."""
-        self.start(*args, plan=plan, **env)
-        self.wait(lambda: self.read("trainer").strip())
-        return int(self.read("trainer"))
-
-
-def is_alive(pid):
+def is_alive(pid: int) -> bool:
     """Whether the process runs. One that has ended and only waits for its parent (state Z) does not."""
     try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False

@@ -5,13 +5,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
-    ROOT,
     TINY_FLAGS,
+    delete_checkpoints_after,
     load_curve,
     load_weights,
     make_hellaswag_rows,
@@ -19,12 +19,14 @@ from helpers import (
     write_jsonl,
     write_tiny_model,
 )
-from processes import wait_for
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from training import checkpoint
-from training.metrics import read_metrics
+import train_gpt2
+from model import GPT, GPTConfig
+from training.step import Forward
 
 DEVICE = os.environ.get("DEVICE", "cuda")
+COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]
 
 
 def has_nvidia_gpu() -> bool:
@@ -38,185 +40,123 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not has_nvidia_gpu(), reaso
 
 
 @pytest.fixture
-def start_on_gpu(gpus):
-    """start_on_gpu("infer.py", ...) -> a script of this project, `-m MODULE` or `-c CODE`, in a process that sees the
-    GPUs."""
-
-    def start(*args):
-        env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | gpus
-        command = [sys.executable, *map(str, args)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
-
-    return start
+def run_on_gpu(gpus, run_in_fork):
+    """run_on_gpu("infer.py", ...) -> what a script or a function of this file prints, in a process that sees a GPU."""
+    env = {"CUDA_VISIBLE_DEVICES": "0", **gpus}
+    return lambda script, *args: run_in_fork(script, *args, env=env, timeout=200).stdout
 
 
 @pytest.fixture
-def run_on_gpu(start_on_gpu):
-    """What such a process prints; it must succeed."""
-
-    def run(*args):
-        process = start_on_gpu(*args)
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, f"{args}\n{output[-6000:]}"
-        return output
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
+def model(tmp_path):
     """A run folder with a tiny model."""
-    return write_tiny_model(tmp_path_factory.mktemp("cuda") / "run", block_size=64, n_embd=128)
+    return write_tiny_model(tmp_path / "model", block_size=64, n_embd=128)
 
 
-def test_samples_in_float32_are_those_of_the_cpu(run_on_gpu, run_dir):
+def test_samples_are_those_of_the_cpu(run_on_gpu, model):
     """Past the context, too, where it slides."""
-    flags = ["Hello", "--temperature", "0", "--max-new-tokens", "90", "--num-samples", "2"]
-    command = ["infer.py", run_dir, *flags, "--dtype", "float32", "--json", "--device"]
-
-    on_gpu, on_cpu = (run_on_gpu(*command, device).splitlines() for device in (DEVICE, "cpu"))
-
-    assert len(json.loads(on_cpu[0])["tokens"]) == 90
-    assert on_gpu == on_cpu
+    flags = ["--temperature", "0", "--max-new-tokens", "90", "--num-samples", "2", "--dtype", "float32", "--json"]
+    on_gpu, on_cpu = (run_on_gpu("infer.py", model, "Hello", *flags, "--device", d) for d in (DEVICE, "cpu"))
+    assert on_gpu == on_cpu and len(json.loads(on_cpu.splitlines()[0])["tokens"]) == 90
 
 
-def test_samples_in_bfloat16_repeat(run_on_gpu, run_dir):
-    flags = ["Hello", "--temperature", "0", "--max-new-tokens", "90", "--num-samples", "2"]
-    command = ["infer.py", run_dir, *flags, "--dtype", "bfloat16", "--json", "--device", DEVICE]
-
-    first, second = run_on_gpu(*command), run_on_gpu(*command)
-
-    assert first == second
-
-
-def test_hellaswag_scores_are_those_of_the_cpu(run_on_gpu, run_dir, tmp_path):
+def test_hellaswag_scores_are_those_of_the_cpu(run_on_gpu, model, tmp_path):
     rows, losses = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(12)), []
-
     for device in (DEVICE, "cpu"):
-        scores = tmp_path / f"{device}.jsonl"
-        flags = ["--data", rows, "--dtype", "float32", "--per-example", scores, "--device", device]
-        run_on_gpu("hellaswag.py", "--model", run_dir, *flags)
-        losses.append(torch.tensor([json.loads(line)["losses"] for line in scores.read_text().splitlines()]))
-
+        flags = ["--data", rows, "--dtype", "float32", "--per-example", tmp_path / "scores", "--device", device]
+        run_on_gpu("hellaswag.py", "--model", model, *flags)
+        scores = (tmp_path / "scores").read_text().splitlines()
+        losses.append(torch.tensor([json.loads(line)["losses"] for line in scores]))
     torch.testing.assert_close(*losses, rtol=3e-3, atol=0)  # TF32 on the GPU
 
 
-# Attention of whatever kernel torch chooses, and of the math kernel in float32: outputs and gradients.
-COMPARE_ATTENTION = """
-import sys, torch, torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-for head_size in (64, 128):
-    torch.manual_seed(0)
-    qkv = torch.randn(3, 2, 4, 1024, head_size, device=sys.argv[1], dtype=torch.bfloat16).requires_grad_()
-    y = F.scaled_dot_product_attention(*qkv, is_causal=True)
-    (gradient,) = torch.autograd.grad(y, qkv, y.detach())
+def compare_attention():
+    """Attention of whatever kernel torch chooses with the math kernel in float32, at head sizes of the presets."""
+    for head_size in (64, 128):
+        torch.manual_seed(0)
+        qkv = torch.randn(3, 2, 4, 1024, head_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        (gradient,) = torch.autograd.grad(y, qkv, y.detach())
 
-    exact_qkv = qkv.detach().float().requires_grad_()
-    with sdpa_kernel(SDPBackend.MATH):
-        exact_y = F.scaled_dot_product_attention(*exact_qkv, is_causal=True)
-        (exact_gradient,) = torch.autograd.grad(exact_y, exact_qkv, exact_y.detach())
+        exact_qkv = qkv.detach().float().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            exact_y = F.scaled_dot_product_attention(*exact_qkv, is_causal=True)
+            (exact_gradient,) = torch.autograd.grad(exact_y, exact_qkv, exact_y.detach())
 
-    torch.testing.assert_close(y.float(), exact_y, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(gradient.float(), exact_gradient, rtol=5e-2, atol=5e-2)
-"""
+        torch.testing.assert_close(y.float(), exact_y, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(gradient.float(), exact_gradient, rtol=5e-2, atol=5e-2)
 
 
-def test_attention_is_that_of_the_math_kernel(run_on_gpu):
-    """At GPT-2's head size and at speedrun's; the script fails where they differ."""
-    run_on_gpu("-c", COMPARE_ATTENTION, DEVICE)
+def compare_head():
+    """The loss and the gradients of the head in chunks with those of all logits, in bfloat16, at a vocabulary that is
+    padded and at one that is not."""
+    for vocab_size in (50257, 50304):
+        torch.manual_seed(0)
+        modern = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
+        sizes = {"block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 128, "vocab_size": vocab_size}
+        model = GPT(GPTConfig(**sizes, **modern, tied_head=False)).to(DEVICE, torch.bfloat16)
+        batch = torch.randint(50257, (2, 4, 64), device=DEVICE)
+
+        found = []
+        for forward in (
+            lambda *b, model=model: model(*b)[1],
+            Forward(model, compiles=False),
+            Forward(model, compiles=True),
+        ):
+            model.zero_grad()
+            with torch.autocast(DEVICE, torch.bfloat16):
+                assert model.hidden(batch[0]).dtype == torch.bfloat16
+                loss = forward(*batch)
+            loss.backward()
+            found.append((loss.detach(), model.lm_head.weight.grad.float()))
+        (loss, gradient), *others = found
+        for other_loss, other_gradient in others:
+            torch.testing.assert_close(other_loss, loss, rtol=1e-2, atol=0)
+            atol = 2e-2 * gradient.abs().max().item()
+            torch.testing.assert_close(other_gradient, gradient, rtol=5e-2, atol=atol)
 
 
-# The loss and the gradients of the head in chunks, in bfloat16, at a vocabulary that is padded and at one that is not;
-# and the precision of the residual stream that reaches it.
-CHECK_HEAD = """
-import sys, torch
-from model import GPT, GPTConfig
-from training.step import Forward
-for vocab_size in (50257, 50304):
-    torch.manual_seed(0)
-    modern = dict(positions="rope", norm="rmsnorm", activation="relu2", qk_norm=True, tied_head=False, bias=False)
-    model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=128, vocab_size=vocab_size, **modern))
-    model = model.to(sys.argv[1], torch.bfloat16)
-    idx, targets = torch.randint(50257, (2, 4, 64), device=sys.argv[1])
-
-    found = []
-    all_logits = lambda idx, targets: model(idx, targets)[1]
-    for forward in (all_logits, Forward(model, compiles=False), Forward(model, compiles=True)):
-        model.zero_grad()
-        with torch.autocast(sys.argv[1], torch.bfloat16):
-            x = model.hidden(idx)
-            assert x.dtype == torch.bfloat16, x.dtype
-            loss = forward(idx, targets)
-        loss.backward()
-        found.append((loss.detach(), model.lm_head.weight.grad.float()))
-    (loss, gradient), *others = found
-    for other_loss, other_gradient in others:
-        torch.testing.assert_close(other_loss, loss, rtol=1e-2, atol=0)
-        torch.testing.assert_close(other_gradient, gradient, rtol=5e-2, atol=2e-2 * gradient.abs().max().item())
-"""
+@pytest.mark.parametrize("compare", [compare_attention, compare_head])
+def test_kernels_agree(run_on_gpu, compare):
+    run_on_gpu(compare)
 
 
-def test_the_head_in_chunks_is_that_of_all_logits(run_on_gpu):
-    """The script fails where they differ."""
-    run_on_gpu("-c", CHECK_HEAD, DEVICE)
-
-
-@pytest.mark.parametrize("preset", ["gpt2-124m", "speedrun-124m"])
-def test_training_is_that_of_the_cpu(run_on_gpu, preset, tiny_data, tmp_path):
+@pytest.mark.parametrize("flags", [["gpt2-124m"], ["speedrun-124m", "--model.n-head", "1"]])  # one head of 32 channels
+def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
     """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""
-    flags = [word for word in TINY_FLAGS if word != "--no-compile"]
-    flags += ["--data-dir", tiny_data, "--micro-batch-size", "auto"]
-    if preset == "speedrun-124m":
-        flags += ["--model.n-head", "1"]  # one head of 32 channels
-
+    flags = [flags[0], *COMPILED, *flags[1:], "--data-dir", tiny_data, "--micro-batch-size", "auto"]
     losses = []
-    for device in (DEVICE, "cpu"):
-        out = tmp_path / f"run {len(losses)}"
-        output = run_on_gpu("train_gpt2.py", preset, *flags, "--device", device, "--out-dir", out)
+    for out, device in ((tmp_path / "gpu", DEVICE), (tmp_path / "cpu", "cpu")):
+        output = run_on_gpu("train_gpt2.py", *flags, "--device", device, "--out-dir", out)
         assert "1 x 1 x 8 x 32" in output  # ranks x micro-steps x sequences x T: all 8 sequences at once
-        losses.append([line["train_loss"] for line in read_metrics(out / "metrics.jsonl") if "train_loss" in line])
-
-    assert len(losses[0]) == 12
-    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+        losses.append([loss for loss, _, _ in load_curve(out).values() if loss is not None])
+    assert len(losses[0]) == 12 and losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_killed_run_ends_with_the_same_bits(start_on_gpu, tiny_data, tmp_path, dtype):
+def test_a_resumed_run_has_the_same_bits(run_on_gpu, tiny_data, tmp_path, dtype):
     """Compiled, with --deterministic."""
-    flags = [word for word in TINY_FLAGS if word != "--no-compile"]
-    flags += ["--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype, "--deterministic", "--resume", "auto"]
-    command = ["train_gpt2.py", "quickstart", *flags, "--max-steps", "60", "--out-dir"]
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    assert start_on_gpu(*command, undisturbed).wait(200) == 0
+    flags = [*COMPILED, "--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype, "--deterministic"]
+    command = ["train_gpt2.py", "quickstart", *flags, "--resume", "auto", "--out-dir"]
+    run_on_gpu(*command, tmp_path / "run")
+    resumed = shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+    delete_checkpoints_after(resumed, 6)
+    run_on_gpu(*command, resumed)
 
-    run = start_on_gpu(*command, killed)
-    wait_for(lambda: (checkpoint.latest_step(killed) or 0) >= 9, 200)
-    run.kill()
-    run.wait()
-    assert checkpoint.latest_step(killed) < 60
-    assert start_on_gpu(*command, killed).wait(200) == 0
-
-    assert load_curve(killed) == load_curve(undisturbed)
-    assert same_bits(load_weights(killed, 60), load_weights(undisturbed, 60))
+    assert load_curve(resumed) == load_curve(tmp_path / "run")
+    assert same_bits(load_weights(resumed), load_weights(tmp_path / "run"))
 
 
-# Half of the card is taken by this process, as by another program; then --dry-run, which searches and does steps.
-FILL_HALF_AND_TRY = """
-import torch
-import train_gpt2
-half = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
-train_gpt2.main()
-print("peak", torch.cuda.max_memory_allocated(), "total", torch.cuda.mem_get_info()[1])
-"""
+def try_on_half_a_card():
+    """--dry-run, which searches and does steps, while half of the card is taken as by another program."""
+    half = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
+    train_gpt2.main()
+    print(torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1], half.shape)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the memory of a GPU")
-def test_auto_finds_a_micro_batch_that_trains_and_leaves_the_ballast(run_on_gpu, tmp_path, monkeypatch):
+def test_auto_leaves_the_ballast(run_on_gpu, tmp_path, monkeypatch):
     """The steps that follow the search do not run out of memory, and at least the ballast is left."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # here CUDA starts before training sets it
-    flags = ["gpt2-124m", "--dry-run", "--no-compile", "--data-dir", tmp_path / "none", "--out-dir", tmp_path / "run"]
-    output = run_on_gpu("-c", FILL_HALF_AND_TRY, *flags)
-
-    *_, peak, _, total = output.splitlines()[-1].split()
-    assert "tokens/s" in output
+    output = run_on_gpu(try_on_half_a_card, "gpt2-124m", "--dry-run", "--no-compile", "--data-dir", tmp_path / "none")
+    peak, total, _ = output.splitlines()[-1].split(maxsplit=2)
     assert int(peak) <= int(total) - max(2**30, 0.04 * int(total)), output

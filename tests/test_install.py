@@ -1,14 +1,10 @@
-"""`make install` as an ordinary user meets it, with indexes of made-up packages; and is every version pinned?"""
+"""Is the version of every package pinned, and what does `make install` ask pip for?"""
 
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
-import zipfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distribution
 
 import pytest
@@ -71,97 +67,81 @@ def test_pins_are_within_the_ranges_of_pyproject(file, lines):
 
 # ------------------------------------------------------------------------- make install
 
+# Python and uv, as far as the Makefile calls them: they write down their arguments. PyTorch's index is away, and pip is
+# misled where NVIDIA's containers pin the versions of their image.
+RECORDER = """#!/bin/sh
+echo "${0##*/} $@" >> calls
+case "$*" in
+-m\\ venv*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*--no-deps*) exit 1 ;;
+-m\\ pip*) [ -z "$PIP_CONSTRAINT" ] ;;
+esac
+"""
 
-def write_wheel(folder, name, version):
-    """Write a package of nothing but a name and a version into an index: folder/name/name-version.whl."""
-    info = f"{name}-{version}.dist-info"
-    files = {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
-    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/RECORD"] = "".join(f"{f},,\n" for f in [*files, f"{info}/RECORD"])
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / name / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
 
-
-@pytest.fixture
-def index_url(tmp_path):
-    """The address of two indexes: /cpu with a build of torch and, as PyTorch's own has them, old versions of other
-    packages; and /usual."""
-    root = tmp_path / "indexes"
-    write_wheel(root / "cpu", "torch", "2.13.0+cpu")
-    write_wheel(root / "cpu", "numpy", "1")
-    for name, version in (("torch", "2.13.0"), ("torch", "2.99"), ("numpy", "2"), ("numpy", "3")):
-        write_wheel(root / "usual", name, version)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=root)) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def write_tool(path, script):
+    path.write_text(script)
+    path.chmod(0o755)
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with the Makefile and the requirements of two packages."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    shutil.copy(ROOT / "Makefile", folder)
-    (folder / "requirements.txt").write_text('numpy\ntorch==2.13.0; sys_platform != "darwin"\n')
-    (folder / "constraints.txt").write_text("numpy==2\n")
-    return folder
+    """A folder with the Makefile, the requirements of two packages, and tools/python3 and tools/uv that record."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").write_text('numpy\ntorch==2.13.0; sys_platform != "darwin"\n')
+    (tmp_path / "constraints.txt").write_text("numpy==2\n")
+    (tmp_path / "tools").mkdir()
+    for name in ("python3", "uv"):
+        write_tool(tmp_path / "tools" / name, RECORDER)
+    return tmp_path
 
 
-def run_make(project, *arguments, check=True, **env):
-    """What make prints; it finds no other configuration of pip or make than `env`."""
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(project), "PIP_CONFIG_FILE": "/dev/null", **env}
-    command = ["make", *arguments]
-    done = subprocess.run(command, cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert (done.returncode == 0) is check, done.stdout
-    return done.stdout
+def run_make(project, *arguments):
+    """make with these arguments, where tools/ is first on the PATH."""
+    env = {"PATH": f"{project / 'tools'}:/usr/bin:/bin", "PIP_CONSTRAINT": "/etc/pip.txt"}
+    how = {"cwd": project, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(["make", *arguments], **how)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch brings CUDA on Linux alone")
-@pytest.mark.parametrize("build, expected", [("cpu", "2.13.0+cpu"), ("away", "2.13.0"), ("", "2.13.0")])
-def test_install_takes_the_pinned_torch_in_its_build(project, index_url, build, expected):
-    """Also where that build's index is away, or has old versions of other packages."""
-    settings = [f"PYTHON={sys.executable}", "UV=", f"TORCH_BUILD={build}"]
-    settings.append(f"WITH_BUILD=--retries 0 --extra-index-url {index_url}/{build}")
-    run_make(project, "install", *settings, PIP_INDEX_URL=f"{index_url}/usual")
-
-    code = "from importlib.metadata import version as v; print(v('torch'), v('numpy'))"
-    done = subprocess.run([project / ".venv/bin/python", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [expected, "2"]
-    assert "is up to date" in run_make(project, ".venv/.installed", *settings)
+PIP = "python -m pip install --disable-pip-version-check"
+UV = "uv pip install --python .venv/bin/python"
+CPU_BUILD = "--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu"
+TORCH = '--no-deps torch==2.13.0; sys_platform != "darwin"'
+PINNED = "-r .venv/requirements.txt -c constraints.txt"
 
 
-def write_python(path, script):
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ("UV= TORCH_BUILD=", [f"{PIP} {PINNED}"]),
+        ("UV= TORCH_BUILD=cpu SYSTEM_TORCH=1", [f"{PIP} {PINNED}"]),
+        ("UV= TORCH_BUILD=cpu", [f"{PIP} {CPU_BUILD} {TORCH}", f"{PIP} {PINNED}"]),
+        ("UV=uv TORCH_BUILD=cu126", [f"{UV} --torch-backend cu126 {TORCH}", f"{UV} {PINNED}"]),
+    ],
+)
+def test_install_asks_for_pinned_packages(project, settings, expected):
+    """A build of torch comes alone and first, from an index that may be away and has old versions of all else."""
+    done = run_make(project, "install", "PYTHON=python3", *settings.split())
+    calls = (project / "calls").read_text().splitlines()
+    assert done.returncode == 0 and [call for call in calls if "pip install" in call] == expected
+    assert "is up to date" in run_make(project, ".venv/.installed", *settings.split()).stdout
 
 
-def test_python_that_is_too_old_is_refused_and_a_newer_one_found(project, tmp_path):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    write_python(tools / "python3", '[ "$1" = --version ] && echo Python 3.10.12; exit 1')
-    path = f"{tools}:/usr/bin:/bin"
-    printed = run_make(project, "install", "PYTHON=python3", check=False, PATH=path)
-    assert "Python 3.10.12" in printed and not (project / ".venv").exists()
-
-    write_python(tools / "python3.11", f'exec {sys.executable} "$@"')
-    assert "python3.11 -m venv" in run_make(project, "-n", "install", PATH=path)
-
-
-def test_torch_of_an_image_takes_the_place_of_the_pinned_one(project, tmp_path):
+def test_torch_of_an_image_takes_the_place_of_ours(project):
     """torchrun must then start the Python of .venv, which alone has the other packages."""
-    # An image's Python, as far as the Makefile calls it: it makes a .venv and writes down its arguments.
-    make_venv = '[ "$2" = venv ] && mkdir -p .venv/bin && cp "$0" .venv/bin/python'
-    write_python(tmp_path / "python3", f'{make_venv}\necho "$PIP_CONSTRAINT $@" >> calls')
-
-    # NVIDIA's containers pin the image's versions by PIP_CONSTRAINT, which would conflict with ours.
-    settings = ["SYSTEM_TORCH=1", "UV=", f"PYTHON={tmp_path / 'python3'}"]
-    run_make(project, "clean", "install", *settings, PIP_CONSTRAINT="/etc/pip.txt")
+    run_make(project, "clean", "install", "SYSTEM_TORCH=1", "UV=", "PYTHON=python3")
     subprocess.run([project / ".venv/bin/torchrun", "--standalone", "a b"], cwd=project, check=True)
 
-    assert "torch" not in (project / ".venv" / "requirements.txt").read_text()
+    assert (project / ".venv/requirements.txt").read_text() == "numpy\n"
     calls = (project / "calls").read_text().splitlines()
-    assert [call for call in calls if "pip install" in call and "pip.txt" in call] == []
-    assert calls[-1].strip() == "-m torch.distributed.run --standalone a b"
+    assert "-m venv --system-site-packages .venv" in calls[1]
+    assert calls[-1] == "python -m torch.distributed.run --standalone a b"
+
+
+def test_a_python_that_is_too_old_is_passed_over(project):
+    write_tool(project / "tools/python3", "#!/bin/sh\n[ $1 = --version ] && echo Python 3.10.12; exit 1\n")
+    done = run_make(project, "install", "PYTHON=python3")
+    assert done.returncode != 0 and "Python 3.10.12" in done.stdout and not (project / ".venv").exists()
+
+    write_tool(project / "tools/python3.11", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    assert "python3.11 -m venv" in run_make(project, "-n", "install").stdout

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import random
 import resource
 import shutil
@@ -38,8 +37,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch
 import tyro
 from corpora import read_bytes
-from helpers import ROOT, TINY_FLAGS, delete_checkpoints_after, load_curve, write_jsonl, write_random_walk_shards
-from processes import Script, forkserver_context, start, start_ranks, wait_for
+from helpers import TINY_FLAGS, delete_checkpoints_after, load_curve, write_jsonl, write_random_walk_shards
+from processes import Script, forkserver_context, start, start_ranks
 
 from tokens import shards
 from training import checkpoint
@@ -83,8 +82,8 @@ class Job:
         return [start(self.script, *self.flags, out, **how)]
 
     def run(self, out: Path, **how) -> Script:
-        ranks = [rank.wait() for rank in self.start(out, **how)]
-        return ranks[0]
+        first, *_ = [rank.wait() for rank in self.start(out, **how)]
+        return first
 
     def is_done(self, out: Path) -> bool:
         found = self.bits(out)
@@ -171,46 +170,6 @@ def kill(job: Job, rng: random.Random) -> str:
     return job.finish(out, "recovered" if kills else "unhurt")
 
 
-def find_descendants(pid: int) -> list[int]:
-    """The processes below one; parents come before their children. Linux only."""
-    with suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [found for child in map(int, children) for found in (child, *find_descendants(child))]
-    return []
-
-
-def kill_under_train_sh(job: Job, rng: random.Random) -> str:
-    """SIGKILL of a rank or of torchrun, which train.sh starts again; or of everything, as when a machine is lost: then
-    the same command is run once more."""
-    out = job.new_folder()
-    pid_file = out / "train.pid"
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env |= {"NPROC": str(job.ranks), "START_WAIT": "0", "RESTART_DELAY": "0"}
-
-    def run_train_sh() -> int:
-        pid_file.unlink(missing_ok=True)
-        command = ["bash", ROOT / "train.sh", *job.flags, out]
-        subprocess.run(command, env=env, capture_output=True, check=True)
-        wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())
-        return int(pid_file.read_text())
-
-    supervisor = run_train_sh()
-    goal = rng.randint(0, LAST_STEP - 4)
-    has_come = lambda: len(find_descendants(supervisor)) > job.ranks and (checkpoint.latest_step(out) or 0) >= goal
-    wait_for(lambda: has_come() or not pid_file.exists())
-    below = find_descendants(supervisor)
-    victim = rng.choice(["rank", "torchrun", "machine"])
-    for pid in {"rank": below[-1:], "torchrun": below[:1], "machine": [supervisor, *below]}[victim]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if victim == "machine":
-        run_train_sh()
-    wait_for(lambda: not pid_file.exists(), 240)
-    if job.is_done(out):
-        return "recovered" if below else "unhurt"
-    return f"LOST: {victim} killed\n{(out / 'train.log').read_text()[-2000:]}"
-
-
 # ------------------------------------------------------------------------- disks and damage
 
 
@@ -290,8 +249,7 @@ def damage_shard(job: Job, rng: random.Random) -> str:
 
 def make_faults() -> dict[str, Callable[[random.Random], str]]:
     """{kind of fault: what injects one}."""
-    train, zero = training_job(), training_job("--zero-stage", "1", ranks=2)
-    npy, bin = tokens_job("npy"), tokens_job("bin")
+    train, npy = training_job(), tokens_job("npy")
     # The undisturbed run keeps all checkpoints, to compare with whichever are left.
     muon = training_job("--optimizer", "muon")
     muon.flags[-1:-1] = ["--keep", "2"]
@@ -300,10 +258,9 @@ def make_faults() -> dict[str, Callable[[random.Random], str]]:
         "train killed": partial(kill, train),
         "train killed, muon, --keep 2": partial(kill, muon),
         "2 ranks killed": partial(kill, training_job(ranks=2)),
-        "2 ranks killed, ZeRO-1": partial(kill, zero),
+        "2 ranks killed, ZeRO-1": partial(kill, training_job("--zero-stage", "1", ranks=2)),
         "fineweb killed, npy": partial(kill, npy),
-        "fineweb killed, bin": partial(kill, bin),
-        "killed under train.sh": partial(kill_under_train_sh, zero),
+        "fineweb killed, bin": partial(kill, tokens_job("bin")),
         "disk full, train": partial(fill_disk, muon),
         "disk full, fineweb": partial(fill_disk, npy),
         "damaged checkpoint": partial(damage_checkpoint, train),
