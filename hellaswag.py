@@ -75,6 +75,7 @@ def download(path: Path, url: str) -> None:
 def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor) -> None:
     """Write one JSON line for each example: its label, the predictions of acc and acc_norm, and the losses (n, 4)
     behind them, summed and per token, in nats."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     losses = losses.double()
     rows = zip(examples, losses.tolist(), normalize(losses, examples).tolist(), strict=True)
     with atomic_write(path) as f:

@@ -32,9 +32,9 @@ def open_model(name: str | Path) -> GPT:
         return model
 
     # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is a mistyped
-    # path.
-    looks_like_local_path = len(path.parts) > 1 and path.parent.is_dir()
-    require(path.exists() or not looks_like_local_path, f"no model at {path}; look into {path.parent}")
+    # path; so is any other file.
+    looks_like_local_path = path.is_file() or (len(path.parts) > 1 and path.parent.is_dir())
+    require(path.is_dir() or not looks_like_local_path, f"no model at {path}; look into {path.parent}")
 
     # A folder or a name on the Hub, in Hugging Face's layout.
     return convert.load_hf(name)
