@@ -189,8 +189,8 @@ class Loader:
         self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
         require(
             self.order.sequences_per_epoch,
-            f"the {split} shards in {data_dir} hold {sum(self.tokens)} tokens, less than one sequence of {T} + 1; "
-            "use a smaller --sequence-length or more data (python fineweb.py --help)",
+            f"the largest {split} shard in {data_dir} has {max(self.tokens)} tokens, less than one sequence of {T} + 1; "
+            "use a smaller --sequence-length, or larger shards (fineweb.py --shard-size)",
         )
 
         # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.

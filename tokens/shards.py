@@ -54,7 +54,8 @@ MAX_HEADER_BYTES = 1 << 16  # more than numpy accepts, whatever length a header 
 def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
-    require(data_dir.is_dir(), f"{data_dir} is not a folder of shards; python fineweb.py --out {data_dir} makes one")
+    fix = f"python fineweb.py --source {data_dir.name} --out {data_dir} makes one, if that names a source (--help)"
+    require(data_dir.is_dir(), f"{data_dir} is not a folder of shards; {fix}")
     paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
 
     # By number, as x_train_1000000 comes after x_train_999999.
@@ -68,8 +69,8 @@ def shard_files(data_dir: str | Path) -> list[Path]:
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none."""
     paths = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
-    name = f"NAME_{split}_000001.npy or .bin"
-    require(paths, f"{data_dir} has no {split} shard, {name}; python fineweb.py --out {data_dir} makes them")
+    fix = "name a folder that fineweb.py has made"
+    require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
 
 

@@ -116,6 +116,7 @@ def dry_run(train_step: TrainStep, run: RunState) -> None:
         return time.perf_counter()
 
     # A step of one micro-step, as a whole one may take minutes. The first compiles; the fastest counts.
+    print0(f"measuring four micro-steps of {B} x {cfg.sequence_length} tokens")
     batch = torch.zeros(1, B, cfg.sequence_length + 1, dtype=torch.uint16)
     micro_s = update_s = math.inf
     for _ in range(4):
