@@ -189,7 +189,7 @@ class Loader:
         self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
         require(
             self.order.sequences_per_epoch,
-            f"the largest {split} shard in {data_dir} has {max(self.tokens)} tokens, less than one sequence of {T} + 1; "
+            f"the largest {split} shard in {data_dir} has {max(self.tokens)} tokens, fewer than a sequence of {T} + 1; "
             "use a smaller --sequence-length, or larger shards (fineweb.py --shard-size)",
         )
 
