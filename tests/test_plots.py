@@ -5,6 +5,8 @@ import math
 import random
 import struct
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,17 +40,14 @@ def write_run(folder, steps=300, hellaswag=True, batch=524_288, shift=0.0, keys=
 @pytest.fixture
 def figure(monkeypatch, tmp_path):
     """figure(runs, reference=...) draws with plots.draw and returns the matplotlib Figure instead of the image. The
-    figure is laid out but not rasterized, which would be most of the time; test_command_line looks at real images."""
-    from matplotlib.figure import Figure
-
+    image, which takes most of the time, is left to test_command_line."""
     saved = []
 
     def save(self, file, **kwargs):
         saved.append(self)
-        self.draw_without_rendering()
         file.write(b"image")
 
-    monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
 
     def draw(*runs, **kwargs):
         assert plots.draw(runs, tmp_path / "curves.png", **kwargs).read_bytes() == b"image"
@@ -69,7 +68,7 @@ def legend_texts(figure, title="Loss"):
 # ------------------------------------------------------------------------- reading
 
 
-def test_lines_of_a_step_merge_and_torn_lines_are_skipped(tmp_path):
+def test_lines_of_a_step_merge_if_they_are_whole(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "val_loss": 10.9}\n{"step": 0, "train_loss": 10.8, "lr": 1e-5, "mfu": null}\n'
         '{"step": 2, "train_loss": 9.0}\n{"step": 1, "train_l\n{"step": 1, "train_loss": NaN}\n'
@@ -96,7 +95,7 @@ s:251 trl:nan lr:0.000500 norm:nan
 
 
 @pytest.mark.parametrize("name, text", OTHER_LOGS.items())
-def test_logs_of_build_nanogpt_and_llm_c_are_drawn(figure, tmp_path, name, text):
+def test_logs_of_build_nanogpt_and_llm_c_are_read(tmp_path, name, text):
     # A line that was written twice, and one that is still being written.
     first, last = text.splitlines()[0], text.splitlines()[-1]
     (tmp_path / name).write_text(f"{text}{first}\n{last[:9]}")
@@ -106,7 +105,6 @@ def test_logs_of_build_nanogpt_and_llm_c_are_drawn(figure, tmp_path, name, text)
     assert steps == [0, 1, 251] and losses[1] == 9.5 and np.isnan(losses[2])
     if name == "main.log":
         assert curves["lr"] == [[0, 1, 251], [1e-6, 2e-6, 5e-4]] and curves["grad_norm"][1][:2] == [15.37, 2.0]
-    assert find_panel(figure(tmp_path, reference=True), "Loss").get_xlabel() == "step"
 
 
 def test_a_finished_run_becomes_tensorboard_curves(tmp_path):
@@ -122,36 +120,27 @@ def test_a_finished_run_becomes_tensorboard_curves(tmp_path):
         plots.write_tensorboard(tmp_path)
 
 
-def test_nothing_to_draw_is_one_clear_error(tmp_path):
+def test_a_run_without_a_step_is_refused(tmp_path):
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "metrics.jsonl").write_text('{"step": 0')
-    whole = write_run(tmp_path / "run", steps=3)
     odd = write_run(tmp_path / "odd", steps=3, keys=["temperature"])
-    for runs, out, words in (
-        ([tmp_path / "no"], "c.png", "no metrics.jsonl in .*no;"),
-        ([], "c.png", "no run"),
-        ([tmp_path / "torn"], "c.png", "no run"),
-        ([odd], "c.png", "no run"),
-        ([whole], "c.docx", r"c\.docx"),
-    ):
-        with pytest.raises(UserError, match=words):
-            plots.draw(runs, tmp_path / out)
+    for runs in ([], [tmp_path / "torn"], [odd]):
+        with pytest.raises(UserError):
+            plots.draw(runs, tmp_path / "c.png")
 
 
-@pytest.mark.parametrize("value", ["1e308", "-1e308", "NaN", "-Infinity", "0", "true", "null", "9" * 400, '"x"', "[1]"])
-def test_hostile_metrics_and_configs_do_no_harm(figure, tmp_path, value):
+def test_hostile_metrics_and_configs_do_no_harm(figure, tmp_path):
     keys = ["val_loss", "train_loss", "lr", "grad_norm", "tokens_per_second", "hellaswag_acc_norm"]
-    names = ("one", "two")
-    for name, steps in zip(names, ((0, 1, 2), (0, 10**18 - 1)), strict=True):
-        rows = [{"step": step, **dict.fromkeys(keys, 1.5)} for step in steps]
-        lines = [json.dumps(row) + "\n" for row in rows]
-        lines[-1] = lines[-1].replace("1.5", value)
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
-        config = {name: "VALUE" for name in ("preset", "resolved_max_steps", "total_batch_size", "init_from")}
-        (tmp_path / name / "config.json").write_text(json.dumps(config).replace('"VALUE"', value))
-    for runs in ((tmp_path / "one",), (tmp_path / "one", tmp_path / "two")):
-        figure(*runs, reference=True)
+    values = ["1e308", "-1e308", "NaN", "-Infinity", "0", "true", "null", "9" * 400, '"x"', "[1]"]
+    runs = [tmp_path / str(i) for i in range(len(values))]
+    for run, value in zip(runs, values, strict=True):
+        rows = [json.dumps({"step": step, **dict.fromkeys(keys, 1.5)}) for step in (0, 1, 10**18)]
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("\n".join([rows[0], rows[1].replace("1.5", value), rows[2]]))
+        names = ("preset", "resolved_max_steps", "total_batch_size", "init_from")
+        (run / "config.json").write_text("{" + ", ".join(f'"{name}": {value}' for name in names) + "}")
+    for drawn in (runs, runs[2:3]):
+        figure(*drawn, reference=True).draw_without_rendering()
 
 
 # ------------------------------------------------------------------------- drawing
@@ -170,7 +159,7 @@ def test_one_run(figure, tmp_path):
     assert find_panel(fig, "Gradient norm before clipping").get_yscale() == "log"
 
 
-def test_a_spike_and_the_first_steps_do_not_squash_the_rest(figure, tmp_path):
+def test_a_spike_does_not_squash_the_rest(figure, tmp_path):
     run = write_run(tmp_path / "run", steps=3000)
     with open(run / "metrics.jsonl", "a") as f:
         f.write('{"step": 1500, "train_loss": 1000}\n')
@@ -201,7 +190,7 @@ def test_panels_without_data_are_left_out(figure, tmp_path, keys):
 @pytest.mark.parametrize("batch, scale", [(524_288, 1), (262_144, 524_288 / 1e6)])
 def test_the_reference_band_is_what_judge_accepts(figure, tmp_path, batch, scale):
     """Over steps, or over tokens for a run such as untied-124m's, whose step 2,000 is the public runs' step 1,000."""
-    run = write_run(tmp_path / "run", steps=2001, batch=batch)
+    run = write_run(tmp_path / "run", steps=2001, batch=batch, keys=["val_loss", "hellaswag_acc_norm"])
     assert len(find_panel(figure(run), "Loss").collections) == 0
     fig = figure(run, reference=True)
     for title in ("Loss", "HellaSwag"):
@@ -223,18 +212,22 @@ def test_a_run_has_the_public_runs_of_its_recipe(figure, tmp_path, capsys, prese
     assert ("no public run has the preset" in capsys.readouterr().out) != is_known
 
 
-def test_command_line(run_script, tmp_path, monkeypatch):
+def test_command_line(run_script, tmp_path):
     """Without a screen, with a matplotlib backend that cannot work here, and without torch, which takes seconds."""
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    run = write_run(tmp_path / "a")
     env = {"MPLBACKEND": "TkAgg", "DISPLAY": "", "PYTHONPROFILEIMPORTTIME": "1"}
-    done = run_script("plots.py", a, "--reference", cwd=tmp_path, env=env)
+    done = run_script("plots.py", run, "--reference", cwd=tmp_path, env=env)
     assert "curves.png" in done.stdout and "matplotlib" in done.stderr and "| torch\n" not in done.stderr
-    image = (a / "curves.png").read_bytes()
+    image = (run / "curves.png").read_bytes()
     width, height = struct.unpack(">II", image[16:24])  # of a PNG's header
     assert image[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 800
+
+
+def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch):
+    a, b = (write_run(tmp_path / name, steps=3, keys=["lr"]) for name in "ab")
     monkeypatch.chdir(tmp_path)
-    plots.main((a, b))
-    assert (tmp_path / "curves.png").stat().st_size > 20_000
+    plots.main((a, b))  # of several runs
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     plots.main((a,), out=tmp_path / "deep" / "er.svg")
     assert "<svg" in (tmp_path / "deep" / "er.svg").read_text()
 
@@ -242,35 +235,14 @@ def test_command_line(run_script, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------- the notebook
 
 
-def assert_shows_curves(cells):
-    """The cells' outputs have the curves and the final losses of the public runs."""
-    outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
-    assert "3.072" in "".join("".join(output.get("text", "")) for output in outputs)
-
-
-def test_the_committed_notebook_shows_curves():
-    """A reader of the repository sees them without running it, and sees nothing of the machine that ran it."""
-    text = (ROOT / "plots.ipynb").read_text()
-    assert_shows_curves(json.loads(text)["cells"])
-    assert len(text) < 100_000 and "/home" not in text
-
-
-@pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """In the interpreter that runs the tests, whatever kernels this machine has registered."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    kernel = tmp_path / "jupyter" / "kernels" / "here"
-    kernel.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "here", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    write_run(tmp_path / "log" / "quickstart")
-    notebook = nbformat.read(ROOT / "plots.ipynb", as_version=4)
-    for cell in notebook.cells:  # so that what is found below has been made here
-        if cell.cell_type == "code":
-            cell.outputs = []
-    folder = {"metadata": {"path": str(tmp_path)}}
-    executed = nbclient.NotebookClient(notebook, timeout=60, kernel_name="here", resources=folder).execute()
-    assert_shows_curves(executed.cells)
+    """Its cells as one program, which shows two figures of the public runs and one of the runs in log/."""
+    shown = []
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: shown.append("figure"))
+    display = SimpleNamespace(Image=lambda path, width: path, display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    write_run(tmp_path / "log" / "quickstart", steps=3, keys=["lr"])
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "plots.ipynb").read_text())["cells"]
+    exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {})
+    assert shown == ["figure", "figure", Path("curves.png")]
