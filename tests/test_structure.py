@@ -1,19 +1,11 @@
-"""The structure of the code: who imports whom, what every flag's help needs, and what git must not take."""
+"""The structure of the code: who imports whom, and what git must not take."""
 
 import re
 import subprocess
 from graphlib import TopologicalSorter
 
 import pytest
-import tyro
 from helpers import ROOT
-
-import fineweb
-import hellaswag
-import hub
-import infer
-import plots
-from training.config import TrainConfig
 
 SCRIPTS = {"train_gpt2", "fineweb", "hellaswag", "infer", "hub", "plots"}
 # Each layer may import itself and those before it.
@@ -46,16 +38,6 @@ def test_imports_go_downwards_and_in_no_circle():
     upward = [(a, b) for a in imports for b in imports[a] if layer_of(b) > layer_of(a) or b in SCRIPTS]
     assert upward == []
     list(TopologicalSorter(imports).static_order())  # raises CycleError, which names the cycle
-
-
-@pytest.mark.parametrize("of", [
-    TrainConfig, fineweb.Args, hellaswag.Args, infer.Args, plots.main, hub.push_data, hub.pull_data, hub.push_model,
-    hub.pull_model, hub.check, hub.export, hub.import_old,
-])  # fmt: skip
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_flag_is_explained(of):
-    flags = tyro.extras.get_parser(of)._actions
-    assert [flag.dest for flag in flags if re.match(r"\(|$", flag.help or "")] == []
 
 
 def test_git_ignores_what_runs_and_tools_write():
