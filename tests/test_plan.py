@@ -23,39 +23,28 @@ from training.metrics import RunState
 from training.presets import PRESETS
 
 
-def print_plan_of(cfg, steps):
-    """Print the plan of a run of so many steps, with as much of a TrainStep as the plan reads."""
-    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), micro_batch_size=4)
-    data = Loader(cfg.data_dir, "train", cfg.sequence_length, cfg.model.vocab_size)
-    plan.print_plan(train_step, data, RunState(steps, ""))
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_unfinished_data_are_warned_of(tiny_args, tiny_data, capsys, complete):
+@pytest.mark.parametrize("complete, steps, warnings", [(True, 3, 0), (False, 3, 1), (True, 2, 1)])
+def test_the_plan_warns_of_likely_mistakes(
+    tiny_args, tiny_data, capsys, monkeypatch, complete, steps, warnings
+):  # fmt: skip
+    """Of data that are not complete, and of a rate that never peaks. It names the cards of every rank."""
     source = {"name": "x", "subset": "", "column": "text", "revision": "1", "files": []}
     shards.write_manifest(tiny_data, shards.Manifest(source, "npy", 100, complete=complete))
-    print_plan_of(parse_config("quickstart", *tiny_args), 12)
-    out = capsys.readouterr().out
-    assert ("warning" in out) != complete
-    assert f"{12 * 8 / 267:.2f} epochs" in out
-
-
-@pytest.mark.parametrize("steps, warns", [(2, True), (3, False)])
-def test_a_rate_that_never_peaks_is_warned_of(tiny_args, capsys, steps, warns):
-    print_plan_of(parse_config("quickstart", *tiny_args, "--warmup-steps", 2), steps)
-    assert ("--warmup-steps 2 of 2 steps" in capsys.readouterr().out) == warns
-
-
-def test_the_plan_names_the_cards_of_every_rank(tiny_args, capsys, monkeypatch):
     monkeypatch.setattr(Runtime, "gather", lambda self, name: ["RTX 2080 Ti", "RTX 3090", "RTX 2080 Ti"])
-    print_plan_of(parse_config("quickstart", *tiny_args), 12)
-    assert "on 2 x RTX 2080 Ti + 1 x RTX 3090, float32" in capsys.readouterr().out
+    cfg = parse_config("quickstart", *tiny_args, "--warmup-steps", 2)
+    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), micro_batch_size=4)
+
+    plan.print_plan(train_step, Loader(cfg.data_dir, "train", 32, 256), RunState(steps, ""))
+
+    out = capsys.readouterr().out
+    assert out.count("warning") == warnings
+    assert "2 x RTX 2080 Ti + 1 x RTX 3090" in out
+    assert "1 x 2 x 4 x 32" in out and f"{steps * 8 / 267:.2f} epochs" in out
 
 
 def test_config_json_has_the_settings_and_the_code(one_run):
     saved = json.loads((one_run / "config.json").read_text())
     assert TrainConfig.from_dict(saved).max_steps == saved["resolved_max_steps"] == 12
-    assert saved["out_dir"] == str(one_run)
     assert saved["versions"]["torch"] == str(torch.__version__)
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     is_a_clone = head.returncode == 0
@@ -104,8 +93,8 @@ def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monke
 
 
 def test_a_dry_run_needs_no_data(tiny_args, tmp_path, capsys):
-    flags = [*tiny_args, "--data-dir", "nowhere", "--out-dir", tmp_path / "run", "--dry-run"]
-    train_gpt2.dry_run(parse_config("quickstart", *flags), CPU)
+    flags = ["--data-dir", "nowhere", "--out-dir", tmp_path / "run", "--dry-run"]
+    train_gpt2.dry_run(parse_config("quickstart", *tiny_args, *flags), CPU)
     assert "12 steps take" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
