@@ -79,7 +79,7 @@ def test_a_mac_gpu_needs_a_torch_that_is_right(monkeypatch, version, device):
 
 @pytest.mark.parametrize("device, programs, has_headers, missing", [
     ("cpu", ["gcc"], True, "g++"), ("cpu", ["clang++"], False, "Python.h"), ("cpu", ["g++"], True, ""),
-    ("cuda", ["g++"], True, "gcc"), ("cuda", ["clang"], False, "Python.h"), ("cuda", ["gcc"], True, ""),
+    ("cuda", ["g++", "my++"], True, "gcc"), ("cuda", ["clang"], False, "Python.h"), ("cuda", ["gcc"], True, ""),
     ("cpu", ["my++"], True, ""),
 ])  # fmt: skip
 def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, programs, has_headers, missing):
