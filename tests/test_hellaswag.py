@@ -164,11 +164,11 @@ def test_shapes_are_few_and_batches_within_bounds():
         context_length, *ending_lengths = torch.randint(1, 60, (5,), generator=generator).tolist()
         examples.append(Example([1] * context_length, [[2] * n for n in ending_lengths], 0))
 
-    plan = hellaswag_eval.plan_batches(examples, block_size=256, max_positions=4096)
+    plan = hellaswag_eval.plan_batches(examples, block_size=256, max_positions=256)
     batches = [hellaswag_eval.make_batch(trees, examples) for trees in plan]
 
     assert sorted(tree.index for trees in plan for tree in trees) == list(range(400))
-    assert all(batch.ids.numel() <= 4096 for batch in batches)
+    assert all(batch.ids.numel() <= 256 or len(batch.ids) == 1 for batch in batches)
     assert len({batch.ids.shape for batch in batches}) < 50
     ending_tokens = sum(len(ending) for example in examples for ending in example.endings)
     assert sum(batch.targets.numel() for batch in batches) == ending_tokens

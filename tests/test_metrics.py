@@ -151,7 +151,7 @@ def test_the_time_to_go_follows_a_moving_average(tmp_path, capsys):
 # ------------------------------------------------------------------------- trackers
 
 
-def log_until_killed(folder, tracker, start_step, end_step) -> None:
+def log_steps(folder, tracker, start_step, end_step) -> MetricsLogger:
     """What a run logs that starts or resumes at a step, and ends before another: a val loss and samples at steps 4
     and 8."""
     logger = make_logger(folder, start_step, tracker)
@@ -161,16 +161,16 @@ def log_until_killed(folder, tracker, start_step, end_step) -> None:
             logger.log_text(step, f"once upon a time {step}")
             evaluated = {"val_loss": 5.0 + step}
         logger.write({"step": step, **evaluated, "train_loss": float(step), "mfu": None})
-    logger.flush()
-    logger.close()
+    return logger
 
 
 def test_tensorboard_draws_each_point_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # Killed after step 5, and resumed from the checkpoint of step 3: steps 3 to 5 come again.
-    log_until_killed(tmp_path, "tensorboard", 0, 6)
-    log_until_killed(tmp_path, "tensorboard", 3, 9)
+    # Killed after step 4 was saved, and resumed from the checkpoint of step 3: steps 3 and 4 come again.
+    killed = log_steps(tmp_path, "tensorboard", 0, 5)
+    killed.flush()
+    log_steps(tmp_path, "tensorboard", 3, 9).close()
 
     # TensorBoard opens two groups, of which one has the losses; it knows of the others.
     assert metrics.tensorboard_tag("lr") == "run/lr"
@@ -203,9 +203,9 @@ def fake_wandb(monkeypatch):
 
 
 def test_wandb_gets_each_point_once(tmp_path, fake_wandb):
-    # Killed after step 5, and resumed from the checkpoint of step 4: wandb cannot withdraw points.
-    log_until_killed(tmp_path, "wandb", 0, 6)
-    log_until_killed(tmp_path, "wandb", 4, 9)
+    # Killed after step 4, and resumed from the checkpoint of step 3: wandb cannot withdraw points.
+    log_steps(tmp_path, "wandb", 0, 5)
+    log_steps(tmp_path, "wandb", 3, 9)
 
     # One run to wandb.
     assert fake_wandb.starts[0]["id"] == fake_wandb.starts[1]["id"]
