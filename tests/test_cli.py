@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from helpers import ROOT
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from system import cli
-from system.cli import UserError, format_duration, parse_duration, printable, run_cli, write_status
+from system.cli import UserError, format_duration, parse_duration, run_cli, write_status
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def raise_error(error):
     raise error
 
 
-def test_what_the_user_can_fix_is_one_message_that_torchrun_repeats(end):
+def test_a_user_error_is_one_message(end):
     code, printed, status, report = end(lambda: raise_error(UserError("--seed \x1b[2J is no number")))
 
     assert code == 1
@@ -46,7 +47,7 @@ def test_what_the_user_can_fix_is_one_message_that_torchrun_repeats(end):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OSError(28, "No space left on device")])
-def test_anything_else_is_a_crash_that_torchrun_repeats(end, error):
+def test_anything_else_is_a_crash_with_its_traceback(end, error):
     code, printed, status, report = end(lambda: raise_error(error))
 
     assert code == 1
@@ -55,7 +56,7 @@ def test_anything_else_is_a_crash_that_torchrun_repeats(end, error):
     assert "Traceback" in report and str(error) in report
 
 
-def test_the_crash_of_one_rank_does_not_hide_the_error_of_another(end, tmp_path):
+def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
     write_status("user_error", "the reason")
     assert end(lambda: 1 / 0)[2] == "user_error"
     assert json.loads((tmp_path / "status").read_text())["reason"] == "the reason"
@@ -65,7 +66,7 @@ def test_the_crash_of_one_rank_does_not_hide_the_error_of_another(end, tmp_path)
     assert end(lambda: raise_error(UserError("late")))[2] == "user_error"
 
 
-def test_a_bad_flag_and_an_interrupt_keep_their_exit_codes(end):
+def test_a_bad_flag_and_an_interrupt_have_exit_codes(end):
     code, _, status, _ = end(lambda: sys.exit(2))
     assert code == 2 and status == "user_error"  # which nothing restarts
 
@@ -86,37 +87,43 @@ def test_a_reader_that_has_exited_is_no_error():
 def test_a_rank_ends_although_a_thread_does_not():
     """As a lost rank in gloo, or a compiler's pool, whose threads would keep the process alive."""
     hang = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print('done')"
-    script = (
-        f"import os; os.environ['WORLD_SIZE'] = '2'\nfrom system.cli import run_cli\nrun_cli(lambda: exec({hang!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    script = f"from system.cli import run_cli; run_cli(lambda: exec({hang!r}))"
+    env = {**os.environ, "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
 
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-def test_a_full_disk_costs_the_status_and_not_the_message(end, tmp_path, monkeypatch):
+def test_a_full_disk_costs_only_the_status(end, tmp_path, monkeypatch):
     monkeypatch.setattr(cli.os, "replace", lambda *_: raise_error(OSError(28, "No space left on device")))
     code, printed, status, _ = end(lambda: raise_error(UserError("no room")))
     assert (code, printed, status) == (1, "error: no room\n", None)
 
 
-def test_control_codes_do_not_reach_the_terminal():
-    assert printable("a\tb\nc\x1b]0;title\x07\x9b") == "a\tb\nc\ufffd]0;title\ufffd\ufffd"
+def test_rank_0_prints_without_control_codes(monkeypatch, capsys):
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        cli.print0("a\tb\nc\x1b]0;title\x07\x9b", 1)
+    assert capsys.readouterr().out == "a\tb\nc\ufffd]0;title\ufffd\ufffd 1\n"
 
 
-@pytest.mark.parametrize("seconds, text", [(12.9, "12s"), (200, "3m20s"), (3720, "1h02m"), (93784, "1d02h")])
+def test_a_cost_is_that_of_all_gpus():
+    assert cli.format_cost(5400, gpus=8, gpu_hour_usd=2.5) == "$30.00"
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (59.9, "59s"), (60, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (3720, "1h02m"), (86400, "1d00h"), (93784, "1d02h"),
+])  # fmt: skip
 def test_a_duration_shows_its_two_largest_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    "text, seconds", [("3h50m", 13800), ("90m", 5400), ("1d2s", 86402), ("4.5", 4.5), ("", math.inf)]
-)
+@pytest.mark.parametrize("text, seconds", [("3h50m", 13800), ("1d2s", 86402), ("4.5", 4.5), ("", math.inf)])
 def test_a_duration_is_read(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["5 minutes", "3m2h", "-1", "1e3", "h", "٣h"])
+@pytest.mark.parametrize("text", ["5 minutes", "3m2h", "-1", "٣h"])
 def test_a_duration_that_is_none_is_refused(text):
-    with pytest.raises(UserError, match="3h50m"):
+    with pytest.raises(UserError, match=text):
         parse_duration(text)
