@@ -1,14 +1,12 @@
-"""Tiny networks in which every part matters, for the tests of whatever computes or stores a network."""
+"""Tiny networks in which every part matters, for the tests of whatever computes or stores one."""
 
 import dataclasses
-from typing import get_args
 
 import torch
 
 from model import GPT, GPTConfig
 
 SIZES = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
-OTHER_SIZES = {"block_size": 24, "vocab_size": 50257, "n_layer": 3, "n_head": 4, "n_embd": 48}
 
 
 def make_network(config: GPTConfig | None = None, **changes) -> GPT:
@@ -20,15 +18,3 @@ def make_network(config: GPTConfig | None = None, **changes) -> GPT:
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model
-
-
-def list_changes() -> list[dict]:
-    """Of each setting of a network every other choice or, if it has no named choices, one other value. A new field of
-    GPTConfig is tested as soon as it is there."""
-    changes = []
-    for field in dataclasses.fields(GPTConfig):
-        values = [choice for choice in get_args(field.type) if choice != field.default]
-        if not values:
-            values = [not field.default if field.type is bool else OTHER_SIZES.get(field.name, field.type(1))]
-        changes += [{field.name: value} for value in values]
-    return changes

@@ -7,11 +7,12 @@ is in test_hostile.py, and what other runtimes make of an export in test_runtime
 import dataclasses
 import json
 import sys
+from typing import get_args
 
 import pytest
 import torch
 from helpers import TRICKY_TEXTS, same_bits
-from networks import list_changes, make_network
+from networks import make_network
 from safetensors.torch import load_file
 
 from model import GPTConfig
@@ -31,6 +32,20 @@ NETWORKS = {
     "speedrun": ("GPTForCausalLM", SPEEDRUN),
     "speedrun tied": ("GPTForCausalLM", dataclasses.replace(SPEEDRUN, tied_head=True)),
 }
+
+OTHER_SIZES = {"block_size": 24, "vocab_size": 50257, "n_layer": 3, "n_head": 4, "n_embd": 48}
+
+
+def list_changes() -> list[dict]:
+    """Of each setting of a network every other choice or, if it has no named choices, one other value. A new field of
+    GPTConfig is tested as soon as it is there."""
+    changes = []
+    for field in dataclasses.fields(GPTConfig):
+        values = [choice for choice in get_args(field.type) if choice != field.default]
+        if not values:
+            values = [not field.default if field.type is bool else OTHER_SIZES.get(field.name, field.type(1))]
+        changes += [{field.name: value} for value in values]
+    return changes
 
 
 @pytest.fixture
