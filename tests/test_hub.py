@@ -251,16 +251,12 @@ def test_every_failure_is_one_clear_message(run, hub, published, data, tmp_path,
     assert "hf_wrong" not in message
     run("push-data", data, "somebody/toy", fails_with="403")
 
-    # The name, an answer that quotes the token, the network.
+    # The name, an answer that quotes the token, no network.
     run("pull-data", "tester/none", out, fails_with="404")
-    run("pull-data", "a/b/c", out, fails_with="a/b/c")
     hub.faults.append(Fault("status", "/api/datasets", code=500, message=f"no: {hub.token}"))
     run("pull-data", "tester/toy", out, fails_with=r"500.*\*\*\*")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     run("pull-data", "tester/toy", out, fails_with="HF_HUB_OFFLINE")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    run("pull-data", "tester/toy", out, fails_with="127.0.0.1:9")
     assert not out.exists()  # no empty folder is left behind
 
 
