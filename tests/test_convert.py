@@ -33,7 +33,7 @@ NETWORKS = {
     "speedrun tied": ("GPTForCausalLM", dataclasses.replace(SPEEDRUN, tied_head=True)),
 }
 
-OTHER_SIZES = {"block_size": 24, "vocab_size": 50257, "n_layer": 3, "n_head": 4, "n_embd": 48}
+OTHER_SIZES = {"block_size": 24, "vocab_size": 300, "n_layer": 3, "n_head": 4, "n_embd": 48}
 
 
 def list_changes() -> list[dict]:
@@ -142,7 +142,7 @@ def test_every_network_runs_in_transformers(tmp_path, name, no_tokenizer, module
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", list_changes(), ids=str)
-def test_every_setting_survives_an_export(tmp_path, no_tokenizer, change):
+def test_every_setting_survives_an_export(tmp_path, change):
     """Fails if is_gpt2 takes a network for one that it is not."""
     model = make_network(**{"vocab_size": 256, **change})
     convert.save_hf(model, tmp_path / "out")
@@ -321,9 +321,3 @@ def test_a_class_called_config_is_never_imported(tmp_path, monkeypatch):
 
     assert loaded.config == model.config
     assert "trap" not in sys.modules and not (tmp_path / "owned").exists()
-
-
-def test_a_checkpoint_of_another_program_is_refused(tmp_path):
-    torch.save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match=r"other\.pt.*transformer\.wte\.weight"):
-        convert.load_old(tmp_path / "other.pt")

@@ -87,8 +87,8 @@ def published(hub, data) -> Path:
     return shutil.copytree(data, hub.root / "datasets/tester/toy")
 
 
-def test_data_travels_from_one_machine_to_another(run_script, run_in_fork, hub, data, tmp_path):
-    push = run_script("hub.py", "push-data", data, "toy", env=hub.env())
+def test_data_travels_from_one_machine_to_another(run_in_fork, hub, data, tmp_path):
+    push = run_in_fork("hub.py", "push-data", data, "toy", env=hub.env())
     pull = run_in_fork("hub.py", "pull-data", "tester/toy", tmp_path / "out", env=hub.env())
 
     assert "datasets/tester/toy" in hub.private
@@ -214,13 +214,6 @@ def test_a_push_never_publishes_by_accident(run, hub, published, tmp_path):
     assert read_folder(published) == read_folder(other)
 
 
-def test_a_damaged_shard_is_not_pushed(run, hub, data):
-    shard = data / "toy_train_000001.npy"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
-    run("push-data", data, "tester/toy", fails_with=r"toy_train_000001\.npy")
-    assert not hub.log
-
-
 def test_a_damaged_checkpoint_is_not_pushed(run, hub, trained_run):
     content = bytearray((trained_run / "model_00012.pt").read_bytes())
     content[len(content) // 2] ^= 1
@@ -337,16 +330,6 @@ def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
     assert list_checkpoints(hub.root / "models/tester/run") == names
 
 
-def test_a_pull_brings_the_newest_step_or_every_one(run, trained_run, tmp_path):
-    run("push-model", trained_run / "model_00009.pt", "tester/run", "--with-optimizer")
-    run("push-model", trained_run, "tester/run", "--with-optimizer")
-
-    run("pull-model", "tester/run", tmp_path / "new")
-    assert list_checkpoints(tmp_path / "new") == "model_00012 optim_00012"
-    run("pull-model", "tester/run", tmp_path / "all", "--every-step")
-    assert list_checkpoints(tmp_path / "all") == "model_00009 model_00012 optim_00009 optim_00012"
-
-
 def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path):
     repo, unfinished = hub.root / "models/tester/run", hub.root / "models/tester/run@unfinished"
     run("push-model", trained_run / "model_00003.pt", "tester/run")  # stays, whatever comes later
@@ -359,19 +342,21 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
     assert hub.count("POST", "super-squash/unfinished") == 2
     assert read_folder(repo) == page
 
-    # The newest step can be resumed elsewhere; with --every-step, what was pushed to stay comes.
+    # The newest step can be resumed elsewhere.
     run("pull-model", "tester/run", tmp_path / "moved")
     assert checkpoint.complete_steps(tmp_path / "moved") == [9]
-    run("pull-model", "tester/run", tmp_path / "stays", "--every-step")
-    assert list_checkpoints(tmp_path / "stays") == "model_00003"
 
-    # A push that fails removes nothing; the last push of the run does.
+    # A push that fails removes nothing; the last push of the run does. A pull brings the newest step or every one.
     hub.faults.append(Fault("status", "/commit/", code=400))
     run("push-model", trained_run, "tester/run", "--with-optimizer", fails_with="planted fault")
     assert list_checkpoints(unfinished) == "model_00009 optim_00009"
     run("push-model", trained_run, "tester/run", "--with-optimizer")
     assert list_checkpoints(repo) == "model_00003 model_00012 optim_00012"
     assert not unfinished.exists()
+    run("pull-model", "tester/run", tmp_path / "new")
+    assert list_checkpoints(tmp_path / "new") == "model_00012 optim_00012"
+    run("pull-model", "tester/run", tmp_path / "all", "--every-step")
+    assert list_checkpoints(tmp_path / "all") == list_checkpoints(repo)
 
 
 @pytest.mark.parametrize("can_link", [True, False])
@@ -403,16 +388,9 @@ def test_an_export_says_how_to_load_it(run, one_run, tmp_path):
     assert f'"{tmp_path}/hf")' in card and f"{load_curve(one_run)[12][1]:.4f}" in card
 
 
-def test_an_import_never_joins_another_run(run, one_run, tmp_path):
+def test_an_import_keeps_the_step_and_the_weights(run, one_run, tmp_path):
     weights = load_weights(one_run)
     torch.save({"model": weights, "config": {"n_head": 2}, "step": 19072}, tmp_path / "old.pt")
 
     assert "'my out'" in run("import", "old.pt", "my out")
-    path = tmp_path / "my out/model_19072.pt"
-    assert same_bits(open_model(path).state_dict(), weights)
-
-    run("import", "old.pt", "my out", fails_with="my out")
-
-    # A missing file leaves no folder.
-    run("import", "none.pt", "new", fails_with=r"none\.pt")
-    assert not (tmp_path / "new").exists()
+    assert same_bits(load_weights(tmp_path / "my out", 19072), weights)

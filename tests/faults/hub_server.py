@@ -55,6 +55,13 @@ class Hub:
         hub = {"HF_ENDPOINT": self.url, "HF_TOKEN": self.token, "HF_HOME": str(self.root.parent / "hf-home")}
         return {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **hub}
 
+    def take_fault(self, method: str, path: str) -> Fault:
+        """The fault that hits this request, once less; one that does nothing if there is none."""
+        hits = [fault for fault in self.faults if fault.times and fault.path in path]
+        fault = next((fault for fault in hits if fault.kind == "status" or method == "GET"), Fault("none", ""))
+        fault.times -= 1
+        return fault
+
     def count(self, method: str, part: str) -> int:
         """How many requests of this method, with this part of a path, have been answered."""
         return sum(logged_method == method and part in path for logged_method, path in self.log)
@@ -111,10 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             body += self.rfile.read(length)
             self.rfile.readline()
 
-        hits = [fault for fault in self.hub.faults if fault.times and fault.path in self.path]
-        fault = next((f for f in hits if f.kind == "status" or self.command == "GET"), Fault("none", ""))
-        fault.times -= 1
         self.status, self.answer_headers = 200, {}
+        fault = self.hub.take_fault(self.command, self.path)
         try:
             if fault.kind == "status":
                 raise Refused(fault.code, fault.message)
@@ -166,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
                 return {"transfer": "basic", "objects": objects}
             case ["repos", "create"]:
                 wanted = json.loads(body)
-                kind, owner, name = wanted.get("type", "model") + "s", wanted["organization"] or USER, wanted["name"]
+                kind, owner, name = wanted["type"] + "s", wanted["organization"] or USER, wanted["name"]
                 action = ["create"]
             case ["datasets" | "models" as kind, owner, name, *action]:
                 pass
@@ -176,8 +181,8 @@ class Handler(BaseHTTPRequestHandler):
         # Without a token, a private repository looks like one that does not exist.
         repo = f"{kind}/{owner}/{name}"
         main = self.hub.root / repo
-        is_hidden = repo in self.hub.private and not authorized
-        if action != ["create"] and (is_hidden or not main.is_dir()):
+        exists = main.is_dir() and (authorized or repo not in self.hub.private)
+        if not exists and action != ["create"]:
             raise Refused(404 if authorized else 401, "Repository not found", "RepoNotFound")
         is_write = self.command in ("POST", "DELETE") or action == ["auth-check", "write"]
         if is_write and not (authorized and owner == USER):
@@ -185,11 +190,11 @@ class Handler(BaseHTTPRequestHandler):
 
         match [self.command, *action]:
             case [_, "create"]:
-                if main.exists():
+                main.mkdir(parents=True, exist_ok=True)
+                if exists:
                     self.status = 409
                 elif wanted["visibility"] == "private":
                     self.hub.private.add(repo)
-                main.mkdir(parents=True, exist_ok=True)
             case [_] | [_, "revision", _]:
                 branch = find_branch(main, action[-1] if action else "main")
                 facts = {"id": f"{owner}/{name}", "sha": hash_of(branch), "private": repo in self.hub.private}
