@@ -240,7 +240,7 @@ def test_every_failure_is_one_clear_message(run, hub, published, data, tmp_path,
     # The token: none, a wrong one (which is not printed), one of another user.
     run("push-data", data, "tester/toy", token="", fails_with="hf auth login")
     run("pull-data", "tester/toy", out, token="", fails_with="401")
-    message = run("push-data", data, "tester/toy", token="hf_wrongPlantedToken", fails_with="401")
+    message = run("push-data", data, "tester/toy", token="hf_wrongPlantedToken", fails_with="403")
     assert "hf_wrong" not in message
     run("push-data", data, "somebody/toy", fails_with="403")
 
