@@ -342,9 +342,11 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
     assert hub.count("POST", "super-squash/unfinished") == 2
     assert read_folder(repo) == page
 
-    # The newest step can be resumed elsewhere.
+    # The newest step can be resumed elsewhere; with --every-step, what was pushed to stay comes.
     run("pull-model", "tester/run", tmp_path / "moved")
     assert checkpoint.complete_steps(tmp_path / "moved") == [9]
+    run("pull-model", "tester/run", tmp_path / "stays", "--every-step")
+    assert list_checkpoints(tmp_path / "stays") == "model_00003"
 
     # A push that fails removes nothing; the last push of the run does. A pull brings the newest step or every one.
     hub.faults.append(Fault("status", "/commit/", code=400))
