@@ -204,6 +204,7 @@ def test_weights_in_several_files_are_read(small_export, tmp_path):
     hf_model = AutoModelForCausalLM.from_pretrained(small_export)
     hf_model.save_pretrained(tmp_path / "in parts", max_shard_size="50KB")
     assert (tmp_path / "in parts/model.safetensors.index.json").is_file()
+    (tmp_path / "in parts/pytorch_model.bin").write_bytes(b"not read where there are safetensors")
 
     assert same_bits(open_model(tmp_path / "in parts").state_dict(), open_model(small_export).state_dict())
 
