@@ -210,10 +210,10 @@ def test_weights_in_several_files_are_read(small_export, tmp_path):
 
 
 def test_pytorch_model_bin_with_old_names_is_read(small_export):
-    """As the first GPT-2 files: without the prefix, and with causal masks among the weights."""
-    expected = open_model(small_export)
+    """As the first GPT-2 files: without the prefix, and with causal masks among the weights. In half precision."""
+    expected = open_model(small_export).half().float()
     weights = load_file(small_export / "model.safetensors")
-    weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    weights = {name.removeprefix("transformer."): weight.half() for name, weight in weights.items()}
     weights |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
     torch.save(weights, small_export / "pytorch_model.bin")
     (small_export / "model.safetensors").unlink()
@@ -279,14 +279,14 @@ def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
     # The class is pickled as one of the script that ran: __main__.OldConfig.
     monkeypatch.setattr(OldConfig, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "OldConfig", OldConfig, raising=False)
-    model = make_network(n_head=4)
+    model = make_network(n_head=4).half()
     content = {"model": model.state_dict(), "config": OldConfig(), "step": 19072, "val_loss": 3.07}
     torch.save(content, tmp_path / "old.pt")
 
     loaded, step = convert.load_old(tmp_path / "old.pt")
 
     assert step == 19072 and loaded.config == model.config and not loaded.training
-    assert same_bits(loaded.state_dict(), model.state_dict())
+    assert same_bits(loaded.state_dict(), model.float().state_dict())
 
 
 @pytest.mark.parametrize("bias", [True, False])

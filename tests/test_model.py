@@ -185,6 +185,7 @@ def test_the_cache_gives_the_logits_of_a_full_forward_pass(name):
 def test_the_cache_has_the_precision_that_is_fast():
     model = make_network().bfloat16()
     assert model.new_cache(1, 8).k.dtype == torch.float32
+    assert model.generate(make_idx(1, 4), 4).shape == (1, 8)  # the weights have another
     with torch.autocast("cpu", torch.bfloat16):
         assert model.new_cache(1, 8).k.dtype == torch.bfloat16
 
