@@ -197,8 +197,10 @@ def test_the_manifest_of_a_limited_pull_lists_what_is_there(run, published, data
     assert len(shards.find_shards(tmp_path / "few", "train")) == 1
     assert not list(shards.verify(tmp_path / "few"))
 
-    run("pull-data", "tester/toy", tmp_path / "few")
-    assert read_folder(tmp_path / "few") == read_folder(data)
+    # The limit leaves out nothing that is there already.
+    for limit in ((), ("--limit-shards", "1")):
+        run("pull-data", "tester/toy", tmp_path / "few", *limit)
+        assert read_folder(tmp_path / "few") == read_folder(data)
 
 
 # ------------------------------------------------------------------------- what is refused
@@ -348,13 +350,16 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
     run("pull-model", "tester/run", tmp_path / "stays", "--every-step")
     assert list_checkpoints(tmp_path / "stays") == "model_00003"
 
-    # A push that fails removes nothing; the last push of the run does. A pull brings the newest step or every one.
+    # One file, or a push that fails, removes nothing; the last push of the run does.
+    run("push-model", trained_run / "model_00006.pt", "tester/run")
     hub.faults.append(Fault("status", "/commit/", code=400))
     run("push-model", trained_run, "tester/run", "--with-optimizer", fails_with="planted fault")
     assert list_checkpoints(unfinished) == "model_00009 optim_00009"
     run("push-model", trained_run, "tester/run", "--with-optimizer")
-    assert list_checkpoints(repo) == "model_00003 model_00012 optim_00012"
+    assert list_checkpoints(repo) == "model_00003 model_00006 model_00012 optim_00012"
     assert not unfinished.exists()
+
+    # A pull brings the newest step, or every one.
     run("pull-model", "tester/run", tmp_path / "new")
     assert list_checkpoints(tmp_path / "new") == "model_00012 optim_00012"
     run("pull-model", "tester/run", tmp_path / "all", "--every-step")
