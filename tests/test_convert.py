@@ -251,7 +251,7 @@ def test_what_the_network_cannot_compute_is_refused(tmp_path, config, change, na
 # ------------------------------------------------------------------------- any kind of model
 
 
-def test_open_model_opens_files_and_folders_of_both_kinds(one_run, small_export):
+def test_open_model_opens_files_and_folders(one_run, small_export):
     config = make_network(vocab_size=256).config
     assert open_model(one_run / "model_00003.pt").config == config
     assert same_bits(open_model(one_run).state_dict(), open_model(one_run / "model_00012.pt").state_dict())

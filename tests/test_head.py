@@ -59,7 +59,7 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
         assert in_chunks(idx, targets).item() == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_only_a_gpu_pads_a_vocabulary_that_is_not_aligned():
+def test_only_a_gpu_pads_an_unaligned_vocabulary():
     assert head.padded_columns(50257, "cuda") == 50304
     assert head.padded_columns(50304, "cuda") == 50304
     assert head.padded_columns(50257, "cpu") == 50257

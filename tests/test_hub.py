@@ -192,7 +192,7 @@ def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
     assert sorted(read_folder(tmp_path / "out")) == names
 
 
-def test_the_manifest_of_a_limited_pull_lists_what_is_there(run, published, data, tmp_path):
+def test_a_limited_pull_lists_what_is_there(run, published, data, tmp_path):
     run("pull-data", "tester/toy", tmp_path / "few", "--limit-shards", "1")
     assert len(shards.find_shards(tmp_path / "few", "train")) == 1
     assert not list(shards.verify(tmp_path / "few"))
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_not_pushed(run, hub, trained_run):
     assert not hub.log
 
 
-def test_a_token_that_only_reads_is_found_out_before_a_run(run, hub):
+def test_a_token_that_only_reads_is_found_out(run, hub):
     assert "tester/mine" in run("check", "mine")
     assert hub.private == {"models/tester/mine"}
 
@@ -367,7 +367,7 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
 
 
 @pytest.mark.parametrize("can_link", [True, False])
-def test_a_checkpoint_deleted_during_its_upload_arrives(run, hub, trained_run, monkeypatch, can_link):
+def test_a_checkpoint_deleted_in_its_upload_arrives(run, hub, trained_run, monkeypatch, can_link):
     """--keep of a run that is training deletes old checkpoints at any time; a hard link holds them."""
     from huggingface_hub import HfApi
 

@@ -85,7 +85,7 @@ def test_prompts_are_text(run_main, run_dir):
 # ------------------------------------------------------------------------- streams
 
 
-def test_a_character_of_several_tokens_is_written_whole(capsys):
+def test_a_character_of_many_tokens_is_written_whole(capsys):
     text = "naïve 🙂 你好"
     ids = tokenizer.encoding().encode(text)
     assert any("\ufffd" in tokenizer.encoding().decode([i]) for i in ids), "no token ends inside a character"

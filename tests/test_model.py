@@ -24,7 +24,7 @@ def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_loss_and_gradients_are_those_of_transformers(tied):
+def test_loss_and_gradients_are_those_of_transformers(tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     # The same network in transformers, with the same weights; its linear layers keep them transposed.
@@ -170,7 +170,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_cache_gives_the_logits_of_a_full_forward_pass(name):
+def test_the_cache_gives_the_logits_of_a_full_pass(name):
     model, idx = make_network(NETWORKS[name]), make_idx()
     model.recompute = True  # a block that ran twice would append to the cache twice
     cache = model.new_cache(2, 24)
