@@ -1,39 +1,30 @@
 """The head in chunks has GPT's loss and gradients, to rounding, and never holds more than one chunk of logits."""
 
-import dataclasses
 import math
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import assert_curves_close, load_curve, train_quickstart
+from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, GPTConfig
 from training import head
 from training.step import Forward
 
-SMALL = GPTConfig(block_size=128, vocab_size=320, n_layer=1, n_head=2, n_embd=32)
 OPTIONS = {
     "tied": {},
     "untied": {"tied_head": False, "norm": "rmsnorm", "positions": "rope"},
     "softcap": {"softcap": 3.0},
     "bias": {"tied_head": False, "head_bias": True},
 }
-B, T = 17, 128  # rows for four chunks, the last one shorter
+B, T, V = 17, 128, 320  # rows for four chunks, the last one shorter
 NUM_CHUNKS = 4
 
 
-def make(**options):
+def make_batch(**options):
     """A small model with these options, ids and targets (B, T), all from a fixed seed."""
-    torch.manual_seed(0)
-    model = GPT(dataclasses.replace(SMALL, **options))
-    with torch.no_grad():
-        for p in model.parameters():  # wide enough that every part matters
-            p.add_(torch.randn_like(p) * 0.1)
-    idx, targets = torch.randint(320, (2, B, T))
-    return model, idx, targets
+    model = make_network(block_size=T, vocab_size=V, n_layer=1, **options)
+    return model, *torch.randint(V, (2, B, T))
 
 
 def loss_and_gradients(model, forward, idx, targets, precision=None, scale=1.0):
@@ -47,25 +38,28 @@ def loss_and_gradients(model, forward, idx, targets, precision=None, scale=1.0):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+def assert_same(found, expected) -> None:
+    """Two results of loss_and_gradients differ by rounding alone."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for name, gradient in expected[1].items():
+        tolerance = 1e-7 + 1e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=tolerance)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("ignored", [0, 2])
 def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
-    model, idx, targets = make(**OPTIONS[options])
+    model, idx, targets = make_batch(**OPTIONS[options])
     targets[B - ignored :] = -100  # as validation pads its last batch
     in_chunks = Forward(model, compiles=False)
 
-    expected_loss, expected = loss_and_gradients(model, model, idx, targets, scale=0.25)
-    loss, found = loss_and_gradients(model, in_chunks, idx, targets, scale=0.25)
+    expected = loss_and_gradients(model, model, idx, targets, scale=0.25)
+    assert_same(loss_and_gradients(model, in_chunks, idx, targets, scale=0.25), expected)
     with torch.no_grad():
-        loss_without_gradients = in_chunks(idx, targets).item()
-
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert loss_without_gradients == pytest.approx(expected_loss, rel=1e-6)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item())
+        assert in_chunks(idx, targets).item() == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_a_vocabulary_is_padded_on_a_gpu_alone_and_only_where_its_rows_are_not_aligned():
+def test_only_a_gpu_pads_an_unaligned_vocabulary():
     assert head.padded_columns(50257, "cuda") == 50304
     assert head.padded_columns(50304, "cuda") == 50304
     assert head.padded_columns(50257, "cpu") == 50257
@@ -73,42 +67,30 @@ def test_a_vocabulary_is_padded_on_a_gpu_alone_and_only_where_its_rows_are_not_a
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_padding_the_vocabulary_changes_neither_loss_nor_gradients(options, precision, monkeypatch):
+def test_padding_changes_neither_loss_nor_gradients(options, precision, monkeypatch):
     """As on a GPU, with a vocabulary of 320 that becomes 384."""
-    model, idx, targets = make(**OPTIONS[options])
+    model, idx, targets = make_batch(**OPTIONS[options])
     in_chunks = Forward(model, compiles=False)
     loss, gradients = loss_and_gradients(model, in_chunks, idx, targets, precision)
     gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-    asked = []
 
-    def pad(columns, device_type):
-        asked.append(columns)
-        return 384
-
-    monkeypatch.setattr(head, "padded_columns", pad)
-    padded_loss, padded_gradients = loss_and_gradients(model, in_chunks, idx, targets, precision)
-
-    assert asked == [320]
-    assert padded_loss == pytest.approx(loss, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            padded_gradients[name], gradient, rtol=1e-4, atol=1e-7 + 1e-5 * gradient.abs().max().item()
-        )
+    monkeypatch.setattr(head, "padded_columns", {V: 384}.get)
+    assert_same(loss_and_gradients(model, in_chunks, idx, targets, precision), (loss, gradients))
 
 
 @pytest.mark.parametrize("precision, weights, scale", [
     (torch.bfloat16, torch.float32, 1.0), (torch.bfloat16, torch.bfloat16, 1.0),
     (torch.float16, torch.float32, 2.0**16),
 ])  # fmt: skip
-def test_half_precision_is_as_near_to_float32_as_with_all_logits(precision, weights, scale):
+def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale, monkeypatch):
+    monkeypatch.setattr(head, "num_chunks", lambda rows, device_type: 64)  # the sum over them must be in float32
     # The gradient of the tied embedding in float32.
-    model, idx, targets = make()
+    model, idx, targets = make_batch()
     _, exact_gradients = loss_and_gradients(model, model, idx, targets)
     exact = exact_gradients["transformer.wte.weight"]
 
     # Its relative error in half precision: with all logits, and in chunks.
-    for p in model.parameters():
-        p.data = p.data.to(weights)
+    model.to(weights)
     errors = []
     for forward in (model, Forward(model, compiles=False)):
         _, gradients = loss_and_gradients(model, forward, idx, targets, precision, scale)
@@ -119,8 +101,9 @@ def test_half_precision_is_as_near_to_float32_as_with_all_logits(precision, weig
     assert in_chunks <= 1.2 * with_all_logits + 1e-4
 
 
+@pytest.mark.slow  # writes and compiles C++; test_ranks.py compiles the fast way
 def test_the_compiled_loss_of_a_chunk_is_the_same():
-    model, idx, targets = make(softcap=3.0, tied_head=False, head_bias=True)
+    model, idx, targets = make_batch(softcap=3.0, tied_head=False, head_bias=True)
     x = model.hidden(idx).detach().requires_grad_()  # (B, T, C)
     found = []
     for chunk_loss in (head.chunk_loss, torch.compile(head.chunk_loss, dynamic=False)):
@@ -146,33 +129,9 @@ class LargestResult(TorchDispatchMode):
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_no_tensor_is_larger_than_one_chunk_of_logits(backward):
-    model, _, targets = make()
+    model, idx, targets = make_batch(n_embd=16)  # the MLP's hidden layer is smaller than a chunk
     with torch.set_grad_enabled(backward), LargestResult() as largest:
-        x = torch.zeros(B, T, 32, requires_grad=backward)
-        loss = head.mean_loss(model, x, targets)
+        loss = Forward(model, compiles=False)(idx, targets)
         if backward:
             loss.backward()
-    rows = math.ceil(B * T / NUM_CHUNKS)
-    assert largest.numel == rows * SMALL.vocab_size
-
-
-def test_a_run_in_chunks_has_the_losses_of_a_run_with_all_logits(tiny_args, tmp_path, monkeypatch):
-    flags = [*tiny_args, "--max-steps", "50", "--save-every", "0"]
-    asked = []
-
-    def three_chunks(rows, device_type):
-        asked.append(rows)
-        return 3
-
-    monkeypatch.setattr(head, "num_chunks", three_chunks)
-    in_chunks = load_curve(train_quickstart(flags, tmp_path / "in_chunks"))
-    assert set(asked) == {4 * 32}  # every micro-batch of the run took the chunks
-
-    def loss_of_all_logits(model, x, targets, chunk_loss):
-        return F.cross_entropy(model.logits(x).flatten(0, 1).float(), targets.flatten())
-
-    monkeypatch.setattr(head, "mean_loss", loss_of_all_logits)
-    asked.clear()
-    with_all_logits = load_curve(train_quickstart(flags, tmp_path / "with_all_logits"))
-    assert not asked
-    assert_curves_close(in_chunks, with_all_logits)
+    assert largest.numel == math.ceil(B * T / NUM_CHUNKS) * V

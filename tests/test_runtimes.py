@@ -4,7 +4,6 @@ They are real: tests/requirements-runtimes.txt, which `make torture` installs; a
 transformers, which every install has, is in test_convert.py. What a user types: docs/using-your-model.md.
 """
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, make_hellaswag_rows, write_jsonl
+from networks import make_network
 
-from model import GPT, GPTConfig
 from tokens import tokenizer
 from training import convert, hellaswag_eval
 from training.presets import PRESETS
@@ -23,8 +22,8 @@ from training.presets import PRESETS
 pytestmark = pytest.mark.slow
 
 # The networks that are a GPT-2 to these runtimes, and one that is not.
-GPT2S = {"gpt2": GPTConfig(vocab_size=50304), "untied": PRESETS["untied-124m"].model}
-NETWORKS = {**GPT2S, "speedrun": PRESETS["speedrun-124m"].model}
+GPT2S = ("gpt2-124m", "untied-124m")
+OTHER = "speedrun-124m"
 
 TEXT = 'The first draft was finished on 3 May 1998, but nobody read it. "It is too long," she said. def mean(values):'
 IDS = tokenizer.encoding().encode_ordinary(TEXT)
@@ -35,11 +34,7 @@ def make_export(tmp_path):
     """make_export(name) -> (a small network with random weights, the folder of its export)."""
 
     def make(name):
-        torch.manual_seed(0)
-        model = GPT(dataclasses.replace(NETWORKS[name], block_size=64, n_layer=2, n_head=2, n_embd=64)).eval()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.1)
+        model = make_network(PRESETS[name].model, block_size=64, n_embd=64)
         convert.save_hf(model, tmp_path / "export")
         return model, tmp_path / "export"
 
@@ -88,7 +83,7 @@ def test_ctranslate2_continues_as_we_do(make_export, tmp_path, name):
     torch.testing.assert_close(torch.from_numpy(values[0]), log_probabilities(model), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "speedrun"])
+@pytest.mark.parametrize("name", [GPT2S[0], OTHER])
 def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
     """The command of docs/using-your-model.md on random rows: the log-likelihood of every ending, and the accuracy."""
     pytest.importorskip("lm_eval")
