@@ -142,6 +142,7 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
 
     # The shards of other programs have no manifest.
     names = [path.name for path in shards.shard_files(data_dir)] + [shards.MANIFEST]
+    names = [glob.escape(name) for name in names]
     with open_hub() as api:
         repo = open_to_write(api, repo, "dataset", public)
         api.upload_folder(folder_path=data_dir, allow_patterns=names, repo_id=repo, repo_type="dataset")

@@ -176,9 +176,9 @@ def test_a_manifest_must_name_shards_of_the_repository(run, published, data, tmp
 
 
 def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
-    """As build-nanogpt and llm.c write them; anybody pulls a public repository."""
+    """As build-nanogpt and llm.c write them, here with a name that is also a pattern; anybody pulls a public repository."""
     (tmp_path / "tokens").mkdir()
-    for name in ("fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 5))):
+    for name in ("web[10B]_val_000000.bin", *(f"web[10B]_train_{i:06d}.bin" for i in range(1, 5))):
         shards.write_shard(tmp_path / "tokens" / name, np.arange(500))
     run("push-data", tmp_path / "tokens", "tester/fineweb10B", "--public")
 
@@ -188,7 +188,7 @@ def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
     hub.extra_tree.append({"type": "file", "path": outside, "rfilename": outside, "size": 1, "oid": "0" * 40})
     run("pull-data", "tester/fineweb10B", tmp_path / "out", "--limit-shards", "2", token="")
 
-    names = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"]
+    names = ["web[10B]_train_000001.bin", "web[10B]_train_000002.bin", "web[10B]_val_000000.bin"]
     assert sorted(read_folder(tmp_path / "out")) == names
 
 
