@@ -176,7 +176,7 @@ def test_a_manifest_must_name_shards_of_the_repository(run, published, data, tmp
 
 
 def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
-    """As build-nanogpt and llm.c write them, here with a name that is also a pattern; anybody pulls a public repository."""
+    """As build-nanogpt and llm.c write them, with a name that is a pattern, too; anybody pulls a public repository."""
     (tmp_path / "tokens").mkdir()
     for name in ("web[10B]_val_000000.bin", *(f"web[10B]_train_{i:06d}.bin" for i in range(1, 5))):
         shards.write_shard(tmp_path / "tokens" / name, np.arange(500))
