@@ -1,0 +1,97 @@
+"""What small fixed runs and small fixed shards gave when tests/golden.json was made, and must still give.
+
+Every preset at a toy size, every optimizer and every schedule, for a few steps; every format of shards. Where a change
+of these numbers is meant, make the table again, and look at its differences:
+
+    PYTHONPATH=. python tests/test_golden.py
+"""
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import run_fineweb
+from helpers import (
+    CPU,
+    ROOT,
+    TINY_FLAGS,
+    TRICKY_TEXTS,
+    choices,
+    load_metrics,
+    parse_config,
+    write_jsonl,
+    write_random_walk_shards,
+)
+
+import fineweb
+import train_gpt2
+from tokens import shards
+from training import muon
+from training.config import TrainConfig
+from training.presets import PRESETS
+from training.stop import StopRequest
+
+GOLDEN = ROOT / "tests" / "golden.json"
+
+# A preset at a size of its own, and without what a CPU of another kind rounds otherwise; its rate is high at once.
+TOY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
+--init-from scratch --sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 4 --warmup-steps 1
+--val-tokens 1024 --val-every 2 --hellaswag-every 0 --no-compile --dtype float32 --weights float32"""
+
+RUNS = {f"preset {name}": [name, *TOY.split()] for name in PRESETS}
+for field in ("optimizer", "schedule"):
+    for value in choices(TrainConfig, field):
+        flags = f"--max-steps 5 --cooldown 0.5 --{field} {value}"
+        RUNS[f"{field} {value}"] = ["quickstart", *TINY_FLAGS, *flags.split()]
+
+
+def measure_run(name: str, folder: Path) -> dict[str, list[float]]:
+    """The losses, gradient norms and rates of a run, step by step where they were measured."""
+    torch.set_num_threads(1)
+    data = write_random_walk_shards(folder / "data")
+    cfg = parse_config(*RUNS[name], "--data-dir", data, "--out-dir", folder / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "NEWTON_SCHULZ_DTYPE", torch.float32)
+        train_gpt2.train(cfg, CPU, StopRequest())
+    lines = load_metrics(folder / "run")
+    keys = ("train_loss", "val_loss", "grad_norm", "lr")
+    return {key: [float(f"{line[key]:.6g}") for line in lines if key in line] for key in keys}
+
+
+def hash_shards(shard_format: str, folder: Path) -> dict[str, str]:
+    """The sha256 of each shard of a few texts."""
+    source = write_jsonl(folder / "golden.jsonl", [{"text": text} for text in TRICKY_TEXTS])
+    run_fineweb("--source", source, "--out", folder / "out", "--shard-size", "2000", "--format", shard_format)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards.shard_files(folder / "out")}
+
+
+# The cases of the table, and what measures one of them.
+MEASURES = dict.fromkeys(RUNS, measure_run) | dict.fromkeys(choices(fineweb.Args, "format"), hash_shards)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_golden_numbers_and_bytes(tmp_path, name):
+    golden = json.loads(GOLDEN.read_text())[name]
+
+    found = MEASURES[name](name, tmp_path)
+
+    assert found.keys() == golden.keys()
+    for key, expected in golden.items():
+        # CPUs round differently; bytes are equal.
+        assert found[key] == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4)), key
+
+
+def make_table() -> None:
+    """Write golden.json, a line for each case."""
+    lines = []
+    for name, measure in MEASURES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            lines.append(f"{json.dumps(name)}: {json.dumps(measure(name, Path(folder)))}")
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    make_table()
