@@ -1,11 +1,12 @@
-"""Resuming a run: it ends with the bits of a run that was never stopped. A run is never overwritten, and never continues
-silently with other settings, other data or other weights."""
+"""Resuming: the same bits as a run that was never stopped; a run is never overwritten, and never continues silently with
+other settings, other data or other weights."""
 
 import itertools
 import json
-import shutil
+import re
 
 import pytest
+from corpora import read_bytes
 from helpers import (
     CPU,
     delete_checkpoints_after,
@@ -136,17 +137,139 @@ def test_a_trapezoid_is_extended_as_if_planned_so(tiny_args, tmp_path):
 
 def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run):
     """Not by a new run, nor by one that resumes from an earlier step or from another run."""
-    before = read_files(trained_run)
+    before = read_bytes(trained_run)
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00006.pt")
-    resumed_steps = ["model_00006.pt", fork / "model_00012.pt"]
 
-    for resume in ("none", *(trained_run / path for path in resumed_steps)):
+    for resume in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
         with pytest.raises(UserError, match=r"--resume (auto|.*run/model_00012.pt)"):
             train_quickstart(tiny_args, trained_run, "--resume", resume, "--max-steps", "14")
     # A complete run has nothing to resume.
     train_quickstart(tiny_args, trained_run, "--resume", "auto")
 
-    assert read_files(trained_run) == before
+    assert read_bytes(trained_run) == before
     assert same_bits(load_weights(fork), load_weights(trained_run))  # another folder may continue an earlier step
 
 
+def test_weights_alone_are_never_overwritten(tiny_args, trained_run):
+    """A folder pulled without --with-optimizer, or whose optimizer files were cut off: the preset's own folder."""
+    optimizer_files = list(trained_run.glob("optim_*.pt"))
+
+    for damage, resume in itertools.product(["cut", "missing"], ["none", "auto"]):
+        for path in optimizer_files:
+            path.write_bytes(b"cut")
+            if damage == "missing":
+                path.unlink()
+        before = read_bytes(trained_run)
+        with pytest.raises(UserError, match=r"--init-from .*model_00012.pt"):
+            train_quickstart(tiny_args, trained_run, "--resume", resume)
+        assert read_bytes(trained_run) == before
+
+
+def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run, tmp_path, capsys):
+    resume = ["--resume", "auto", "--max-steps", "13"]
+
+    # A setting that shapes the result: refused, unless --allow-drift accepts it.
+    with pytest.raises(UserError, match=r"seed: 1337 -> 1.*--allow-drift"):
+        train_quickstart(tiny_args, trained_run, *resume, "--seed", "1")
+    flags = ["--resume", trained_run / "model_00012.pt", "--max-steps", "13", "--seed", "1", "--allow-drift"]
+    train_quickstart(tiny_args, tmp_path / "fork", *flags)
+
+    # The network cannot change at all, nor its vocabulary: the checkpoints would name a network that is not theirs.
+    for flag, change in (("--model.n-head 4", "n_head: 2 -> 4"), ("--model.vocab-size 512", "vocab_size: 256 -> 512")):
+        with pytest.raises(UserError, match=f"model.{change}"):
+            train_quickstart(tiny_args, trained_run, *resume, *flag.split(), "--allow-drift")
+
+    # A setting that does not shape the result is accepted and printed. So is what becomes of the learning rate.
+    capsys.readouterr()
+    train_quickstart(tiny_args, trained_run, *resume, "--val-every", "5")
+    output = capsys.readouterr().out
+    assert "val_every: 4 -> 5" in output
+    assert re.search(r"step 12 .* 3\.000e-04 to 3\.5", output)  # from the end of 12 steps to almost that of 13
+
+    # Nor do the data change unnoticed.
+    (tiny_data / "tiny_train_000003.npy").unlink()
+    with pytest.raises(UserError, match=f"data: .*{tiny_data}"):
+        train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "14")
+
+
+def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch):
+    """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has. Also if
+    the run is killed and resumed after the evaluation."""
+    val_losses = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])  # of steps 0, 2, 4 ... 12; saved are 4, 8 and 12
+    monkeypatch.setattr(evaluator, "validate", lambda *args: next(val_losses))
+    flags = [*tiny_args, "--val-every", "2", "--save-every", "4", "--keep", "1"]
+    compute_gradients = TrainStep.compute_gradients
+
+    def killed_at_step_5(train_step, *args):
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return compute_gradients(train_step, *args)
+
+    steps = itertools.count()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainStep, "compute_gradients", killed_at_step_5)
+        train_quickstart(flags, tmp_path / "run")
+    run = train_quickstart(flags, tmp_path / "run", "--resume", "auto")
+    assert checkpoint.complete_steps(run) == [4, 12]
+
+
+def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
+    """A run killed before its first save, or whose checkpoints were deleted: the same command starts it again."""
+    curve = (trained_run / "metrics.jsonl").read_text()
+    delete_checkpoints_after(trained_run, -1)
+
+    train_quickstart(tiny_args, trained_run, "--resume", "auto")
+
+    (kept,) = trained_run.glob("metrics_old_*.jsonl")
+    assert kept.read_text() == curve
+
+
+# ------------------------------------------------------------------------- from other weights
+
+
+def test_a_resumed_run_remembers_its_init_from(tiny_args, one_run, tmp_path):
+    """Taken for a run from scratch, it would be judged by the public runs of its preset."""
+    run = train_quickstart(tiny_args, tmp_path / "run", "--init-from", one_run, "--max-steps", "1")
+    train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "2")
+
+    assert json.loads((run / "config.json").read_text())["init_from"] == str(one_run)
+    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(one_run)
+
+
+def test_fine_tuning_starts_from_a_hf_folder(tiny_args, tmp_path):
+    """Its vocabulary may differ from the flags'; all else of its network may not."""
+    convert.save_hf(GPT(GPTConfig(block_size=32, vocab_size=50257, n_layer=2, n_head=2, n_embd=32)), tmp_path / "hf")
+    flags = [*tiny_args, "--init-from", tmp_path / "hf", "--model.vocab-size", "50304"]  # as the presets have it
+
+    run = train_quickstart(flags, tmp_path / "run", "--max-steps", "3")
+    train_quickstart(flags, run, "--max-steps", "5", "--resume", "auto")
+
+    assert open_model(run).config.vocab_size == 50257
+    assert list(load_curve(run)) == list(range(6))
+    with pytest.raises(UserError, match="n_layer is 2, not 3"):
+        train_quickstart(flags, tmp_path / "other", "--model.n-layer", "3")
+
+
+def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
+    """Without --model flags, whatever the preset's: here another shape, and options of the speedrun."""
+    network = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
+    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
+    begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data, "--sequence-length", 32, "--no-compile"]
+
+    def tune(*words):
+        more = ["--total-batch-size", 256, "--sample-every", 0, "--out-dir", tmp_path / "run"]
+        train_gpt2.train(parse_config(*words, *more), CPU, StopRequest())
+
+    # Start, resume by the same command, resume by the checkpoint alone.
+    tune(*begin, "--max-steps", 2)
+    tune(*begin, "--max-steps", 4, "--resume", "auto")
+    tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt")
+
+    assert open_model(tmp_path / "run").config == network
+    assert list(load_curve(tmp_path / "run")) == list(range(6))
+
+
+def test_missing_data_are_named_before_weights_are_opened(tmp_path):
+    cfg = parse_config("finetune", "--data-dir", tmp_path / "nosuch", "--init-from", tmp_path / "nothing")
+    with pytest.raises(UserError, match="nosuch"):
+        train_gpt2.train(cfg, CPU, StopRequest())
