@@ -1,5 +1,5 @@
-"""Resuming: the same bits as a run that was never stopped; a run is never overwritten, and never continues silently with
-other settings, other data or other weights."""
+"""Resuming gives the bits of a run that was never stopped. A run is never overwritten, and never continues silently
+with other settings, other data or other weights."""
 
 import itertools
 import json
