@@ -62,43 +62,39 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named(run_ranks):
     assert "Rank 1 failed" in output and "200 ms" in output
 
 
-def fail_on_rank_1() -> None:
-    """The script of a rank: rank 1 fails while rank 0 waits for it, as argv[1] says. argv[2] is the folder of the files
-    that torchrun would read, if this is not one of its ranks."""
-    if len(sys.argv) > 2:
-        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{sys.argv[2]}/{os.environ['RANK']}"
+# A run in which rank 1 fails while rank 0 waits for it, as argv[1] says.
+FAILING = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from system import cli, distributed
+import torch
+
+def main():
     with distributed.session("cpu", "float32") as rt:
         if rt.rank == 1 and sys.argv[1] == "killed":
             os.kill(os.getpid(), 9)
         cli.require(rt.rank == 0, "rank 1 has no data")
         rt.barrier(hours=1) if sys.argv[1] == "barrier" else rt.all_reduce(torch.ones(1))
 
-
-def test_a_rank_that_fails_ends_all_and_leaves_its_message(tmp_path, run_ranks):
-    """As the status, which the crash of the other rank does not hide, and where torchrun finds what to print last."""
-    status = tmp_path / "status.json"
-
-    run_ranks(2, fail_on_rank_1, "collective", tmp_path, fails=True, env={"TRAIN_STATUS_FILE": str(status)})
-
-    assert json.loads(status.read_text()) == {"status": "user_error", "reason": "rank 1 has no data"}
-    assert json.loads((tmp_path / "1").read_text())["message"]["message"] == "error: rank 1 has no data"
+cli.run_cli(main)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["barrier", "collective", "killed"])
-def test_torchrun_ends_all_and_reports_the_message(tmp_path, where):
-    script = tmp_path / "script.py"
-    path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]"
-    script.write_text(
-        f"{path}\nimport test_distributed\ntest_distributed.cli.run_cli(test_distributed.fail_on_rank_1)\n"
-    )
+def test_a_rank_that_fails_ends_all_with_its_message(tmp_path, where):
+    """Under a real torchrun; test_ranks.py and test_cli.py show the same of its parts."""
+    script, status = tmp_path / "script.py", tmp_path / "status.json"
+    script.write_text(FAILING)
 
-    torchrun = start_torchrun("--standalone", "--nproc_per_node=2", str(script), where)
+    flags = ["--standalone", "--nproc_per_node=2", str(script), where]
+    torchrun = start_torchrun(*flags, TRAIN_STATUS_FILE=str(status))
     output = torchrun.communicate(timeout=120)[0]  # the barrier would wait for an hour
 
     assert torchrun.returncode != 0
     if where != "killed":
         assert "error: rank 1 has no data" in output[output.index("ChildFailedError") :]
+        assert json.loads(status.read_text()) == {"status": "user_error", "reason": "rank 1 has no data"}
 
 
 # ------------------------------------------------------------------------- ranks that differ

@@ -7,24 +7,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import processes
 import pytest
-from helpers import (
-    ROOT,
-    assert_curves_close,
-    load_curve,
-    make_hellaswag_rows,
-    train_quickstart,
-    write_jsonl,
-)
+from helpers import ROOT, load_metrics, make_hellaswag_rows, train_quickstart, write_jsonl
 from processes import rank_pids, start_torchrun, wait_for
-from torch.distributed.launcher.api import LaunchConfig
 
-from tokens import shards
-from training import checkpoint
+from training import checkpoint, stop
 from training.stop import StopRequest
 
 
@@ -33,25 +23,40 @@ def count_lines(path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_signal_to_one_rank_ends_an_evaluation_on_all(tiny_data, tiny_args, tmp_path, new_log_path):
-    """Soon, with exit code 0 and nothing half logged; resumed, on one rank, the evaluation is made."""
-    # A validation of many seconds.
-    shards.write_shard(tiny_data / "tiny_val_000000.npy", np.arange(4_000_000, dtype=np.uint16) % 256)
-    out = tmp_path / "out"
-    flags = ["quickstart", *tiny_args, "--val-tokens", "4000000", "--out-dir", out]
+@pytest.mark.parametrize("limit, is_over", [("0.0001", True), ("1h", False), ("0", False), ("", False)])
+def test_a_time_limit_of_zero_is_none(limit, is_over):
+    request = StopRequest(limit)
+    time.sleep(0.001)
+    assert request.is_requested() == is_over
 
-    # metrics.jsonl is created just before the first evaluation.
-    first, second = processes.start_ranks(2, "train_gpt2.py", *flags, log=new_log_path())
-    assert first.wait_until((out / "metrics.jsonl").exists)
-    time.sleep(0.5)
-    assert second.send(signal.SIGTERM)
 
-    assert second.wait(10).exit_code == 0
-    assert "another rank" in first.wait_for_success().output
-    assert count_lines(out / "metrics.jsonl") == 0
-    assert not checkpoint.read_train_state(out)["evaluated"]
-    train_quickstart(tiny_args, out, "--resume", "auto")
-    assert_curves_close(load_curve(out), load_curve(train_quickstart(tiny_args, tmp_path / "undisturbed")))
+def signal_rank_1_in(module, name) -> None:
+    """A `prepare` for ranks of which the second gets a SIGTERM whenever it calls this function."""
+    function = getattr(sys.modules[module], name)
+
+    def signalled(*args):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args)
+
+    setattr(sys.modules[module], name, signalled)
+
+
+@pytest.mark.parametrize("place", ["training.evaluator to_device", "training.hellaswag_eval batch_losses"])
+def test_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, run_ranks, place):
+    """With exit code 0 and nothing half logged; resumed, on one rank, the evaluation is made."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40))
+    flags = ["--model.vocab-size", "50304", "--model.n-embd", "8", "--hellaswag-every", "4", "--hellaswag-data", rows]
+    flags, run = [*tiny_args, *flags, "--max-steps", "1"], tmp_path / "run"
+
+    prepare = partial(signal_rank_1_in, *place.split())
+    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, "--out-dir", run, prepare=prepare)
+
+    assert "another rank" in output
+    assert count_lines(run / "metrics.jsonl") == 0
+    assert not checkpoint.read_train_state(run)["evaluated"]
+    train_quickstart(flags, run, "--resume", "auto")
+    assert [line.keys() >= {"val_loss", "hellaswag_acc"} for line in load_metrics(run)] == [True, True]
 
 
 def test_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
@@ -61,7 +66,7 @@ def test_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
     script = [str(ROOT / "train_gpt2.py"), *run, "--out-dir", str(out)]
 
     torchrun = start_torchrun("--standalone", "--nproc_per_node=2", *script)
-    wait_for(lambda: count_lines(out / "metrics.jsonl") >= 5)
+    wait_for(lambda: count_lines(out / "metrics.jsonl") >= 2)
     for pid in [*rank_pids(torchrun.pid), torchrun.pid]:
         os.kill(pid, signal.SIGTERM)
     output = torchrun.communicate(timeout=60)[0]
@@ -70,19 +75,9 @@ def test_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
     assert checkpoint.latest_step(out) >= count_lines(out / "metrics.jsonl"), output[-3000:]
 
 
-def test_every_way_to_start_torchrun_gives_the_ranks_time_to_save(monkeypatch):
-    for path in ("README.md", "docs/clusters.md", "train.sh", "cloud/slurm.sbatch", "cloud/Dockerfile"):
-        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in (ROOT / path).read_text(), path
-
-    # torchrun reads that variable; that of torch 2.11 always waits 30 seconds.
-    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
-        pytest.skip("this torch does not know it")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 600
-
-
 def print_without_end() -> None:
     """A script that prints for as many seconds as its argument says, and takes signals as training does."""
+    stop.SECOND_SIGNAL_AFTER_S = 0.3
     end = time.monotonic() + float(sys.argv[1])
     with StopRequest().handle_signals():
         while time.monotonic() < end:
@@ -90,12 +85,12 @@ def print_without_end() -> None:
             time.sleep(0.005)  # so that reading it all takes little time
 
 
-@pytest.mark.parametrize("seconds_between, exit_code", [(0, 0), (2.5, -signal.SIGTERM)])
+@pytest.mark.parametrize("seconds_between, exit_code", [(0, 0), (0.6, -signal.SIGTERM)])
 def test_second_signal_kills_unless_it_is_the_same_again(tmp_path, start_script, seconds_between, exit_code):
-    """Within two seconds, the second may be the first one passed on by torchrun. The first comes while a print waits
+    """Within a short time, the second may be the first one passed on by torchrun. The first comes while a print waits
     for its reader: the handler then runs inside that print."""
     os.mkfifo(tmp_path / "pipe")
-    script = start_script(print_without_end, 2 + 3 * seconds_between, out=tmp_path / "pipe")
+    script = start_script(print_without_end, 1.5 + 9 * seconds_between, out=tmp_path / "pipe")
     with open(tmp_path / "pipe", "rb") as pipe:
         # Nobody reads until the pipe is full and the print waits.
         pipe.readline()
@@ -110,21 +105,6 @@ def test_second_signal_kills_unless_it_is_the_same_again(tmp_path, start_script,
 
         assert script.wait().exit_code == exit_code
         reader.join()
-
-
-def test_signal_ends_hellaswag(tiny_args, tmp_path, start_script):
-    out, rows = tmp_path / "out", write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(4000))
-    flags = ["quickstart", *tiny_args, "--model.vocab-size", "50304", "--out-dir", out]
-
-    # HellaSwag follows validation, whose result is printed.
-    script = start_script("train_gpt2.py", *flags, "--hellaswag-every", "4", "--hellaswag-data", rows)
-    assert script.wait_until("val loss"), script.output
-    time.sleep(0.2)
-    script.send(signal.SIGINT)
-
-    assert script.wait(10).exit_code == 0
-    assert "SIGINT" in script.output and "hellaswag acc" not in script.output
-    assert not checkpoint.read_train_state(out)["evaluated"]
 
 
 @pytest.mark.slow
