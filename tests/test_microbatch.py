@@ -1,106 +1,101 @@
 """The micro-batch that fits in memory."""
 
-import dataclasses
-import time
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import CPU, parse_config
 
 from model import GPT
+from system import machine
 from system.cli import UserError
-from training import microbatch
+from training import microbatch, step
+from training.presets import PRESETS
 from training.step import TrainStep
 
-FAKE_GPU = dataclasses.replace(CPU, device=torch.device("cuda", 0))
+GPU = replace(CPU, device=torch.device("cuda", 0))
+
+
+class Card:
+    """A GPU of 80 GiB, of which 40 are free, whose memory takes micro-batches of up to `limit` sequences."""
+
+    def __init__(self):
+        self.limit = 5
+        self.tried = []  # micro-batches
+        self.ballasts = []  # GiB that were allocated beside them
+        self.fraction = None  # of its memory that this process may take
+
+    def run_passes(self, B):
+        self.tried.append(B)
+        if self.limit < B:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def allocate(self, size, dtype, device):
+        self.ballasts.append(size / 2**30)
+        return torch.zeros(1)
+
+    def choose(self, sequences, rt=GPU):
+        """What `auto` takes for `sequences` of a step."""
+        cfg = replace(PRESETS["gpt2-124m"], total_batch_size=1024 * sequences)
+        return microbatch.choose_micro_batch_size(cfg, rt, 2**30, self.run_passes)
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """A GPU whose memory takes micro-batches of up to `card.limit` sequences; card.tried has the sizes."""
-
-    class Card:
-        limit, tried = 5, []
-
-        def run_passes(self, B):
-            self.tried.append(B)
-            if self.limit < B:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2**30))
-    monkeypatch.setattr(microbatch, "MIN_BALLAST_BYTES", 100)
-    monkeypatch.setattr(microbatch, "BALLAST_FRACTION", 0)
-    real_empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, device=None, **how: real_empty(*args, **how))
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
     card = Card()
-    card.tried = []
+    monkeypatch.setattr(torch, "empty", card.allocate)
+    monkeypatch.setattr(microbatch.gc, "collect", lambda: None)  # of all that the tests have imported: it takes long
+    calls = {"mem_get_info": lambda device: (40 * 2**30, 80 * 2**30), "memory_reserved": lambda device: 20 * 2**30}
+    calls |= {"empty_cache": lambda: None, "reset_peak_memory_stats": lambda: None}
+    calls["set_per_process_memory_fraction"] = lambda fraction, device: setattr(card, "fraction", fraction)
+    for name, call in calls.items():
+        monkeypatch.setattr(torch.cuda, name, call)
     return card
 
 
-def choose(card, sequences, any_rank=bool):
-    """What `auto` takes for a rank's share of `sequences`. any_rank: whether a rank, this one or another, says yes."""
-    cfg = parse_config("gpt2-124m", "--total-batch-size", 1024 * sequences)
-    rt = FAKE_GPU
-    object.__setattr__(rt, "any_rank", any_rank)
-    try:
-        return microbatch.choose_micro_batch_size(cfg, rt, 0, card.run_passes)
-    finally:
-        object.__delattr__(rt, "any_rank")
+@pytest.mark.parametrize("sequences, tried", [(60, [60, 30, 15, 6, 3]), (512, [64, 32, 16, 8, 4])])
+def test_auto_halves_until_a_size_fits(card, sequences, tried):
+    assert card.choose(sequences) == tried[-1]
+    assert card.tried == tried and card.fraction is None
 
 
-def test_auto_halves_until_a_size_fits(card):
-    assert choose(card, 60) == 3
-    assert card.tried == [60, 30, 15, 6, 3]
-    card.tried.clear()
-    assert choose(card, 512) == 4
-    assert card.tried == [64, 32, 16, 8, 4]
+def test_the_ballast_covers_later_allocations(card, monkeypatch):
+    """The gibibyte that training allocates later, and 4 percent of the card, but at least one gibibyte."""
+    card.choose(1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 8 * 2**30))
+    card.choose(1)
+    assert card.ballasts == pytest.approx([1 + 0.04 * 80, 1 + 1])
 
 
-def test_auto_takes_what_fits_on_every_rank(card):
+def test_windows_lends_no_memory_of_the_host(card, monkeypatch):
+    monkeypatch.setattr(machine, "is_wsl", lambda: True)
+    card.choose(1)
+    assert card.fraction == 0.75  # what is free, and what this process has already
+
+
+def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     """On the other rank only one sequence fits; both try the same sizes."""
     others = iter([True, False])
-    assert choose(card, 6, any_rank=lambda flag: flag or next(others)) == 1
+    monkeypatch.setattr(type(GPU), "any_rank", lambda rt, flag: flag or next(others))
+    assert card.choose(12, replace(GPU, world_size=2)) == 1
     assert card.tried == [6, 3, 1]
 
 
 def test_a_model_that_does_not_fit_is_refused(card):
     card.limit = 0
     with pytest.raises(UserError, match="--recompute"):
-        choose(card, 6)
+        card.choose(6)
 
 
-def test_the_ballast_covers_later_allocations(monkeypatch):
-    """What training allocates later, and a gibibyte or 4 percent of the card; it is freed after each try."""
-    sizes = []
-
-    def remember(*shape, **how):
-        sizes.append(shape[0])
-        return torch.zeros(1)
-
-    monkeypatch.setattr(torch, "empty", remember)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    for total_gib in (8, 80):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, total=total_gib: (0, total * 2**30))
-        assert microbatch.fits_in_memory(CPU.device, 1000, lambda: None)
-    assert sizes == [2**30 + 1000, int(0.04 * 80 * 2**30) + 1000]
-
-
-@pytest.mark.parametrize("flags, ranks, value", [
-    (["--micro-batch-size", "3"], 1, "--micro-batch-size 4"),
-    ([], 3, "--total-batch-size 288"),
-])  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused(tiny_args, flags, ranks, value):
-    cfg = parse_config("quickstart", *tiny_args, *flags)
-    rt = dataclasses.replace(CPU, world_size=ranks)
-    with pytest.raises(UserError, match=value):
-        microbatch.choose_micro_batch_size(cfg, rt, 0, lambda B: None)
+def test_a_batch_that_does_not_split_over_the_ranks_is_refused(tiny_args):
+    cfg = parse_config("quickstart", *tiny_args)
+    with pytest.raises(UserError, match="--total-batch-size 288"):
+        microbatch.choose_micro_batch_size(cfg, replace(CPU, world_size=3), 0, lambda B: None)
 
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_takes_a_size_that_surely_fits(preset, B):
-    assert microbatch.choose_micro_batch_size(parse_config(preset), CPU, 0, lambda B: None) == B
+    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, 0, lambda B: None) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
@@ -136,38 +131,22 @@ def test_the_passes_leave_no_trace(tiny_args):
     assert all(torch.equal(plain[name], tried[name]) for name in plain)
 
 
-def refuse_on_rank_1() -> None:
-    """A `prepare` for two ranks that search for a size, of which rank 1 has no memory for the ballast."""
-    import os
+def let_rank_1_refuse_every_size() -> None:
+    """A `prepare` for two ranks that try sizes as on a GPU, of which rank 1 has no memory for the ballast."""
 
-    def fits(run_passes):
-        if os.environ["RANK"] == "0":
-            run_passes()
-        return os.environ["RANK"] == "0"
-
-    def choose_as_on_a_gpu(cfg, rt, reserved_bytes, run_passes):
-        for B in (8, 4, 2, 1):
-            if not rt.any_rank(not fits(lambda B=B: run_passes(B))):
+    def choose(cfg, rt, reserved_bytes, run_passes):
+        for B in (4, 2, 1):
+            if rt.is_main:
+                run_passes(B)
+            if not rt.any_rank(not rt.is_main):
                 return B
         raise UserError("no size fits")
 
-    from training import step
-
-    step.choose_micro_batch_size = choose_as_on_a_gpu
+    step.choose_micro_batch_size = choose
 
 
 def test_a_rank_without_memory_stops_both_at_once(tiny_args, tmp_path, run_ranks):
-    """The search enters no collective but its vote: it once waited ten minutes for the other rank inside DDP."""
-    start = time.monotonic()
-    output = run_ranks(
-        2,
-        "train_gpt2.py",
-        "quickstart",
-        *tiny_args,
-        "--out-dir",
-        tmp_path / "run",
-        prepare=refuse_on_rank_1,
-        fails=True,
-    )
+    """The passes enter no collective: one rank once waited ten minutes for the other inside DDP."""
+    flags = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
+    output = run_ranks(2, "train_gpt2.py", *flags, prepare=let_rank_1_refuse_every_size, fails=True)
     assert "no size fits" in output
-    assert time.monotonic() - start < 300
