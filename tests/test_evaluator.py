@@ -1,5 +1,7 @@
 """What evaluations measure, and the verdict on or off track."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,11 +10,13 @@ import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 from model import GPT
+from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
-from training import checkpoint, evaluator
+from training import evaluator
 from training.metrics import RunState
+from training.step import Forward
 
 SMALL_GPT2 = "--model.vocab-size 50304 --model.n-embd 8".split()
 
@@ -25,31 +29,36 @@ def write_val_text(folder, documents) -> np.ndarray:
     return np.array(tokens)
 
 
-def test_evaluations_do_not_move_training(tiny_args, tmp_path):
+def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
     often = train_quickstart(tiny_args, tmp_path / "often", "--val-every", "1")
-    never = train_quickstart(tiny_args, tmp_path / "never", "--val-every", "0")
-    assert same_bits(load_weights(often), load_weights(never))
-    assert len([val for _, val, _ in load_curve(often).values() if val is not None]) == 13
+    assert same_bits(load_weights(often), load_weights(one_run))
+    assert all(val is not None for _, val, _ in load_curve(often).values())
 
 
-def test_a_failed_evaluation_follows_the_save(tiny_args, tmp_path, monkeypatch):
-    """It ends the run, which resumes from the step whose evaluation failed."""
-    undisturbed, run = train_quickstart(tiny_args, tmp_path / "undisturbed"), tmp_path / "run"
-    validate, losses = evaluator.validate, []
+def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
+    """Whatever the ranks and the micro-batch: here neither divides 43 sequences, nor is the last one the split's."""
+    # The expected loss, from all logits of the 43 sequences at once.
+    cfg = parse_config("quickstart", *tiny_args, "--val-tokens", 43 * 32 + 31)
+    model = GPT(cfg.model)
+    data = Loader(tiny_data, "val", 32, 256)
+    tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_val_000000.npy")[: 43 * 32 + 1].astype(int))
+    with torch.no_grad():
+        logits = model(tokens[:-1].view(43, 32))[0]  # (43, 32, vocabulary)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
 
-    def fail_at_step_8(*args):
-        losses.append(validate(*args))
-        if len(losses) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return losses[-1]
+    forward = Forward(model, compiles=False)
+    for world_size, B in ((1, 4), (3, 2), (2, 64)):
+        ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
+        checks = []  # the ranks that looked for a stop request, in order
+        with pytest.MonkeyPatch.context() as patch:
+            # The ranks run one after another here, so each keeps its part of the sum.
+            patch.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
+            parts = [evaluator.validate(forward, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in ranks]
+        assert sum(parts) == pytest.approx(expected, rel=1e-5)
 
-    monkeypatch.setattr(evaluator, "validate", fail_at_step_8)
-    with pytest.raises(torch.OutOfMemoryError):
-        train_quickstart(tiny_args, run, "--save-every", "4")
-    assert checkpoint.latest_step(run) == 8
-
-    train_quickstart(tiny_args, run, "--save-every", "4", "--resume", "auto")
-    assert load_curve(run) == load_curve(undisturbed)
+        # Every rank looks as often as the others, or one of them would wait for ever.
+        counts = {checks.count(rank) for rank in range(world_size)}
+        assert len(counts) == 1 and counts.pop() >= 1
 
 
 # ------------------------------------------------------------------------- on track or off track
@@ -65,39 +74,35 @@ def validate_once(cfg, monkeypatch, capsys, max_steps=19_073, step=500) -> str:
     return capsys.readouterr().out
 
 
-def evaluated_config(*words):
+def evaluated_config(words):
     """A config whose evaluations need nothing but `validate`."""
-    return parse_config(*words, "--hellaswag-every", "0", "--sample-every", "0")
+    return parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
 
 
 @pytest.mark.parametrize("flags", ["", "--seed 7", "--no-shuffle", "--model.vocab-size 50257", "--val-tokens 1048576"])
 def test_a_run_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
-    output = validate_once(evaluated_config("gpt2-124m", *flags.split()), monkeypatch, capsys)
+    output = validate_once(evaluated_config(f"gpt2-124m {flags}"), monkeypatch, capsys)
     assert "off track" in output and "on fineweb-edu" in output
 
 
-@pytest.mark.parametrize("flags, named", [
-    ("--schedule trapezoid", "--schedule"),
-    ("--max-lr 1e-3 --warmup-steps 256", "--max-lr, --warmup-steps"),
-    ("--model.n-layer 6", "--model.n-layer"),
+@pytest.mark.parametrize("words, named", [
+    ("gpt2-124m --schedule trapezoid", "--schedule"),
+    ("gpt2-124m --max-lr 1e-3 --warmup-steps 256", "--max-lr, --warmup-steps"),
+    ("gpt2-124m --model.n-layer 6", "--model.n-layer"),
+    ("gpt2-124m --init-from gpt2", ""),  # other weights, other steps
+    ("gpt2-124m --total-batch-size 262144", ""),
+    ("gpt2-124m --max-steps 9000", ""),
+    ("untied-124m --max-lr 1", ""),
 ])  # fmt: skip
-def test_a_run_of_other_settings_has_no_verdict(monkeypatch, capsys, flags, named):
-    output = validate_once(evaluated_config("gpt2-124m", *flags.split()), monkeypatch, capsys)
-    assert output.count("no reference") == 1 and named in output
-    assert "track" not in output
-
-
-@pytest.mark.parametrize("words", [
-    "gpt2-124m --init-from gpt2", "gpt2-124m --total-batch-size 262144", "untied-124m --max-lr 1",
-])  # fmt: skip
-def test_other_weights_or_steps_have_no_verdict(monkeypatch, capsys, words):
-    assert "track" not in validate_once(evaluated_config(*words.split()), monkeypatch, capsys)
-    assert "track" not in validate_once(evaluated_config("gpt2-124m"), monkeypatch, capsys, max_steps=9000)
+def test_a_run_of_another_recipe_has_no_verdict(monkeypatch, capsys, words, named):
+    cfg = evaluated_config(words)
+    output = validate_once(cfg, monkeypatch, capsys, cfg.total_steps(0))
+    assert named in output and "track" not in output
 
 
 def test_a_second_epoch_has_a_reference(monkeypatch, capsys):
     """./train.sh log/gpt2-124m/model_19073.pt 2"""
-    cfg = evaluated_config("gpt2-124m", "--epochs", "2")
+    cfg = evaluated_config("gpt2-124m --epochs 2")
     assert cfg.total_steps(0) == 38_146
 
     output = validate_once(cfg, monkeypatch, capsys, max_steps=38_146, step=25_000)
@@ -125,3 +130,9 @@ def test_samples_continue_the_users_own_text(tiny_args, tmp_path, document, prom
 
     assert found.sample_text(RunState(9, "", step=1), lambda: False).count("sample 0: " + prompt) == 1
     assert found.sample_text(RunState(9, "", step=0), lambda: False) == ""
+
+
+def test_a_long_prompt_loses_its_beginning(tiny_args, tiny_data):
+    cfg = parse_config("quickstart", *tiny_args, "--sample-prompt", "begin " + "long " * 50)
+    prompt = evaluator.choose_prompt(cfg, None)
+    assert encoding().decode(prompt) == " long" * 31 + " "
