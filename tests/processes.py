@@ -22,7 +22,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,10 +31,9 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import torch
-from helpers import CPU, ROOT
+from helpers import ROOT
 
 from system.cli import run_cli
-from system.distributed import Runtime
 
 # The server imports these once; a fork of it starts with all of them.
 PRELOAD = "__main__ helpers train_gpt2 torch._dynamo tyro fineweb hub hellaswag infer plots matplotlib.pyplot".split()
@@ -142,16 +140,7 @@ def do_nothing() -> None:
     """The `prepare` of a process in which no fault is planted."""
 
 
-def start(
-    script: str | Callable,
-    *argv: object,
-    log: Path,
-    out: object = None,
-    cwd: object = None,
-    env: dict[str, str] | None = None,
-    prepare: Callable[[], None] = do_nothing,
-    input: object = os.devnull,
-) -> Script:
+def start(script, *argv, log: Path, out=None, cwd=None, env=None, prepare=do_nothing, input=os.devnull) -> Script:
     """Start a script and return at once.
 
     Args:
@@ -174,9 +163,7 @@ def start(
     return Script(process, log)
 
 
-def start_ranks(
-    n: int, script: str | Callable, *argv: object, log: Path, env: dict[str, str] | None = None, **how
-) -> list[Script]:
+def start_ranks(n: int, script, *argv, log: Path, env=None, **how) -> list[Script]:
     """Start n ranks of one run, with the environment that torchrun gives them and a log file for each, which is named
     after `log`. `how` goes to `start`."""
     # What all ranks share; then each rank with its number and its log.
@@ -189,7 +176,7 @@ def start_ranks(
     return started
 
 
-def run_ranks(n: int, script: str | Callable, *argv: object, fails: bool = False, **how) -> str:
+def run_ranks(n: int, script, *argv, fails: bool = False, **how) -> str:
     """The output of n ranks, joined, once all have ended: each with exit code 0 or, with `fails`, each with a positive
     one. A rank that fails has a message or, if it has only lost another rank, a traceback."""
     ended = [rank.wait() for rank in start_ranks(n, script, *argv, **how)]
@@ -197,41 +184,9 @@ def run_ranks(n: int, script: str | Callable, *argv: object, fails: bool = False
     codes = [rank.exit_code for rank in ended]
 
     # A negative code is that of a signal, which no rank should die of.
-    if fails:
-        as_expected = all(code > 0 for code in codes)
-    else:
-        as_expected = not any(codes)
+    as_expected = all(code > 0 for code in codes) if fails else not any(codes)
     assert as_expected, f"exit codes {codes}\n{output[-6000:]}"
     return output
-
-
-def run_in_threads(*functions) -> list:
-    """What each function returns, or the exception it raises, given the Runtime of one of as many ranks. The ranks are
-    threads of this process, without a process group."""
-    meeting = threading.Barrier(len(functions), timeout=20)
-    values, results = [None] * len(functions), [None] * len(functions)
-
-    class ThreadRuntime(Runtime):
-        def gather(self, value):
-            values[self.rank] = value
-            meeting.wait()
-            gathered = list(values)
-            meeting.wait()
-            return gathered
-
-    def run(rank):
-        try:
-            results[rank] = functions[rank](ThreadRuntime(CPU.device, CPU.dtype, rank, world_size=len(functions)))
-        except Exception as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive(), "a rank waits without end"
-    return results
 
 
 # ------------------------------------------------------------------------- a real torchrun

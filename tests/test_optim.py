@@ -60,13 +60,6 @@ def test_every_parameter_is_in_exactly_one_group(optimizer, tied_head):
     assert optimizer in groups_by_optimizer
 
 
-def test_muon_takes_the_matrices_of_the_blocks():
-    cfg = dataclasses.replace(BASE, optimizer="muon")
-    (group,) = optim.parameter_groups(dict(GPT(SMALL).named_parameters()), cfg)["muon"]
-    shapes = {tuple(p.shape) for p in group["params"]}
-    assert shapes == {(48, 16), (16, 16), (64, 16), (16, 64)} and len(group["params"]) == 4 * SMALL.n_layer
-
-
 # ------------------------------------------------------------------------- what the updates are
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    CPU,
     assert_curves_close,
     delete_checkpoints_after,
     load_curve,
@@ -23,11 +25,11 @@ from helpers import (
     train_quickstart,
     write_jsonl,
 )
-from processes import run_in_threads
 
 import train_gpt2
 from model import GPT
-from system.cli import UserError
+from system import distributed
+from system.distributed import Runtime
 from tokens import shards
 from training import checkpoint, optim, resume
 from training.metrics import RunState
@@ -86,34 +88,24 @@ def test_eval_only_prints_what_the_run_printed(tiny_args, one_run, tmp_path, run
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def train_and_print_state() -> None:
-    """The script of a rank: a run, after which each rank prints how many bytes its optimizers keep. A parameter's state
-    has its shape; AdamW's counters of steps have none."""
-    built = []
-    init = torch.optim.Optimizer.__init__
-
-    def record(self, *args, **kwargs):
-        built.append(self)
-        init(self, *args, **kwargs)
-
-    torch.optim.Optimizer.__init__ = record
-    train_gpt2.main()
-
-    # A sharding optimizer has no state of its own, or shows that of the one inside, which is in the list as well.
-    kept = {id(t): t.nbytes for o in built for state in o.state.values() for t in state.values() if t.dim()}
-    print(json.dumps({"bytes": sum(kept.values())}))
+def check_shares() -> None:
+    """The script of a rank: after a step, the ranks together keep each number of the optimizers' state once."""
+    cfg = parse_config("quickstart", *sys.argv[1:])
+    with distributed.session("cpu", "float32") as rt:
+        named = dict(GPT(cfg.model).named_parameters())
+        optimizers = optim.build_optimizers(named, cfg, rt)
+        for p in named.values():
+            p.grad = torch.ones_like(p)
+        for optimizer in optimizers:
+            optimizer.step()
+        own = [t for o in optimizers for state in o.optim.state.values() for t in state.values() if t.dim()]
+        shares = rt.gather(sum(t.nbytes for t in own))
+        # Whole parameters are dealt out, so a rank has more than half where one is itself a large part.
+        assert sum(shares) == optim.state_bytes(named, cfg) and max(shares) < 0.75 * sum(shares)
 
 
-def test_zero_divides_the_optimizer_state(tiny_args, tmp_path, run_ranks):
-    """Together the ranks keep each number once. Whole parameters are dealt out, so a rank has half, or more where a
-    parameter is itself a large part."""
-    flags = ["quickstart", *tiny_args, *"--optimizer muon --zero-stage 1 --max-steps 1 --val-every 0".split()]
-    output = run_ranks(2, train_and_print_state, *flags, "--out-dir", tmp_path / "run")
-
-    shares = [json.loads(line)["bytes"] for line in output.splitlines() if line.startswith("{")]
-    cfg = parse_config(*flags)
-    total = optim.state_bytes(dict(GPT(cfg.model).named_parameters()), cfg)
-    assert len(shares) == 2 and sum(shares) == total and max(shares) < 0.75 * total
+def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
+    run_ranks(2, check_shares, *tiny_args, "--optimizer", "muon", "--zero-stage", "1")
 
 
 @pytest.mark.slow
@@ -163,40 +155,36 @@ def test_an_error_on_one_rank_ends_the_other_and_is_printed(tiny_args, tiny_data
 # ------------------------------------------------------------------------- ranks that differ
 
 
-def test_ranks_that_found_other_files_are_refused_by_name(tiny_args, tiny_data, tmp_path):
-    """On two machines: another checkpoint, another length of the run, other shards, other HellaSwag rows."""
+def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path, monkeypatch):
+    """Two machines may have another checkpoint, length of the run, network, shards or HellaSwag rows."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
-    flags = [*tiny_args, "--hellaswag-every", "4", "--hellaswag-data"]
     fewer_rows = write_jsonl(tmp_path / "fewer.jsonl", make_hellaswag_rows(6))
     shutil.copytree(tiny_data, tmp_path / "copy")
     shutil.copytree(tiny_data, tmp_path / "other")
     shards.write_shard(tmp_path / "other" / "tiny_train_000001.npy", np.arange(50, dtype=np.uint16))
+    monkeypatch.setattr(Runtime, "check_equal", lambda rt, facts, fix: found.append(facts))
+    found = []
 
-    def compare(*flags_of_ranks, steps=(None, None)):
-        # tyro cannot parse in two threads at once.
-        configs = [parse_config("quickstart", *flags) for flags in flags_of_ranks]
+    def find_facts(*words, step=None):
+        flags = [*tiny_args, "--hellaswag-every", "4", "--hellaswag-data", rows, *words]
+        cfg = parse_config("quickstart", *flags)
+        data = train_gpt2.open_data(cfg)[0]
+        run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
+        resume.check_ranks_agree(cfg, CPU, step and {"step": step}, run, data)
+        return found[-1]
 
-        def check(rt):
-            cfg = configs[rt.rank]
-            step = steps[rt.rank]
-            data = train_gpt2.open_data(cfg)[0]
-            run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
-            resume.check_ranks_agree(cfg, rt, step and {"step": step}, run, data)
-
-        return run_in_threads(check, check)
-
-    same = [*flags, rows]
-    assert compare(same, [*same, "--data-dir", tmp_path / "copy"]) == [None, None]
-    for results, message in (
-        (compare(same, same, steps=(3, None)), "step 3 on rank 0"),
-        (compare(same, same, steps=(3, 6)), "step 6 on rank 1"),
-        (compare(same, [*same, "--max-steps", "13"]), "steps is 12 on rank 0"),
-        (compare(same, [*same, "--data-dir", tmp_path / "other"]), "data is "),
-        (compare(same, [*same, "--model.n-head", "4"]), "network is "),
-        (compare(same, [*flags, fewer_rows]), "HellaSwag file is"),
-        (compare(same, [*flags, tmp_path / "missing"]), "none on rank 1"),
-    ):
-        assert all(isinstance(result, UserError) and message in str(result) for result in results), (message, results)
+    facts = find_facts(step=3)
+    for word, other in {
+        "": find_facts("--data-dir", tmp_path / "copy", step=3),
+        "checkpoint": find_facts(step=6),
+        "steps": find_facts("--max-steps", "13", step=3),
+        "network": find_facts("--model.n-head", "4", step=3),
+        "data": find_facts("--data-dir", tmp_path / "other", step=3),
+        "HellaSwag": find_facts("--hellaswag-data", fewer_rows, step=3),
+    }.items():
+        names = [name for name in facts if facts[name] != other[name]]
+        assert len(names) == bool(word) and word in "".join(names)
+    assert find_facts("--hellaswag-data", tmp_path / "missing")["the checkpoint to resume from"] == "none"
 
 
 def change_the_seed_of_rank_1() -> None:
@@ -206,12 +194,21 @@ def change_the_seed_of_rank_1() -> None:
         train_gpt2.parse = lambda *args: replace(parse(*args), seed=7)
 
 
-def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, run_ranks):
+def change_the_data_of_rank_1() -> None:
+    """A `prepare` for ranks of which the second finds other shards."""
+    if os.environ["RANK"] == "1":
+        train_gpt2.Loader.fingerprint = lambda data: "another"
+
+
+@pytest.mark.parametrize("prepare, named", [
+    (change_the_seed_of_rank_1, "--seed is 1337 on rank 0"), (change_the_data_of_rank_1, "but another (3 shards"),
+])  # fmt: skip
+def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, run_ranks, prepare, named):
     """Averaged over two seeds, the run would end with success: nothing else notices."""
     flags = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
-    output = run_ranks(2, "train_gpt2.py", *flags, prepare=change_the_seed_of_rank_1, fails=True)
+    output = run_ranks(2, "train_gpt2.py", *flags, prepare=prepare, fails=True)
 
-    assert "--seed is 1337 on rank 0" in output
+    assert named in output
     assert not (tmp_path / "run").exists()
 
 

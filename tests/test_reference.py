@@ -1,6 +1,5 @@
 """training/reference.py tells a healthy run from a sick one."""
 
-import csv
 import math
 from pathlib import Path
 
@@ -26,36 +25,6 @@ def judge_curve(loss_at, steps=STEPS) -> list[bool]:
     return [line.endswith("on track") for line in lines if line]
 
 
-def read_csv(path):
-    with open(path) as f:
-        return list(csv.DictReader(f))
-
-
-def test_the_references_are_the_shared_figures(shared_data):
-    # gpt2-124m: two runs, a and b, with val losses and HellaSwag.
-    for key, low, high in (
-        ("val_loss", REFERENCE.low, REFERENCE.high),
-        ("hellaswag", REFERENCE.hellaswag_low, REFERENCE.hellaswag_high),
-    ):
-        pairs = [(float(row[f"{key}_a"]), float(row[f"{key}_b"])) for row in read_csv(shared_data / EDU)]
-        assert np.sort(pairs).T.tolist() == [low.tolist(), high.tolist()]
-
-    # The speedruns: any number of runs of the same name.
-    rows = read_csv(shared_data / "reference_speedruns.csv")
-    for name, max_steps in (("llmc", 19_560), ("record8", 4578), ("simple-muon-36", 3250)):
-        (reference,) = [reference for reference in read_references() if reference.max_steps == max_steps]
-        losses = {}
-        for row in rows:
-            if row["run"] == name:
-                losses.setdefault(int(row["step"]), []).append(float(row["val_loss"]))
-        assert reference.step[-1] == max(losses)
-        for step, low, high in zip(reference.step, reference.low, reference.high, strict=True):
-            assert (min(losses[step]), max(losses[step]), len(losses[step])) == (low, high, reference.runs)
-
-
-EDU = "fineweb_edu_10b_reference.csv"
-
-
 def test_every_reference_accepts_its_own_runs_and_no_broken_one():
     for reference in read_references():
         for step, low, high in zip(reference.step, reference.low, reference.high, strict=True):
@@ -64,6 +33,10 @@ def test_every_reference_accepts_its_own_runs_and_no_broken_one():
             # 0.3 nats too high is noticed once the steep part, and the loose step 0, are over.
             if step > 0 and reference.expected_range(step)[1] <= 5:
                 assert not reference.judge(step, high + 0.3).endswith("on track")
+        # In the second half 0.1 is, too: attention that sees a little of the future, or a rate a little too high.
+        for step in reference.step[len(reference.step) // 2 :]:
+            low, high = reference.expected_range(step)
+            assert high - low < 0.1
         last_step = reference.step[-1]
         assert "too low" in reference.judge(last_step, 2.0)
         assert reference.judge(last_step + 1, 3.0) is None
@@ -100,24 +73,10 @@ def test_a_learning_rate_that_is_too_low_is_off_track(factor):
     assert not any(judge_curve(lagging_loss, STEPS[2:21]))  # at every evaluation from step 500 to 5,000
 
 
-def test_other_sicknesses_are_off_track():
-    def bump(step):
-        return 0.8 * math.exp(-(((step - 900) / 300) ** 2))
-
-    # A rate that is too high: the loss sticks on the plateau of token frequencies, or goes up and comes back slowly,
-    # or stays a little too high to the end.
-    assert not any(judge_curve(lambda step: max(healthy_loss(step), 7.2), STEPS[1:]))
-    assert not all(judge_curve(lambda step: healthy_loss(step) + bump(step), STEPS[1:8]))
-    assert not any(judge_curve(lambda step: healthy_loss(step) + 0.05, STEPS[6:]))
-    # Attention that sees the future, or a little of it, or only its own token.
-    assert not any(judge_curve(lambda step: 10.9 * math.exp(-step / 150), STEPS[1:]))
-    assert not any(judge_curve(lambda step: healthy_loss(step) - 0.05, STEPS[6:]))
-    assert not any(judge_curve(lambda step: max(healthy_loss(step), 5.6), STEPS[2:]))
-
-
-def test_the_line_a_run_prints():
+def test_the_line_has_the_loss_and_the_range():
     low, high = REFERENCE.expected_range(500)
-    assert judge(500, 5.31) == f"step 500: val 5.310, reference {low:.3f} to {high:.3f}: on track"
+    assert all(value in judge(500, 5.31) for value in ("500", "5.310", f"{low:.3f}", f"{high:.3f}"))
+    assert judge_curve(lambda step: 5.31, [500]) == [True]
     for step, loss in ((500, 5.9), (500, math.nan), (500, math.inf), (0, 11.8)):
-        assert "off track" in judge(step, loss)
-    assert judge(100, 8.0) is None and judge(STEPS[-1] + 1, 3.0) is None and judge(-1, 3.0) is None
+        assert judge_curve(lambda step, loss=loss: loss, [step]) == [False]
+    assert judge_curve(lambda step: 8.0, [100, STEPS[-1] + 1, -1]) == []

@@ -7,15 +7,7 @@ import re
 
 import pytest
 from corpora import read_bytes
-from helpers import (
-    CPU,
-    delete_checkpoints_after,
-    load_curve,
-    load_weights,
-    parse_config,
-    same_bits,
-    train_quickstart,
-)
+from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 import train_gpt2
 from model import GPT, GPTConfig
@@ -190,27 +182,6 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run,
     (tiny_data / "tiny_train_000003.npy").unlink()
     with pytest.raises(UserError, match=f"data: .*{tiny_data}"):
         train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "14")
-
-
-def test_the_best_of_the_saved_steps_is_kept(tiny_args, tmp_path, monkeypatch):
-    """As in fine-tuning: val loss falls, then rises; its lowest point has no checkpoint, the next lowest has. Also if
-    the run is killed and resumed after the evaluation."""
-    val_losses = iter([5.0, 1.0, 2.0, 3.0, 4.0, 3.0, 3.5])  # of steps 0, 2, 4 ... 12; saved are 4, 8 and 12
-    monkeypatch.setattr(evaluator, "validate", lambda *args: next(val_losses))
-    flags = [*tiny_args, "--val-every", "2", "--save-every", "4", "--keep", "1"]
-    compute_gradients = TrainStep.compute_gradients
-
-    def killed_at_step_5(train_step, *args):
-        if next(steps) == 5:
-            raise KeyboardInterrupt
-        return compute_gradients(train_step, *args)
-
-    steps = itertools.count()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainStep, "compute_gradients", killed_at_step_5)
-        train_quickstart(flags, tmp_path / "run")
-    run = train_quickstart(flags, tmp_path / "run", "--resume", "auto")
-    assert checkpoint.complete_steps(run) == [4, 12]
 
 
 def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):

@@ -9,15 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    CPU,
-    delete_checkpoints_after,
-    load_curve,
-    load_weights,
-    parse_config,
-    same_bits,
-    train_quickstart,
-)
+from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 from model import GPT
 from system.cli import UserError
