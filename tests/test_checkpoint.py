@@ -176,7 +176,7 @@ def test_a_power_cut_at_any_moment_leaves_a_checkpoint(tmp_path, disk_calls):
     ]
 
 
-def test_metrics_are_on_the_disk_before_their_checkpoint(tiny_args, tmp_path, disk_calls):
+def test_metrics_are_on_disk_before_their_checkpoint(tiny_args, tmp_path, disk_calls):
     """A resumed run writes the lines after its checkpoint again, but not those before."""
     train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1")
     assert disk_calls.index("sync metrics.jsonl") < disk_calls.index("sync .optim_00001.pt.part")

@@ -57,7 +57,7 @@ def wait_for_each_other() -> None:
         rt.barrier(hours=0.2 / 3600)
 
 
-def test_a_rank_that_does_not_come_to_a_barrier_is_named(run_ranks):
+def test_a_rank_that_misses_a_barrier_is_named(run_ranks):
     output = run_ranks(2, wait_for_each_other, fails=True)
     assert "Rank 1 failed" in output and "200 ms" in output
 
@@ -129,7 +129,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_checksum_changes_with_the_weights_and_their_order(monkeypatch, change):
+def test_a_checksum_changes_with_the_weights(monkeypatch, change):
     """Also beyond the first chunk of a parameter."""
     monkeypatch.setattr(distributed, "CHUNK_NUMEL", 8)
     torch.manual_seed(0)

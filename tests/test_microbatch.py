@@ -87,7 +87,7 @@ def test_a_model_that_does_not_fit_is_refused(card):
         card.choose(6)
 
 
-def test_a_batch_that_does_not_split_over_the_ranks_is_refused(tiny_args):
+def test_a_batch_must_split_over_the_ranks(tiny_args):
     cfg = parse_config("quickstart", *tiny_args)
     with pytest.raises(UserError, match="--total-batch-size 288"):
         microbatch.choose_micro_batch_size(cfg, replace(CPU, world_size=3), 0, lambda B: None)

@@ -40,7 +40,7 @@ def test_machines_that_differ_both_say_so(tiny_args, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks through /proc")
-def test_a_rank_killed_on_one_machine_is_restarted_on_both(tiny_args, tmp_path):
+def test_a_killed_rank_is_restarted_on_both_machines(tiny_args, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     ended = wait_for_ends(start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", undisturbed))
     assert [code for code, _ in ended] == [0, 0], ended

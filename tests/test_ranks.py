@@ -42,7 +42,7 @@ RECORD = "--weights bfloat16 --optimizer muon --model.no-tied-head".split()
 
 
 @pytest.mark.parametrize("recipe, rounding", [([], 2e-4), (RECORD, 3e-2)], ids=["adamw", "muon"])
-def test_a_run_moves_between_world_sizes_and_zero_stages(tiny_args, tmp_path, run_ranks, recipe, rounding):
+def test_a_run_moves_between_numbers_of_ranks(tiny_args, tmp_path, run_ranks, recipe, rounding):
     """From 1 rank to 2 and 4, ZeRO-1 on and off; a time limit ends the second part after a step. `rounding`: bfloat16
     rounds the gradients, too, of which each rank has another part."""
     flags = [*tiny_args, *recipe]
@@ -136,7 +136,7 @@ def test_a_compiled_run_ends_and_repeats_bit_for_bit(tiny_args, tmp_path, run_ra
 # ------------------------------------------------------------------------- a rank that fails
 
 
-def test_an_error_on_one_rank_ends_the_other_and_is_printed(tiny_args, tiny_data, tmp_path, run_ranks):
+def test_an_error_on_one_rank_ends_the_other(tiny_args, tiny_data, tmp_path, run_ranks):
     """With a status, by which nothing restarts them."""
     # A token that is not in the vocabulary, in sequence 6, which the second rank reads.
     path = tiny_data / "tiny_train_000001.npy"

@@ -240,7 +240,7 @@ def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
     assert list(load_curve(tmp_path / "run")) == list(range(6))
 
 
-def test_missing_data_are_named_before_weights_are_opened(tmp_path):
+def test_missing_data_are_named_before_the_weights(tmp_path):
     cfg = parse_config("finetune", "--data-dir", tmp_path / "nosuch", "--init-from", tmp_path / "nothing")
     with pytest.raises(UserError, match="nosuch"):
         train_gpt2.train(cfg, CPU, StopRequest())

@@ -103,7 +103,7 @@ def set_initial_loss_scale(monkeypatch, init_scale) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
 
 
-def test_float16_skips_overflows_and_resumes_with_its_scale(tiny_args, tmp_path, monkeypatch, capsys):
+def test_float16_skips_overflows_and_resumes(tiny_args, tmp_path, monkeypatch, capsys):
     set_initial_loss_scale(monkeypatch, 2.0**30)
     flags = [*tiny_args, *FLOAT16, "--max-steps", "20", "--save-every", "1"]
     undisturbed = train_quickstart(flags, tmp_path / "undisturbed")
@@ -139,7 +139,7 @@ def test_float16_refuses_a_loss_that_is_nan(tiny_args, tmp_path, monkeypatch, un
         train_quickstart(tiny_args, tmp_path / "loss", *FLOAT16)
 
 
-def test_float16_refuses_gradients_that_stay_nan_at_the_smallest_scale(tiny_args, tmp_path, monkeypatch, capsys):
+def test_float16_refuses_gradients_that_stay_nan(tiny_args, tmp_path, monkeypatch, capsys):
     set_initial_loss_scale(monkeypatch, 8.0)
     init = TrainStep.__init__
 

@@ -59,7 +59,7 @@ def test_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, run_r
     assert [line.keys() >= {"val_loss", "hellaswag_acc"} for line in load_metrics(run)] == [True, True]
 
 
-def test_signal_to_torchrun_and_to_its_ranks_loses_nothing(tiny_args, tmp_path):
+def test_signal_to_torchrun_and_its_ranks_loses_nothing(tiny_args, tmp_path):
     """As Slurm sends it, and a terminal: torchrun passes it on to ranks that have it already."""
     out = tmp_path / "out"
     run = ["quickstart", *tiny_args, "--max-steps", "100000", "--save-every", "0", "--val-every", "0"]
@@ -86,7 +86,7 @@ def print_without_end() -> None:
 
 
 @pytest.mark.parametrize("seconds_between, exit_code", [(0, 0), (0.6, -signal.SIGTERM)])
-def test_second_signal_kills_unless_it_is_the_same_again(tmp_path, start_script, seconds_between, exit_code):
+def test_a_second_signal_kills_unless_it_is_passed_on(tmp_path, start_script, seconds_between, exit_code):
     """Within a short time, the second may be the first one passed on by torchrun. The first comes while a print waits
     for its reader: the handler then runs inside that print."""
     os.mkfifo(tmp_path / "pipe")

@@ -73,7 +73,7 @@ def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):
     assert load_curve(tmp_path / "run")[149][0] < 1
 
 
-def test_a_compiled_run_equals_eager_and_evaluations_compile_nothing(tiny_args, tmp_path, monkeypatch):
+def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatch):
     """HellaSwag and samples have shapes that vary. Only Dynamo and autograd compile here; test_head.py has kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     frames = torch._dynamo.utils.counters["frames"]
