@@ -118,11 +118,6 @@ class Script:
             raise AssertionError(f"it hung for {seconds} seconds\n{self.output[-4000:]}")
         return self
 
-    def wait_for_success(self) -> Script:
-        """Wait until it has ended, with exit code 0."""
-        assert self.wait().exit_code == 0, f"exit code {self.exit_code}\n{self.output[-4000:]}"
-        return self
-
     def wait_until(self, what: str | Callable[[], object], seconds: float = 60) -> bool:
         """Wait until it has printed a text, or a condition holds. False if it ended before that; fails the test after
         `seconds`."""

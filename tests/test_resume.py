@@ -12,66 +12,56 @@ from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, par
 import train_gpt2
 from model import GPT, GPTConfig
 from system.cli import UserError
-from training import checkpoint, convert, evaluator
+from training import checkpoint, evaluator
 from training.open_model import open_model
 from training.step import TrainStep
 from training.stop import StopRequest
 
 # ------------------------------------------------------------------------- stopped and resumed
 
-# Where a SIGTERM reaches one process after another, and the step at which that process then saves the run. Each resumes
-# from the one before. A place is a function that training calls, how often it is called first, and when the signal
-# comes: before that call or after it. The run has 12 steps, and its steps 0, 4, 8 and 12 are validated in 8 batches.
+# Where a SIGTERM reaches one process after another, which is as training calls a function for the n-th time; and the
+# step at which that process then saves the run. Each resumes from the one before. Of the 12 steps of the run, 0, 4, 8
+# and 12 are validated, in 8 batches.
 INTERRUPTIONS = [
     # before the first step, which then is saved without its evaluation
-    ("at the start", None, 0),
+    (train_gpt2, "open_data", 1, 0),
     # during an evaluation, then after it: then one step follows
-    ("before", (evaluator, "to_device", 3), 0),
-    ("after", (evaluator, "validate", 1), 1),
+    (evaluator, "to_device", 3, 0),
+    (evaluator.Evaluator, "sample_text", 1, 1),
     # after the ranks have agreed on step 2: step 3 is the next to look, and step 4 the next to be saved
-    ("before", (TrainStep, "set_learning_rates", 2), 4),
+    (TrainStep, "set_learning_rates", 2, 4),
     # in the last batch of an evaluation
-    ("before", (evaluator, "to_device", 8), 4),
+    (evaluator, "to_device", 8, 4),
     # after the last step before an evaluation: the evaluation is the next to look, before its first batch
-    ("before", (TrainStep, "set_learning_rates", 4), 8),
+    (TrainStep, "set_learning_rates", 4, 8),
     # in the evaluation of the last step: nothing but that is left
-    ("before", (evaluator, "to_device", 10), 12),
+    (evaluator, "to_device", 10, 12),
 ]
 
 
-def send_signal_at(monkeypatch, stop, timing, place) -> None:
-    """Let `stop` have received a SIGTERM at a place of INTERRUPTIONS."""
-    if place is None:
-        stop.signal = "SIGTERM"
-        return
-    owner, name, call = place
-    original = getattr(owner, name)
-    calls = []
+def send_signal_at(patch, stop, owner, name, call) -> None:
+    """Let `stop` receive a SIGTERM at a place of INTERRUPTIONS."""
+    function, calls = getattr(owner, name), itertools.count(1)
 
     def interrupted(*args, **kwargs):
-        calls.append(name)
-        if timing == "before" and len(calls) == call:
+        if next(calls) == call:
             stop.signal = "SIGTERM"
-        result = original(*args, **kwargs)
-        if timing == "after" and len(calls) == call:
-            stop.signal = "SIGTERM"
-        return result
+        return function(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, interrupted)
+    patch.setattr(owner, name, interrupted)
 
 
 @pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon --weights bfloat16"])
 def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeypatch, flags):
-    flags = [*tiny_args, *flags.split(), "--shuffle"]
-    undisturbed = train_quickstart(flags, tmp_path / "undisturbed")
-    resumed = tmp_path / "resumed"
+    flags = [*tiny_args, *flags.split()]
+    undisturbed, resumed = train_quickstart(flags, tmp_path / "undisturbed"), tmp_path / "resumed"
 
-    for timing, place, saved_step in INTERRUPTIONS:
+    for *place, saved_step in INTERRUPTIONS:
         stop = StopRequest()
         with monkeypatch.context() as patch:
-            send_signal_at(patch, stop, timing, place)
+            send_signal_at(patch, stop, *place)
             train_quickstart(flags, resumed, "--resume", "auto", stop=stop)
-        assert stop.signal and checkpoint.latest_step(resumed) == saved_step, (timing, place)
+        assert stop.signal and checkpoint.latest_step(resumed) == saved_step, place
     train_quickstart(flags, resumed, "--resume", "auto")
 
     assert load_curve(resumed) == load_curve(undisturbed)
@@ -90,25 +80,19 @@ def test_a_saved_step_is_evaluated_exactly_once(tiny_args, tmp_path, one_run, mo
         return validate(*args)
 
     # The process dies in the evaluation of step 8, after that step was saved.
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluator, "validate", killed_at_step_8)
-        with pytest.raises(KeyboardInterrupt):
-            train_quickstart(flags, run)
-    assert checkpoint.latest_step(run) == 8
-    assert list(load_curve(run)) == list(range(8))
+    monkeypatch.setattr(evaluator, "validate", killed_at_step_8)
+    with pytest.raises(KeyboardInterrupt):
+        train_quickstart(flags, run)
+    assert checkpoint.latest_step(run) == 8 and list(load_curve(run)) == list(range(8))
 
-    # The evaluation is missing, so the resumed run makes it.
+    # The evaluation is missing, so the resumed run makes it, and that of step 12.
     train_quickstart(flags, run, "--resume", "auto")
-    assert load_curve(run) == load_curve(one_run)
+    assert load_curve(run) == load_curve(one_run) and len(validations) == 5
 
     # Resumed from step 8 once more, metrics.jsonl says that it was made.
     delete_checkpoints_after(run, 8)
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluator, "validate", lambda *args: validations.append(args) or validate(*args))
-        validations.clear()
-        train_quickstart(flags, run, "--resume", "auto")
-    assert len(validations) == 1  # of step 12
-    assert load_curve(run) == load_curve(one_run)
+    train_quickstart(flags, run, "--resume", "auto")
+    assert load_curve(run) == load_curve(one_run) and len(validations) == 6
     assert same_bits(load_weights(run), load_weights(one_run))
 
 
@@ -207,22 +191,23 @@ def test_a_resumed_run_remembers_its_init_from(tiny_args, one_run, tmp_path):
     assert checkpoint.read_train_state(run)["config"]["init_from"] == str(one_run)
 
 
-def test_fine_tuning_starts_from_a_hf_folder(tiny_args, tmp_path):
-    """Its vocabulary may differ from the flags'; all else of its network may not."""
-    convert.save_hf(GPT(GPTConfig(block_size=32, vocab_size=50257, n_layer=2, n_head=2, n_embd=32)), tmp_path / "hf")
-    flags = [*tiny_args, "--init-from", tmp_path / "hf", "--model.vocab-size", "50304"]  # as the presets have it
+def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
+    """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it, or refused."""
+    network = GPTConfig(block_size=32, vocab_size=320, n_layer=2, n_head=2, n_embd=32)
+    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
+    flags = [*tiny_args, "--init-from", tmp_path, "--model.vocab-size", "384"]
 
     run = train_quickstart(flags, tmp_path / "run", "--max-steps", "3")
     train_quickstart(flags, run, "--max-steps", "5", "--resume", "auto")
 
-    assert open_model(run).config.vocab_size == 50257
+    assert open_model(run).config == network
     assert list(load_curve(run)) == list(range(6))
     with pytest.raises(UserError, match="n_layer is 2, not 3"):
         train_quickstart(flags, tmp_path / "other", "--model.n-layer", "3")
 
 
-def test_fine_tuning_takes_the_network_as_it_is(tiny_data, tmp_path):
-    """Without --model flags, whatever the preset's: here another shape, and options of the speedrun."""
+def test_without_model_flags_weights_bring_their_network(tiny_data, tmp_path):
+    """Whatever the preset's: here another shape, and options of the speedrun."""
     network = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
     checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
     begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data, "--sequence-length", 32, "--no-compile"]
