@@ -21,14 +21,6 @@ from training.step import Forward
 SMALL_GPT2 = "--model.vocab-size 50304 --model.n-embd 8".split()
 
 
-def write_val_text(folder, documents) -> np.ndarray:
-    """A folder whose val shard has these documents, each behind <|endoftext|>; returns the tokens."""
-    tokens = [token for text in documents for token in (EOT, *encoding().encode_ordinary(text))]
-    folder.mkdir()
-    shards.write_shard(folder / "text_val_000000.npy", np.array(tokens, np.uint16))
-    return np.array(tokens)
-
-
 def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
     often = train_quickstart(tiny_args, tmp_path / "often", "--val-every", "1")
     assert same_bits(load_weights(often), load_weights(one_run))
@@ -119,12 +111,14 @@ def test_a_second_epoch_has_a_reference(monkeypatch, capsys):
     ("Short.", "Short."),  # the document behind it is another text
 ])  # fmt: skip
 def test_samples_continue_the_users_own_text(tiny_args, tmp_path, document, prompt):
-    write_val_text(tmp_path / "text", [document, "another text " * 20])
+    texts = [document, "another text " * 20]
+    tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
+    shards.write_shard(tmp_path / "text_val_000000.npy", np.array(tokens, np.uint16))
     cfg = parse_config("finetune", *tiny_args, *SMALL_GPT2, "--init-from", "scratch", "--sample-every", "1")
     assert cfg.sample_prompt == "@val"
     torch.manual_seed(0)
     train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), forward=None, micro_batch_size=4)
-    data = Loader(tmp_path / "text", "val", 32, cfg.model.vocab_size)
+    data = Loader(tmp_path, "val", 32, cfg.model.vocab_size)
 
     found = evaluator.Evaluator(train_step, data, None, 9)
 
@@ -132,7 +126,7 @@ def test_samples_continue_the_users_own_text(tiny_args, tmp_path, document, prom
     assert found.sample_text(RunState(9, "", step=0), lambda: False) == ""
 
 
-def test_a_long_prompt_loses_its_beginning(tiny_args, tiny_data):
+def test_a_long_prompt_loses_its_beginning(tiny_args):
     cfg = parse_config("quickstart", *tiny_args, "--sample-prompt", "begin " + "long " * 50)
     prompt = evaluator.choose_prompt(cfg, None)
     assert encoding().decode(prompt) == " long" * 31 + " "
