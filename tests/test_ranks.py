@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -144,6 +145,26 @@ def test_rank_0_says_what_is_evaluated(tiny_args, trained_run, run_ranks):
     flags = [*tiny_args, "--max-steps", "13", "--resume", "auto", "--out-dir", trained_run]
     run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=hide_metrics_from_rank_1)
     assert list(load_curve(trained_run)) == list(range(14))
+
+
+def write_slowly() -> None:
+    """A `prepare` for ranks that print, when their training ends, which checkpoint there is."""
+    write, train = checkpoint.write, train_gpt2.train
+    checkpoint.write = lambda *args: (time.sleep(0.2), write(*args))
+
+    def train_and_print(cfg, *args):
+        ending = train(cfg, *args)
+        print("newest checkpoint:", checkpoint.latest_step(cfg.run_dir))
+        return ending
+
+    train_gpt2.train = train_and_print
+
+
+def test_no_rank_ends_before_the_last_checkpoint(tiny_args, tmp_path, run_ranks):
+    """torchrun ends all of them soon after the first."""
+    flags = [*tiny_args, "--max-steps", "1", "--val-every", "0", "--out-dir", tmp_path / "run"]
+    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=write_slowly)
+    assert output.count("newest checkpoint: 1") == 2
 
 
 # ------------------------------------------------------------------------- a rank that fails
