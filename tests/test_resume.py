@@ -108,6 +108,11 @@ def test_a_trapezoid_is_extended_as_if_planned_so(tiny_args, tmp_path):
     assert same_bits(load_weights(extended, 20), load_weights(planned, 20))
 
 
+def test_a_time_limit_saves_after_at_least_one_step(tiny_args, tmp_path):
+    run = train_quickstart(tiny_args, tmp_path / "run", stop=StopRequest("0.0001"))
+    assert checkpoint.latest_step(run) == 1
+
+
 # ------------------------------------------------------------------------- what is refused, and what is kept
 
 
