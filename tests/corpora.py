@@ -1,8 +1,8 @@
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
 import csv
-import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from helpers import write_jsonl, write_parquet
@@ -55,12 +55,8 @@ def read_documents(path: Path, column: str = "text", split_on: str | None = None
 
 def run_fineweb(*args) -> None:
     """fineweb.py's main in this process; raises UserError if it fails."""
-    previous_argv = sys.argv
-    sys.argv = ["fineweb.py", *map(str, args)]
-    try:
+    with mock.patch("sys.argv", ["fineweb.py", *map(str, args)]):
         fineweb.main()
-    finally:
-        sys.argv = previous_argv
 
 
 def encode(documents) -> list[int]:
