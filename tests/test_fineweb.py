@@ -6,23 +6,20 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from corpora import PARSED, WRITERS, encode, read_bytes, read_tokens, run_fineweb, write_documents
+from corpora import PARSED, WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents
 from helpers import make_documents
 
 import fineweb
 from system.cli import UserError
 from system.files import lock_folder
 from tokens import documents as readers
-from tokens import shards, tokenizer
+from tokens import shards
 from tokens.shards import Manifest, Shard
-
-shared_encoder = cache(tokenizer.bulk_encoder)
 
 
 @pytest.fixture
