@@ -71,6 +71,7 @@ def test_stdlib_as_a_command(tmp_path, run_script):
     manifest = shards.read_manifest(tmp_path / "data")
     assert "100,000 tokens" in done.stdout and "--data-dir data" in done.stdout
     assert len(tokens) == 100_000 and len(manifest.shards) == 10
+    run_fineweb("--verify", tmp_path / "data")
 
     # The files are the library's, without tests and packages, and shuffled.
     names = [file["path"] for file in manifest.source["files"]]
@@ -216,28 +217,27 @@ def test_two_runs_on_one_folder(tmp_path, text_file):
 
 
 def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
-    other_file = shutil.copy(text_file, tmp_path / "b.txt")
-    given = {"--source": text_file, "--shard-size": 50, "--limit-tokens": 150, "--out": tmp_path / "out"}
-
-    def run(**change):
-        flags = {**given, **{f"--{name.replace('_', '-')}": value for name, value in change.items()}}
-        run_fineweb(*itertools.chain.from_iterable(flags.items()))
+    def run(*changes):
+        run_fineweb(
+            "--source", text_file, "--shard-size", 50, "--limit-tokens", 150, "--out", tmp_path / "out", *changes
+        )
 
     # The same parameters twice are accepted.
     run()
     before = read_bytes(tmp_path / "out")
     run()
 
-    for change, message in (
-        ({"source": other_file}, "name a, not b"),
-        ({"shard_size": 60}, "shard_tokens 50, not 60"),
-        ({"limit_tokens": 160}, "limit_tokens 150, not 160"),
-        ({"format": "bin"}, "format npy, not bin"),
-        ({"text_column": "body"}, "column text, not body"),
-        ({"split_on": "x"}, "split_on None, not x"),
+    other_file = shutil.copy(text_file, tmp_path / "b.txt")
+    for flag, value, message in (
+        ("--source", other_file, "name a, not b"),
+        ("--shard-size", 60, "shard_tokens 50, not 60"),
+        ("--limit-tokens", 160, "limit_tokens 150, not 160"),
+        ("--format", "bin", "format npy, not bin"),
+        ("--text-column", "body", "column text, not body"),
+        ("--split-on", "x", "split_on None, not x"),
     ):
         with pytest.raises(UserError, match=message):
-            run(**change)
+            run(flag, value)
 
     # A file of the same name and size with other content is another revision.
     text_file.write_text("else text " * 100)
@@ -287,14 +287,3 @@ def test_the_disk_space_that_is_needed(tmp_path, monkeypatch, limit, subset, dow
     monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed - 1)
     with pytest.raises(UserError):
         fineweb.check_disk_space(tmp_path, manifest, downloads)
-
-
-def test_verify_names_a_shard_with_a_flipped_bit(tmp_path, quick, text_file):
-    run_fineweb("--source", text_file, "--out", tmp_path / "out", "--shard-size", 100)
-    run_fineweb("--verify", tmp_path / "out")
-
-    path = tmp_path / "out" / "a_train_000001.npy"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-
-    with pytest.raises(UserError, match=str(path)):
-        run_fineweb("--verify", tmp_path / "out")

@@ -4,33 +4,15 @@ import hashlib
 import json
 import pickle
 import re
+import shutil
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from helpers import make_shards
 
 from system.cli import UserError
 from tokens import shards
-from tokens.shards import Manifest, Shard
-from tokens.tokenizer import EOT
-
-SOURCE = {"name": "toy", "subset": "", "column": "text", "revision": "r", "files": [{"path": "a/b.txt", "bytes": 9}]}
-
-
-def write_toy_folder(folder, n=3, suffix="npy", size=1000):
-    """A folder of n shards of random tokens with a manifest, each shard of three documents."""
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    entries = []
-    for i in range(n):
-        tokens = rng.integers(0, EOT, size).astype(np.uint16)
-        tokens[[0, 10, 500]] = EOT
-        name = f"toy_{'train' if i else 'val'}_{i:06d}.{suffix}"
-        sha256 = shards.write_shard(folder / name, tokens)
-        entries.append(Shard(name, size, 3, sha256, {"file": 0, "token": size * (i + 1)}))
-    shards.write_manifest(folder, Manifest(SOURCE, suffix, size, complete=True, shards=entries))
-    return folder
-
 
 # ------------------------------------------------------------------------- one file
 
@@ -161,15 +143,15 @@ def hostile_manifests(good):
 
     # A source whose fields are no text, and whose files lead elsewhere.
     for key in ("name", "subset", "column", "revision"):
-        yield json.dumps({**good, "source": {**SOURCE, key: 3}})
+        yield json.dumps({**good, "source": {**good["source"], key: 3}})
     for path in ("../a", "/etc/passwd", "a/../../b", "..", "", "a\\b", "a\0b", None, 7):
-        yield json.dumps({**good, "source": {**SOURCE, "files": [{"path": path, "bytes": 1}]}})
+        yield json.dumps({**good, "source": {**good["source"], "files": [{"path": path, "bytes": 1}]}})
     for files in (None, "x", [1], [{}]):
-        yield json.dumps({**good, "source": {**SOURCE, "files": files}})
+        yield json.dumps({**good, "source": {**good["source"], "files": files}})
 
 
 def test_hostile_manifests_are_refused(tmp_path):
-    folder = write_toy_folder(tmp_path / "t")
+    folder = make_shards(tmp_path / "t", size=1000)
     path = folder / "manifest.json"
     good = asdict(shards.read_manifest(folder))
     for content in [*map(str.encode, hostile_manifests(good)), b"\xff\xfe\x00"]:
@@ -182,29 +164,24 @@ def test_hostile_manifests_are_refused(tmp_path):
 # ------------------------------------------------------------------------- checking a folder
 
 
-def test_verify_names_every_harm(tmp_path):
-    folder = write_toy_folder(tmp_path / "t", n=6)
+@pytest.mark.parametrize("harm, name", [
+    (lambda first, second: first.write_bytes(first.read_bytes()[:-2] + b"ab"), "toy"),
+    (lambda first, second: first.write_bytes(first.read_bytes()[:-2]), "toy"),
+    (lambda first, second: first.unlink(), "toy"),
+    (lambda first, second: second.rename(first), "toy"),
+    (lambda first, second: shutil.copy(first, first.with_name("other_train_000001.npy")), "other"),
+], ids=["changed", "cut", "missing", "swapped", "one too many"])  # fmt: skip
+def test_verify_names_every_harm(tmp_path, harm, name):
+    folder = make_shards(tmp_path / "t", size=1000)
     assert shards.verify(folder) == []
-    path = {i: folder / f"toy_{'train' if i else 'val'}_{i:06d}.npy" for i in range(6)}
 
-    # One bit flipped, one shard truncated, two swapped, one missing, one too many.
-    data = bytearray(path[1].read_bytes())
-    data[-7] ^= 1
-    path[1].write_bytes(data)
-    path[2].write_bytes(path[2].read_bytes()[:-2])
-    path[3].rename(folder / "three")
-    path[4].rename(path[3])
-    (folder / "three").rename(path[4])
-    path[5].unlink()
-    shards.write_shard(folder / "other_train_000001.npy", np.arange(10))
+    harm(*shards.find_shards(folder, "train"))
 
-    names = sorted(re.search(r"toy_train_\d+|other", problem)[0] for problem in shards.verify(folder))
-
-    assert names == ["other", *(f"toy_train_00000{i}" for i in range(1, 6))]
+    assert any(str(folder / f"{name}_train_000001.npy") in problem for problem in shards.verify(folder))
 
 
 def test_verify_checks_ids_and_completeness(tmp_path):
-    folder = write_toy_folder(tmp_path / "t")
+    folder = make_shards(tmp_path / "t", size=1000)
     manifest = shards.read_manifest(folder)
     shards.write_manifest(folder, replace(manifest, complete=False))
     assert len(shards.verify(folder)) == 1
@@ -222,19 +199,19 @@ def test_verify_checks_ids_and_completeness(tmp_path):
 
 
 def test_fingerprint_changes_with_the_data_only(tmp_path):
-    folder = write_toy_folder(tmp_path / "t")
+    folder = make_shards(tmp_path / "t", size=1000)
     original = shards.fingerprint(folder)
 
     # Not with other files, or with another name of the folder.
     (folder / "notes.txt").write_text("x")
-    assert original == shards.fingerprint(folder) == shards.fingerprint(write_toy_folder(tmp_path / "again"))
+    assert original == shards.fingerprint(folder) == shards.fingerprint(make_shards(tmp_path / "again", size=1000))
 
-    # But with the format, the number of shards, the manifest's hashes and the number of tokens.
-    fingerprints = {original}
-    fingerprints.add(shards.fingerprint(write_toy_folder(tmp_path / "bin", suffix="bin")))
-    fingerprints.add(shards.fingerprint(write_toy_folder(tmp_path / "n", n=4)))
+    # But with the manifest's hashes, the number of tokens and the names.
+    fingerprints = {original, shards.fingerprint(make_shards(tmp_path / "other", seed=1, size=1000))}
     (folder / "manifest.json").unlink()
     fingerprints.add(shards.fingerprint(folder))
     shards.write_shard(folder / "toy_train_000002.npy", np.ones(999))
+    fingerprints.add(shards.fingerprint(folder))
+    (folder / "toy_train_000002.npy").rename(folder / "toy_train_000003.npy")
     fingerprints.add(shards.fingerprint(folder))
     assert len(fingerprints) == 5

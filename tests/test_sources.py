@@ -26,14 +26,11 @@ CARD = """---
 configs:
 - config_name: english
   data_files:
-  - split: train
-    path: [part-b/*.parquet, part-a/*.parquet]
-  - split: validation
-    path: held-out/one.parquet
+  - {split: train, path: [part-b/*.parquet, part-a/*.parquet]}
+  - {split: validation, path: held-out/one.parquet}
 - config_name: french
   data_files:
-  - split: train
-    path: fr/*.parquet
+  - {split: train, path: fr/*.parquet}
 ---
 """
 
