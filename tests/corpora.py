@@ -27,9 +27,7 @@ def write_csv(path: Path, documents: list) -> None:
 PARSED = [suffix for suffix, reader in READERS.items() if reader is not read_text]
 WRITERS = {
     ".parquet": lambda path, documents: write_parquet(path, documents, row_group_size=16),
-    ".jsonl": write_documents_jsonl,
-    ".ndjson": write_documents_jsonl,
-    ".json": write_documents_jsonl,
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), write_documents_jsonl),
     ".csv": write_csv,
     ".txt": lambda path, documents: path.write_bytes("".join(documents).encode()),
 }

@@ -44,15 +44,10 @@ def test_the_encoding_is_that_of_gpt2():
 OFFLINE_SCRIPT = """
 import socket, sys
 
-def refuse(*args, **kwargs):
-    raise AssertionError("network used")
-
-socket.socket.connect = socket.getaddrinfo = refuse
-
+socket.socket.connect = socket.getaddrinfo = None
 import fineweb
 from tokens import tokenizer
-heavy = {"torch", "datasets", "pyarrow", "huggingface_hub", "tiktoken"} & sys.modules.keys()
-assert not heavy, heavy
+assert not {"torch", "datasets", "pyarrow", "huggingface_hub", "tiktoken"} & sys.modules.keys()
 
 one_text = tokenizer.encoding().encode_ordinary("a b")
 in_bulk = tokenizer.bulk_encoder().encode("a b").tolist()
