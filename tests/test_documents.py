@@ -1,51 +1,27 @@
 """The readers of documents: the same texts whatever the format, the compression and the size of chunks."""
 
-import bz2
-import gzip
 import json
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import PARSED, WRITERS, encode, read_documents, write_documents
+from corpora import PARSED, WRITERS, encode, read_documents, shared_encoder, write_documents
 from helpers import make_documents, write_parquet
 
 from system.cli import UserError
 from tokens import documents as readers
-from tokens import shards, tokenizer
-from tokens.documents import COMPRESSIONS, READERS, read_file
+from tokens import shards
+from tokens.documents import COMPRESSIONS, read_file
 
 SEPARATOR = "<|endoftext|>"
 STORIES = ["Once upon a time.\n\nThe end.", "A word <|endof", "text|> is not one", "", "x " * 40 + "end", "日本 <|end"]
 
 
-def open_zst(path, mode):
-    return pa.CompressedOutputStream(str(path), "zstd")
-
-
-COMPRESSORS = {".gz": gzip.open, ".bz2": bz2.open, ".zst": open_zst}
-
-
-def test_every_parsed_format_has_a_writer_in_corpora():
-    assert {*PARSED, ".txt"} == WRITERS.keys()
-
-
-@pytest.mark.parametrize("suffix", READERS)
-def test_every_suffix_is_read(tmp_path, suffix):
-    texts = ["one", "two, with a comma", 'and "three"']
-    if suffix in PARSED:
-        assert read_documents(write_documents(tmp_path / f"a{suffix}", texts)) == texts
-    else:
-        (tmp_path / f"A{suffix.upper()}").write_text('{"text": "is not parsed"}\n')
-        assert read_documents(tmp_path / f"A{suffix.upper()}") == ['{"text": "is not parsed"}\n']
-
-
-@pytest.mark.parametrize("suffix", ".xml .yaml .html .avro .pdf .zip .tar.gz .npy .bin .md5".split())
-def test_any_other_suffix_is_refused(tmp_path, suffix):
-    (tmp_path / f"b{suffix}").write_text("valid UTF-8")
-    with pytest.raises(UserError, match=rf"b\{suffix}: its suffix .*\.jsonl"):
-        list(read_file(tmp_path / f"b{suffix}", 0, "text"))
+@pytest.mark.parametrize("name", ["a.py", "A.TXT", "README"])
+def test_a_text_file_is_one_document(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "is not parsed"}\n')
+    assert read_documents(tmp_path / name) == ['{"text": "is not parsed"}\n']
 
 
 @pytest.mark.parametrize("piece_characters", [1, 50])
@@ -62,19 +38,13 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, suffix, ch
     chunks = list(read_file(path, 7, "text"))
 
     # The tokens are those of the whole documents, although each text is tokenized alone.
-    encoder = tokenizer.bulk_encoder()
-    ids = np.concatenate([shards.encode(encoder, chunk)[0] for chunk in chunks]).tolist()
+    ids = np.concatenate([shards.encode(shared_encoder(), chunk)[0] for chunk in chunks]).tolist()
     assert ids == encode(documents if suffix in PARSED else ["".join(documents)])
-    assert len(chunks) > 5 or chunk_bytes > 1
     assert all(chunk.file == 7 for chunk in chunks)
 
-
-@pytest.mark.parametrize("suffix", PARSED)
-def test_chunks_are_small(tmp_path, monkeypatch, suffix):
-    documents = [f"document {i} " * 40 for i in range(1000)]
-    path = write_documents(tmp_path / f"a{suffix}", documents)
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 20_000)
-    assert max(sum(map(len, chunk.texts)) for chunk in read_file(path, 0, "text")) < 21_000
+    # A chunk ends with the text that fills it.
+    assert all(sum(map(len, chunk.texts[:-1])) < chunk_bytes for chunk in chunks)
+    assert all(sum(map(len, chunk.texts)) >= chunk_bytes for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize("text_type", [pa.large_string(), pa.string_view()], ids=str)
@@ -123,7 +93,7 @@ def test_compressed_files(tmp_path, compression, format_suffix):
     documents = [f"{i} {document}" for i, document in enumerate(make_documents(9))]
     plain = write_documents(tmp_path / f"a{format_suffix}", documents)
     path = tmp_path / f"a{format_suffix}{compression}"
-    with COMPRESSORS[compression](path, "wb") as file:
+    with pa.output_stream(str(path)) as file:  # compressed as the suffix says
         file.write(plain.read_bytes())
 
     assert read_documents(path) == read_documents(plain)
@@ -133,32 +103,31 @@ def test_compressed_files(tmp_path, compression, format_suffix):
         read_documents(path)
 
 
-@pytest.mark.parametrize("content, name, mentions", [
-    (b"PAR1 cut", "a.parquet", "a.parquet"),
-    (b'{"text": "x"}\n{"text": 3}\n', "a.jsonl", "line 2 is not an object with text in 'text'"),
-    (b'{"body": "x"}\n', "a.jsonl", "body"),
-    (b'{"text": "x"}\n{"text": \n', "a.jsonl", "line 2"),
-    (b'["text"]\n', "a.jsonl", "line 1"),
+@pytest.mark.parametrize("content, name, value", [
+    (b"PAR1 cut", "a.parquet", ""),
+    (b'{"text": "x"}\n{"text": 3}\n', "a.jsonl", "line 2"),
+    (b'{"body": "x"}\n', "a.jsonl", "--text-column"),
     (b"[" * 100_000, "a.jsonl", "line 1"),
     ("café ".encode("latin-1") * 9, "a.txt", "utf-8"),
     (b"n,text\n1,a\n2,b,c\n", "a.csv", "line 3"),
-    (b'n,text\n1,"a\n', "a.csv", "EOF inside string"),
-    (b"n,body\n1,a\n", "a.csv", "'text' is missing or not text; choose one with --text-column: n, body"),
-    (b'[{"text": "a"}, {"text": "b', "a.json", "a.json"),
-    (b'[{"text": 3}]', "a.json", "'text' is missing or not text"),
+    (b'n,text\n1,"a\n', "a.csv", ""),
+    (b"n,body\n1,a\n", "a.csv", "--text-column: n, body"),
+    (b'[{"text": "a"}, {"text": "b', "a.json", ""),
+    (b'[{"text": 3}]', "a.json", "--text-column: text"),
 ])  # fmt: skip
-def test_a_bad_file_is_refused_in_one_line(tmp_path, content, name, mentions):
+def test_a_bad_file_is_refused_in_one_line(tmp_path, content, name, value):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         read_documents(tmp_path / name)
-    assert str(tmp_path / name) in str(error.value) and mentions in str(error.value)
-    assert len(str(error.value)) < 800
+    message = str(error.value)
+    assert str(tmp_path / name) in message and value in message
+    assert len(message) < 800 and "\n" not in message
 
 
-@pytest.mark.parametrize("column, mentions", [("id", "id, text"), ("body", "id, text")])
-def test_a_parquet_column_that_is_no_text_is_refused(tmp_path, column, mentions):
+@pytest.mark.parametrize("column", ["id", "body"])
+def test_a_parquet_column_that_is_no_text_is_refused(tmp_path, column):
     path = write_parquet(tmp_path / "a.parquet", ["x"])
-    with pytest.raises(UserError, match=f"'{column}' is missing or not text.*{mentions}"):
+    with pytest.raises(UserError, match=f"'{column}' .*--text-column: id, text"):
         read_documents(path, column)
 
 
@@ -173,7 +142,7 @@ def stories(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("block", [1, 2, 7, 13, 40, 1 << 20])
+@pytest.mark.parametrize("block", [1, 7, 40, 1 << 20])
 def test_the_text_between_separators_is_one_document(stories, monkeypatch, block):
     """However small the blocks are in which the file is read: a separator may lie in two, a document in many."""
     monkeypatch.setattr(readers, "CHUNK_BYTES", block)
@@ -183,7 +152,7 @@ def test_the_text_between_separators_is_one_document(stories, monkeypatch, block
 def test_an_unsplit_separator_is_warned_of_once(stories, capsys):
     assert read_documents(stories) == [stories.read_text()]
     output = capsys.readouterr().out
-    assert output.count("warning: ") == 1 and f"--split-on '{SEPARATOR}'" in output and str(stories) in output
+    assert output.count("--split-on") == output.count(str(stories)) == 1
 
     stories.write_text("endoftext, <|end|> and so on " * 20)
     read_documents(stories)

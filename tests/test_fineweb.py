@@ -1,35 +1,30 @@
 """Text to shards: every document as tiktoken encodes it, and the same bytes whatever happens on the way."""
 
+import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from corpora import PARSED, WRITERS, encode, read_bytes, read_tokens, run_fineweb, write_documents
-from helpers import ROOT, make_documents, write_parquet
+from corpora import PARSED, WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents
+from helpers import make_documents
 
+import fineweb
 from system.cli import UserError
 from system.files import lock_folder
 from tokens import documents as readers
-from tokens import shards, tokenizer
-from tokens.documents import READERS
-
-
-@pytest.fixture(scope="module")
-def shared_encoder():
-    return tokenizer.bulk_encoder()
+from tokens import shards
+from tokens.shards import Manifest, Shard
 
 
 @pytest.fixture
-def quick(monkeypatch, shared_encoder):
+def quick(monkeypatch):
     """Many runs in this process share one encoder, and do not wait for the disk."""
-    monkeypatch.setattr(shards, "bulk_encoder", lambda: shared_encoder)
+    monkeypatch.setattr(shards, "bulk_encoder", shared_encoder)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -43,90 +38,50 @@ def text_file(tmp_path):
 # ------------------------------------------------------------------------- the same tokens as tiktoken
 
 
-@pytest.mark.parametrize("shard_format", ["npy", "bin"])
-def test_the_shards_hold_the_documents(tmp_path, quick, shard_format):
+@pytest.mark.parametrize("shard_format, limit", [("npy", 1_000_000), ("bin", 12_345)])
+def test_the_shards_hold_the_documents(tmp_path, quick, monkeypatch, shard_format, limit):
+    """Those of two files, in chunks and shards that are smaller than a file, up to the limit."""
     documents = [*make_documents(1), None, "last"]
-    write_parquet(tmp_path / "a b.parquet", documents, row_group_size=7)
+    files = [write_documents(tmp_path / name, documents) for name in ("a b-1.parquet", "a b-2.jsonl")]
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 2000)
     out = tmp_path / "out"
 
-    run_fineweb("--source", tmp_path / "a b.parquet", "--out", out, "--shard-size", 5000, "--format", shard_format)
+    flags = ("--shard-size", 5000, "--limit-tokens", limit, "--format", shard_format)
+    run_fineweb("--source", *files, "--out", out, *flags)
 
-    assert read_tokens(out) == encode(documents)
+    assert read_tokens(out) == encode(documents * 2)[:limit]
     names = [path.name for path in shards.shard_files(out)]
     assert names[:2] == [f"a-b_val_000000.{shard_format}", f"a-b_train_000001.{shard_format}"]
 
 
-@pytest.mark.parametrize("chunk_bytes, shard_size", [(1, 3000), (2000, 2999), (1 << 23, 10**8)])
-def test_the_sizes_do_not_change_the_tokens(tmp_path, quick, monkeypatch, chunk_bytes, shard_size):
-    documents = make_documents(5)
-    files = [write_documents(tmp_path / name, documents) for name in ("a.parquet", "b.jsonl")]
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
-
-    run_fineweb("--source", *files, "--out", tmp_path / "out", "--shard-size", shard_size)
-
-    assert read_tokens(tmp_path / "out") == encode(documents * 2)
-
-
-@pytest.mark.parametrize("limit", [1, 99, 100, 101, 2000])
-def test_limit_tokens_is_exact(tmp_path, quick, limit):
-    documents = make_documents(6)
-    path = write_parquet(tmp_path / "a.parquet", documents)
-
-    run_fineweb("--source", path, "--out", tmp_path / "out", "--shard-size", 100, "--limit-tokens", limit)
-
-    assert read_tokens(tmp_path / "out") == encode(documents)[:limit]
-
-
-@pytest.mark.parametrize("repeats", [2, 30, 5000])
-def test_default_shard_size_leaves_val_and_train(tmp_path, quick, repeats):
-    (tmp_path / "a.txt").write_text("To be, or not to be. " * repeats)
-
-    run_fineweb("--source", tmp_path / "a.txt", "--out", tmp_path / "out")
-
-    sizes = [shard.tokens for shard in shards.read_manifest(tmp_path / "out").shards]
-    assert len(sizes) >= 3
-    assert len(str(sizes[0]).rstrip("0")) == 1, "the size is rounded to one digit"
-
-
-def test_stdlib_as_a_command(tmp_path, run_script, run_in_fork):
-    done = run_script("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path, timeout=60)
+def test_stdlib_as_a_command(tmp_path, run_script):
+    flags = ("--source", "stdlib", "--limit-tokens", "100000", "--out", "data")
+    done = run_script("fineweb.py", *flags, cwd=tmp_path)
 
     tokens = read_tokens(tmp_path / "data")
     manifest = shards.read_manifest(tmp_path / "data")
-    assert f"{len(tokens):,} tokens" in done.stdout and "--data-dir data" in done.stdout
-    assert len(tokens) > 3e6 and len(manifest.shards) > 4
+    assert "100,000 tokens" in done.stdout and "--data-dir data" in done.stdout
+    assert len(tokens) == 100_000 and len(manifest.shards) == 10
+    run_fineweb("--verify", tmp_path / "data")
 
     # The files are the library's, without tests and packages, and shuffled.
     names = [file["path"] for file in manifest.source["files"]]
     assert not [name for name in names if "test" in name.split("/") or "site-packages" in name]
-    assert names != sorted(names)
-    document = encode([(Path(os.__file__).parent / names[0]).read_text(encoding="utf-8")])
-    assert tokens[: len(document)] == document
-
-    # The same command finds nothing to do, and the folder is intact.
-    again = run_in_fork("fineweb.py", "--source", "stdlib", "--out", "data", cwd=tmp_path)
-    assert "nothing left to do" in again.stdout
-    assert "every shard is intact" in run_in_fork("fineweb.py", "--verify", "data", cwd=tmp_path).stdout
+    assert len(names) > 100 and names != sorted(names)
+    documents = [(Path(os.__file__).parent / name).read_text(encoding="utf-8") for name in names[:100]]
+    assert tokens == encode(documents)[:100_000]
 
 
-def test_a_million_tokens_of_real_books(tmp_path, shared_data):
-    source = shared_data / "books-0*.parquet"
-    run_fineweb("--source", source, "--out", tmp_path, "--limit-tokens", 1_000_000)
-
-    first_rows = next(pq.ParquetFile(shared_data / "books-00.parquet").iter_batches(2000, columns=["text"]))
-    ids = encode(first_rows.column(0).to_pylist())
-    assert read_tokens(tmp_path) == ids[:1_000_000] and len(ids) > 1_000_000
-    manifest = shards.read_manifest(tmp_path)
-    assert len(manifest.source["files"]) == 4 and manifest.shard_tokens == 100_000
-
-
-def test_help_lists_every_suffix_and_needs_no_torch(run_script):
-    output = run_script("fineweb.py", "--help").stdout
-    assert not [suffix for suffix in READERS if suffix not in output]
-
-    heavy = "{'torch', 'datasets', 'pyarrow', 'huggingface_hub'}"
-    code = f"import sys, fineweb; assert not {heavy} & sys.modules.keys(), sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+@pytest.mark.parametrize("source_bytes, limit, shard_tokens", [
+    (10, None, 1),  # less than a token per shard
+    (70_000, None, 3000),  # a 24th, 2,917
+    (70_000, 12_000, 1000),  # a tenth of the limit, 1,200
+    (70_000, 10**6, 3000),  # a limit above what there is
+    (10**12, None, 100_000_000),
+])  # fmt: skip
+def test_default_shard_size(source_bytes, limit, shard_tokens):
+    source = {"files": [{"bytes": source_bytes - 1}, {"bytes": 1}]}
+    assert fineweb.plan_manifest(fineweb.Args(limit_tokens=limit), source).shard_tokens == shard_tokens
 
 
 # ------------------------------------------------------------------------- killed and run again
@@ -134,6 +89,22 @@ def test_help_lists_every_suffix_and_needs_no_torch(run_script):
 
 class Killed(BaseException):
     """Ends a run in this process as a kill would: nothing catches it."""
+
+
+@contextmanager
+def crash_at(write):
+    """In the block, os.replace ends the run at its call number `write`. Every file is written by renaming it."""
+    real_replace = os.replace
+    numbers = itertools.count(1)
+
+    def replace_or_crash(*args):
+        if next(numbers) == write:
+            raise Killed
+        real_replace(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", replace_or_crash)
+        yield
 
 
 @pytest.fixture
@@ -144,134 +115,87 @@ def mixed_source(tmp_path):
     return ["--source", *files, "--shard-size", 20_000]
 
 
-def crash_at(write, after_rename=False):
-    """An os.replace that crashes before or after its call number `write`."""
-    real_replace = os.replace
-    calls = 0
-
-    def replace_or_crash(*args):
-        nonlocal calls
-        calls += 1
-        if calls == write and not after_rename:
-            raise Killed
-        real_replace(*args)
-        if calls == write:
-            raise Killed
-
-    return replace_or_crash
-
-
 @pytest.mark.parametrize("suffix", PARSED)
 def test_every_format_is_resumed_in_mid_file(tmp_path, quick, monkeypatch, suffix):
     # Arrange: the folder of a run without a crash, in chunks and shards that are much smaller than the file.
     path = write_documents(tmp_path / f"a{suffix}", make_documents(12, 10))
     monkeypatch.setattr(readers, "CHUNK_BYTES", 999)
-    args = ("--source", path, "--shard-size", 2000)
+    args = ("--source", path, "--shard-size", 3000)
     run_fineweb(*args, "--out", tmp_path / "expected")
     expected = read_bytes(tmp_path / "expected")
+    assert len(expected) > 5
 
-    # Every run crashes before it renames its fourth file, the second new shard or its manifest, until little is left.
-    crashes = 0
-    finished = False
-    while not finished:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", crash_at(4))
-            try:
-                run_fineweb(*args, "--out", tmp_path / "out")
-                finished = True
-            except Killed:
-                crashes += 1
-        assert crashes < len(expected), "a run adds no shard to those of the run before"
+    # Act: every run crashes before it renames its fourth file, the second new shard or its manifest, but for the last.
+    for _ in expected:
+        with crash_at(4), suppress(Killed):
+            run_fineweb(*args, "--out", tmp_path / "out")
+            break
+    else:
+        pytest.fail("a run adds no shard to those of the run before")
 
-    assert crashes >= 3
     assert read_bytes(tmp_path / "out") == expected
 
 
-def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, monkeypatch):
-    # A file is written by renaming it: one rename per shard and per manifest, the first and the last one included.
+def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick):
     run_fineweb(*mixed_source, "--out", tmp_path / "expected")
     expected = read_bytes(tmp_path / "expected")
-    writes = 2 * (len(shards.read_manifest(tmp_path / "expected").shards) + 1)
+    writes = 2 * len(expected)  # each shard and its manifest, and the manifest at the beginning and at the end
     assert writes > 8
 
     for write in range(1, writes + 1):
-        for after_rename in (False, True):
-            out = tmp_path / f"{write}{after_rename}"
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "replace", crash_at(write, after_rename))
-                with pytest.raises(Killed):
-                    run_fineweb(*mixed_source, "--out", out)
+        out = tmp_path / f"{write}"
+        with crash_at(write), pytest.raises(Killed):
             run_fineweb(*mixed_source, "--out", out)
-            assert read_bytes(out) == expected, (write, after_rename)
-            shutil.rmtree(out)
+        run_fineweb(*mixed_source, "--out", out)
+        assert read_bytes(out) == expected, write
+        shutil.rmtree(out)
 
 
-def test_sigkill_and_sigint_then_again(tmp_path, start_script):
-    args = ("--source", "stdlib", "--limit-tokens", 1_000_000, "--shard-size", 50_000)
+def pause_at_the_third_shard():
+    """In the process to be killed: let os.replace not return once the shard with number 2 is there."""
+    real_replace = os.replace
+
+    def replace_and_pause(part, path):
+        real_replace(part, path)
+        if path.stem.endswith("000002"):
+            time.sleep(100)
+
+    os.replace = replace_and_pause
+
+
+def test_sigkill_and_sigint_then_again(tmp_path, quick, text_file, start_script):
+    args = ("--source", text_file, "--shard-size", 30)
     run_fineweb(*args, "--out", tmp_path / "expected")
-    expected = read_bytes(tmp_path / "expected")
     out = tmp_path / "out"
 
-    # Killed once early and once late, each time when a certain shard appears: while it works.
-    for index, signal_number in ((2, signal.SIGKILL), (14, signal.SIGINT)):
-        script = start_script("fineweb.py", *args, "--out", out)
-        assert script.wait_until((out / f"stdlib_train_{index:06d}.npy").exists), script.output
+    for signal_number in (signal.SIGKILL, signal.SIGINT):
+        script = start_script("fineweb.py", *args, "--out", out, prepare=pause_at_the_third_shard)
+        assert script.wait_until((out / "a_train_000002.npy").exists), script.output
         assert script.send(signal_number)
-        assert "Traceback" not in script.wait().output, script.output
-        assert read_bytes(out).keys() <= expected.keys()
+        assert "Traceback" not in script.wait().output
+        (out / "a_train_000002.npy").unlink()  # it is in no manifest yet
 
     run_fineweb(*args, "--out", out)
-    assert read_bytes(out) == expected
+    assert read_bytes(out) == read_bytes(tmp_path / "expected")
 
 
-def test_a_missing_or_cut_shard_is_made_again(tmp_path, mixed_source, quick, monkeypatch, capsys):
+@pytest.mark.parametrize("index, damage", [
+    (0, lambda path: path.unlink()),
+    (1, lambda path: path.write_bytes(path.read_bytes()[:-2])),
+    (-1, lambda path: shards.write_shard(path, np.arange(9))),
+], ids=["missing", "cut", "shorter"])  # fmt: skip
+def test_a_damaged_shard_is_made_again(tmp_path, mixed_source, quick, index, damage):
     out = tmp_path / "out"
     run_fineweb(*mixed_source, "--out", out)
     expected = read_bytes(out)
-    files = shards.shard_files(out)
+    damage(shards.shard_files(out)[index])
 
-    for damaged in (files[:1], [files[0], files[2]], files[-1:]):
-        # One shard is gone or cut, and the first attempt to make it again crashes.
-        damaged[0].write_bytes(damaged[0].read_bytes()[:-2])
-        for path in damaged[1:]:
-            path.unlink()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", crash_at(3))
-            with pytest.raises(Killed):
-                run_fineweb(*mixed_source, "--out", out)
+    # The first attempt to make it again crashes.
+    with crash_at(3), pytest.raises(Killed):
         run_fineweb(*mixed_source, "--out", out)
-        assert f"{damaged[0]} is missing or damaged" in capsys.readouterr().out
-        assert read_bytes(out) == expected
+    run_fineweb(*mixed_source, "--out", out)
 
-
-@pytest.mark.slow
-def test_the_notebook_cell_that_keeps_tokens_in_a_drive(tmp_path):
-    """The cell of docs/data.md: cut off, its disk lost, and run again. The Drive is a folder."""
-    # Arrange: the cell, with a source that needs no network and with short sleeps.
-    page = (ROOT / "docs" / "data.md").read_text()
-    lines = page.partition("    %%bash\n")[2].partition("\n\n")[0].replace("\n    ", "\n").strip()
-    drive = tmp_path / "drive" / "fineweb-edu"
-    python = f"{sys.executable} {ROOT}/fineweb.py"
-    args = "--source stdlib --out data/fineweb-edu --shard-size 200000"
-    cell = lines.replace("/content/drive/MyDrive", str(drive.parent)).replace("sleep 600", "sleep 0.1")
-    cell = cell.replace("python fineweb.py", f"{python} {args}")
-
-    # Act: the first notebook is lost when some shards are in the Drive; the second one ends.
-    (tmp_path / "first").mkdir()
-    notebook = subprocess.Popen(["bash", "-c", cell], cwd=tmp_path / "first", start_new_session=True)
-    while len(list(drive.glob("*.npy"))) < 3 or not (drive / "manifest.json").exists():
-        assert notebook.poll() is None
-        time.sleep(0.01)
-    os.killpg(notebook.pid, signal.SIGKILL)
-    notebook.wait()
-    assert not shards.read_manifest(drive).complete
-    (tmp_path / "second").mkdir()
-    subprocess.run(["bash", "-c", cell], cwd=tmp_path / "second", check=False)
-
-    # Assert
-    run_fineweb("--source", "stdlib", "--out", tmp_path / "expected", "--shard-size", "200000")
-    for folder in (drive, tmp_path / "second" / "data" / "fineweb-edu"):
-        assert read_bytes(folder) == read_bytes(tmp_path / "expected")
+    assert read_bytes(out) == expected
 
 
 # ------------------------------------------------------------------------- the folder
@@ -283,146 +207,72 @@ def test_two_runs_on_one_folder(tmp_path, text_file):
     assert read_bytes(tmp_path / "out") == {}
 
 
-def test_other_parameters_are_refused_by_name(tmp_path, quick):
-    (tmp_path / "a.txt").write_text("a text " * 100)
-    (tmp_path / "b.txt").write_text("b text " * 100)
-
-    def run(**changes):
-        flags = {"source": tmp_path / "a.txt", "shard_size": 50, "limit_tokens": 150, "format": "npy", **changes}
-        words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
-        run_fineweb(*words, "--out", tmp_path / "out")
+def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
+    def run(*changes):
+        run_fineweb(
+            "--source", text_file, "--shard-size", 50, "--limit-tokens", 150, "--out", tmp_path / "out", *changes
+        )
 
     # The same parameters twice are accepted.
     run()
     before = read_bytes(tmp_path / "out")
     run()
 
-    for change, message in (
-        ({"source": tmp_path / "b.txt"}, "name a, not b"),
-        ({"shard_size": 60}, "shard_tokens 50, not 60"),
-        ({"limit_tokens": 160}, "limit_tokens 150, not 160"),
-        ({"format": "bin"}, "format npy, not bin"),
-        ({"text_column": "body"}, "column text, not body"),
-        ({"split_on": "x"}, "split_on None, not x"),
+    other_file = shutil.copy(text_file, tmp_path / "b.txt")
+    for flag, value, message in (
+        ("--source", other_file, "name a, not b"),
+        ("--shard-size", 60, "shard_tokens 50, not 60"),
+        ("--limit-tokens", 160, "limit_tokens 150, not 160"),
+        ("--format", "bin", "format npy, not bin"),
+        ("--text-column", "body", "column text, not body"),
+        ("--split-on", "x", "split_on None, not x"),
     ):
         with pytest.raises(UserError, match=message):
-            run(**change)
+            run(flag, value)
 
     # A file of the same name and size with other content is another revision.
-    (tmp_path / "a.txt").write_text("x text " * 100)
-    with pytest.raises(UserError, match="was made with revision"):
+    text_file.write_text("else text " * 100)
+    with pytest.raises(UserError, match="revision"):
         run()
     assert read_bytes(tmp_path / "out") == before
 
 
-def test_a_failed_commands_folder_may_be_used(tmp_path, quick):
-    (tmp_path / "a.jsonl").write_text('{"body": "some text of several tokens"}\n')
-    with pytest.raises(UserError, match="--text-column"):
-        run_fineweb("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out")
-
-    flags = ("--text-column", "body", "--shard-size", 3)
-    run_fineweb("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", *flags)
-
-    assert read_tokens(tmp_path / "out") == encode(["some text of several tokens"])
-
-
 def test_files_of_others_are_left_alone(tmp_path, quick, text_file):
+    """Under the names of this command's shards, or beside them."""
     out = tmp_path / "out"
     out.mkdir()
-    foreign = out / "a_train_000001.npy"
-    foreign.write_bytes(b"foreign")
+    for foreign in (out / "a_train_000001.npy", out / "b_train_000001.npy"):
+        foreign.write_bytes(b"foreign")
+        with pytest.raises(UserError, match=str(foreign)):
+            run_fineweb("--source", text_file, "--out", out)
+        assert foreign.read_bytes() == b"foreign"
 
-    # A shard that no manifest lists is not overwritten, also beside those of this command.
-    with pytest.raises(UserError, match=f"{foreign} was not written by this command"):
-        run_fineweb("--source", text_file, "--out", out)
-    foreign.rename(out / "notes.txt")
-    run_fineweb("--source", text_file, "--out", out)
-    assert (out / "notes.txt").read_bytes() == b"foreign"
-    (out / "notes.txt").rename(out / "b_train_000001.npy")
-    with pytest.raises(UserError, match=r"b_train_000001\.npy was not written by this command"):
+        # Without it the folder is filled.
+        foreign.unlink()
         run_fineweb("--source", text_file, "--out", out)
 
 
-@pytest.mark.parametrize(
-    "file_names, shard_name",
-    [
-        (("books-00.txt", "books-01.txt.gz"), "books"),
-        (("alpha.txt", "apple.txt"), "texts"),
-        (("one day.txt",), "one-day"),
-        (("2024.txt",), "texts"),
-    ],
-)
-def test_shards_are_named_after_the_files(tmp_path, file_names, shard_name):
-    from tokens.sources import choose_source
+def test_a_failed_commands_folder_may_be_used(tmp_path, quick, monkeypatch, text_file):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=str(tmp_path / "out")):
+        patch.setattr("fineweb.free_bytes", lambda folder: 1000)
+        run_fineweb("--source", text_file, "--out", tmp_path / "out", "--limit-tokens", 501)
 
-    (tmp_path / "texts").mkdir()
-    for name in file_names:
-        (tmp_path / "texts" / name).touch()
-    assert choose_source((str(tmp_path / "texts" / "*"),))[0] == shard_name
+    run_fineweb("--source", text_file, "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode([text_file.read_text()])
 
 
-@pytest.mark.parametrize("suffix", ["npy", "bin"])
-def test_verify(tmp_path, quick, text_file, capsys, suffix):
-    folder = tmp_path / "out"
-    run_fineweb("--source", text_file, "--out", folder, "--format", suffix, "--shard-size", 100)
-    before = read_bytes(folder)
-    run_fineweb("--verify", folder)
-    assert "every shard is intact" in capsys.readouterr().out
-
-    # A bit flips: with the manifest the hash tells.
-    path = folder / f"a_train_000001.{suffix}"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(UserError, match=r"000001.*has sha256.*remove it, and run the command"):
-        run_fineweb("--verify", folder)
-
-    # Shards of another program have none: sizes and ids are checked.
-    (folder / "manifest.json").unlink()
-    run_fineweb("--verify", folder)
-    assert "no hashes" in capsys.readouterr().out
-    shards.write_shard(path, np.array([7, 50257]))
-    with pytest.raises(UserError, match=r"000001.*id 50257"):
-        run_fineweb("--verify", folder)
-    assert read_bytes(folder).keys() == before.keys() - {"manifest.json"}
-
-
-# ------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize("args, message", [
-    (["missing.txt"], r"missing\.txt.*stdlib"),
-    (["no*.csv"], r"no\*\.csv"),
-    (["dir"], "not a file"),
-    (["stdlib", "good.txt"], "--source stdlib"),
-    (["good.txt", "bad.xml"], r"bad\.xml: its suffix \.xml"),
-    (["none.jsonl"], "holds no documents"),
-    (["good.txt", "--shard-size", "0"], "--shard-size"),
-    (["good.txt", "--limit-tokens", "-5"], "--limit-tokens"),
-    (["good.txt", "--split", "test"], "--subset and --split"),
-    (["none.jsonl", "--split-on", "x"], "--split-on"),
-    (["good.txt", "--split-on", ""], "--split-on"),
-    ([], "--source"),
+@pytest.mark.parametrize("limit, subset, downloads, needed", [
+    (1000, "", True, 2 * (1000 - 400) + 3000 + 2000),  # tokens of two bytes, and two files
+    (None, "", False, 2 * (3000 - 400)),  # a token for two bytes of the source
+    (None, "sample/10BT/", False, 2 * (10**10 - 400)),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(tmp_path, monkeypatch, quick, args, message):
-    monkeypatch.chdir(tmp_path)
-    Path("good.txt").write_text("x")
-    Path("bad.xml").write_text("<x/>")
-    Path("none.jsonl").write_text("\n\n")
-    Path("dir").mkdir()
+def test_the_disk_space_that_is_needed(tmp_path, monkeypatch, limit, subset, downloads, needed):
+    source = {"subset": subset, "files": [{"bytes": n} for n in (1000, 3000, 2000)]}
+    manifest = Manifest(source, "npy", 400, limit, shards=[Shard("x", 400, 1, "", {})])
 
-    with pytest.raises(UserError, match=message):
-        run_fineweb("--source", *args, "--out", "out")
-
-    assert not list(Path().glob("out/*_*"))
-
-
-def test_a_full_disk_is_reported_before_the_work(tmp_path, monkeypatch, text_file):
-    monkeypatch.setattr("fineweb.free_bytes", lambda folder: 10**9)
-    with pytest.raises(UserError, match=r"about 4\.0 GB .* 1\.0 GB free"):
-        run_fineweb("--source", text_file, "--out", tmp_path / "out", "--limit-tokens", 2 * 10**9)
-
-
-def test_commands_fail_with_one_message(tmp_path, expect_failure):
-    expect_failure("fineweb.py", "--source", tmp_path / "none.txt", mentions=["none.txt", "stdlib"], cwd=tmp_path)
-    expect_failure("fineweb.py", "--verify", tmp_path / "none", mentions=["none", "python fineweb.py"])
-    expect_failure("fineweb.py", "--sauce", "x", mentions=["--sauce"])
-    assert not list(tmp_path.glob("*/*"))
+    monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed)
+    fineweb.check_disk_space(tmp_path, manifest, downloads)
+    monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed - 1)
+    with pytest.raises(UserError):
+        fineweb.check_disk_space(tmp_path, manifest, downloads)

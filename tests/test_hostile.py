@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +27,8 @@ from helpers import (
     make_hellaswag_rows,
     make_shards,
     parse_config,
-    train_quickstart,
     write_jsonl,
     write_parquet,
-    write_random_walk_shards,
 )
 
 import plots
@@ -52,15 +49,14 @@ TEXTS = [f"document {i} of words, ünïcode 🙂 and\nlines " * (i % 5) for i in
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
+def good(tmp_path_factory, one_run) -> Path:
     """A folder with a good file of each format."""
     root = tmp_path_factory.mktemp("good")
     for name in ("bin", "rows", "text", "hf", "old"):
         (root / name).mkdir()
     make_shards(root / "data", size=300)
     shards.write_shard(root / "bin/toy_train_000001.bin", np.arange(300))
-    data = write_random_walk_shards(root / "walk")
-    train_quickstart([*TINY_FLAGS, "--data-dir", data, "--max-steps", "2"], root / "run")
+    shutil.copytree(one_run, root / "run", ignore=shutil.ignore_patterns("*_0000[369].pt"))
     write_jsonl(root / "rows/rows.jsonl", make_hellaswag_rows(4))
     write_jsonl(root / "text/a.jsonl", [{"text": text} for text in TEXTS])
     write_parquet(root / "text/a.parquet", TEXTS, row_group_size=16)
@@ -118,8 +114,8 @@ def read_data(path: Path) -> bytes:
 
 
 FORMATS = {
-    "run/model_00002.pt": read_model,
-    "run/optim_00002.pt": read_optim,
+    "run/model_00012.pt": read_model,
+    "run/optim_00012.pt": read_optim,
     "data/toy_train_000001.npy": read_data,
     "data/manifest.json": read_data,
     "bin/toy_train_000001.bin": read_data,
@@ -134,19 +130,16 @@ FORMATS = {
     "old/ckpt.pt": read_model,
 }
 # Formats in which each byte counts: CRC and sha256 find whatever has changed.
-CHECKED = ("run/model_00002.pt", "run/optim_00002.pt", "data/toy_train_000001.npy")
+CHECKED = ("run/model_00012.pt", "run/optim_00012.pt", "data/toy_train_000001.npy")
 
 
 def read_or_refuse(name: str, path: Path) -> object:
     """What a file holds, or None if it is refused as it should be."""
-    start_time = time.monotonic()
     try:
         return FORMATS[name](path)
     except UserError as e:
         message = str(e).replace(str(path.parent.parent), "")
         assert "\n" not in message and len(message) <= 600, message
-    finally:
-        assert time.monotonic() - start_time < 10
 
 
 # ------------------------------------------------------------------------- mutations
@@ -154,29 +147,19 @@ def read_or_refuse(name: str, path: Path) -> object:
 DEEP = json.loads("[" * 300 + "]" * 300)
 ODD_VALUES = [-1, 0, 1, 2**31, 2**63, 10**400, 1.5, 1e308, math.inf, math.nan, None, True, [], {}, ["x"], DEEP]
 ODD_VALUES += ["", "x" * 999, "../x", "\x1b[2J", "\ud800", "\0", "a\nb"]
-ODD_TENSORS = [
-    lambda t: t.to(torch.int8),
-    lambda t: t.to(torch.complex64),
-    lambda t: t.flatten()[:1],
-    lambda t: t[None],
-    lambda t: t * math.nan,
-    lambda t: t.to_sparse(),
-]
+ODD_TENSORS = [torch.Tensor.char, torch.Tensor.cfloat, torch.Tensor.to_sparse, torch.atleast_3d, torch.isnan]
 LONG = [b"[" * 100_000, b"9" * 5000, b"1e999", b'"' + b"a" * 300_000 + b'"']
 
 
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Bits flipped, bytes overwritten, inserted, repeated or cut, often near the ends, where headers are."""
-    out = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 2, 8])):
-        size = max(1, len(out))
-        at = rng.choice([rng.randrange(size), rng.randrange(min(size, 200)), size - 1 - rng.randrange(min(size, 600))])
-        length = rng.choice([1, 2, 4, 8, 64])
-        flipped = bytes(byte ^ 1 << rng.randrange(8) for byte in out[at : at + length])
-        pieces = [flipped, flipped, rng.randbytes(length), bytes(length), b"\xff" * length, b"", rng.choice(LONG)]
-        end = rng.choice([at, at + length, at + length, at + length, len(out)])
-        out[at:end] = rng.choice(pieces)
-    return bytes(out)
+    """Bytes flipped, overwritten, inserted, or cut, often near the ends, where headers are."""
+    size = len(data)
+    at = rng.choice([rng.randrange(size), rng.randrange(min(size, 200)), size - 1 - rng.randrange(min(size, 600))])
+    length = rng.choice([1, 2, 8, 64])
+    flipped = bytes(byte ^ 1 << rng.randrange(8) for byte in data[at : at + length])
+    new = rng.choice([flipped, flipped, rng.randbytes(length), bytes(length), b"\xff" * length, b"", *LONG])
+    end = rng.choice([at, at + length, at + length, at + length, size])
+    return data[:at] + new + data[end:]
 
 
 def mutate_tree(rng: random.Random, tree: object) -> object:
@@ -269,19 +252,21 @@ def test_a_pickle_in_place_of_any_file_is_not_run(good, bomb, tmp_path, name):
         read_or_refuse(name, tmp_path / name)
 
 
-@pytest.mark.parametrize("where", ["config", "model", "step"])
-def test_a_pickle_in_a_checkpoint_is_refused_by_every_script(good, bomb, expect_failure, tmp_path, where):
+def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, expect_failure, tmp_path):
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
-    run, path, new = tmp_path / "run", tmp_path / "run/model_00002.pt", tmp_path / "new"
-    torch.save({**torch.load(path, weights_only=True), where: bomb}, path)
+    run, path, new = tmp_path / "run", tmp_path / "run/model_00012.pt", tmp_path / "new"
+    torch.save({**torch.load(path, weights_only=True), "config": bomb}, path)
 
-    expect_failure("infer.py", path, "Hi")
-    expect_failure("hellaswag.py", "--model", run, "--data", tmp_path / "rows/rows.jsonl")
-    expect_failure("hub.py", "export", path, new)
-    expect_failure("hub.py", "import", path, new)
-    train = ["train_gpt2.py", "quickstart", *TINY_FLAGS, "--data-dir", tmp_path / "walk"]
-    expect_failure(*train, "--out-dir", new, "--init-from", path)
-    expect_failure(*train, "--out-dir", run, "--resume", "auto")
+    train = ("train_gpt2.py", "quickstart", *TINY_FLAGS, "--data-dir", one_run.parent / "tiny")
+    for command in (
+        ("infer.py", path, "Hi"),
+        ("hellaswag.py", "--model", run, "--data", tmp_path / "rows/rows.jsonl"),
+        ("hub.py", "export", path, new),
+        ("hub.py", "import", path, new),
+        (*train, "--out-dir", new, "--init-from", path),
+        (*train, "--out-dir", run, "--resume", "auto"),
+    ):
+        expect_failure(*command, mentions=[path.name])
 
 
 def test_modules_beside_the_weights_are_never_imported(good, bomb, tmp_path, monkeypatch):
@@ -301,14 +286,8 @@ def test_modules_beside_the_weights_are_never_imported(good, bomb, tmp_path, mon
 def test_a_pull_fetches_no_code_and_no_odd_names(bomb, run_in_fork, tmp_path):
     remote = tmp_path / "hub/models/evil/model"
     (remote / "sub").mkdir(parents=True)
-    for name in (
-        "model_00001.pt",
-        "modeling_x.py",
-        "x.pkl",
-        ".bashrc",
-        "sub/model_00002.pt",
-        "model_00003.pt\x9b2J.pt",
-    ):
+    names = ("modeling_x.py", "x.pkl", ".bashrc", "sub/model_00002.pt", "model_00003.pt\x9b2J.pt")
+    for name in ("model_00001.pt", *names):
         (remote / name).write_bytes(pickle.dumps(bomb))
 
     with hub_server.start(tmp_path / "hub") as server:

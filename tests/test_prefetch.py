@@ -1,5 +1,6 @@
 """A thread that runs ahead: by its depth and no more, in order, with the errors of the items."""
 
+import threading
 import time
 
 import pytest
@@ -34,3 +35,24 @@ def test_prefetch_runs_ahead_by_its_depth(depth):
 
 def test_prefetch_of_nothing_ends():
     assert list(prefetch([], 2)) == []
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_closing_waits_for_the_thread_if_asked(join):
+    working, may_end = threading.Event(), threading.Event()
+    produced = []
+
+    def items():
+        for i in range(9):
+            produced.append(i)
+            yield i
+            working.set()
+            may_end.wait(0.05 if join else 5)
+
+    fetched = prefetch(items(), 1, join)
+    next(fetched)
+    working.wait()
+    fetched.close()
+
+    assert produced == ([0, 1] if join else [0]), "with join the thread has ended, after the item it worked on"
+    may_end.set()

@@ -4,27 +4,24 @@ hypothesis draws the inputs. When a property fails it reports the smallest input
 """
 
 import dataclasses
-import math
 import os
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 import pytest
+from corpora import encode, shared_encoder
 from helpers import choices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model import GPTConfig
-from system import cli, machine
-from system.cli import UserError, parse_duration
+from system.cli import UserError, parse_duration, printable
 from tokens import shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
-from training import presets
 from training.config import TrainConfig
 from training.presets import PRESETS
 from training.schedule import lr_factor
@@ -74,41 +71,30 @@ def test_a_step_is_a_function_of_seed_and_step_alone(sizes, seed, step, B, data)
 # ------------------------------------------------------------------------- shard writer and manifest
 
 
-class LetterEncoder:
-    """An encoder for which a letter is a token. It has the part of gigatoken's interface that the shard writer uses:
-    the documents' tokens in one array, and the offsets at which each begins and ends."""
-
-    def encode_batch(self, texts):
-        ids = [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        offsets = np.cumsum([0, *map(len, ids)])
-        content = np.concatenate([*ids, np.zeros(0, np.uint8)])
-        layout = SimpleNamespace(offsets=SimpleNamespace(data=offsets), content=SimpleNamespace(data=content))
-        return SimpleNamespace(layout=layout)
-
-
-# Documents of 0 to 30 letters.
-DOCUMENTS = st.lists(st.integers(0, 30).map(lambda n: "abcdefghijklmnopqrstuvwxyzabcd"[:n]), min_size=1, max_size=20)
-SHARD_FORMATS = st.sampled_from(["npy", "bin"])
-
-
-@settings(max_examples=40)
-@given(DOCUMENTS, st.integers(1, 50), st.integers(0, 300), st.integers(1, 5), SHARD_FORMATS, st.data())
+@settings(max_examples=25)
+@given(
+    st.lists(st.text(max_size=12), min_size=1, max_size=6),
+    st.integers(1, 50),
+    st.integers(1, 60) | st.none(),
+    st.integers(1, 5),
+    st.sampled_from(["npy", "bin"]),
+    st.data(),
+)
 def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, chunk_size, shard_format, data):
     """For any documents, shard size, limit and cut into chunks; also after a stop at any shard."""
     source = {"name": "x", "subset": "", "column": "text", "revision": "r", "files": [{"path": "x", "bytes": 1}]}
-    empty = shards.Manifest(source, shard_format, shard_tokens, limit or None)
+    empty = shards.Manifest(source, shard_format, shard_tokens, limit)
     batches = [documents[i : i + chunk_size] for i in range(0, len(documents), chunk_size)]
     chunks = [Chunk(texts, [True] * len(texts), 0) for texts in batches]
-    expected = [token for text in documents for token in (tokenizer.EOT, *text.encode())][: limit or None]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "bulk_encoder", LetterEncoder)
-        patch.setattr(machine.os, "fsync", lambda fd: None)  # most of the time, and no machine loses power here
+        patch.setattr(shards, "bulk_encoder", shared_encoder)
+        patch.setattr(os, "fsync", lambda fd: None)  # most of the time, and no machine loses power here
 
         # The shards hold the tokens in order; all but the last are full.
         written = shards.write_shards(chunks, Path(folder), "x", empty, lambda *_: None)
-        parts = [np.array(shards.read_shard(Path(folder, shard.file))) for shard in written.shards]
-        assert np.concatenate(parts).tolist() == expected
+        parts = [shards.read_shard(Path(folder, shard.file)) for shard in written.shards]
+        assert np.concatenate(parts).tolist() == encode(documents)[:limit]
         assert {len(part) for part in parts[:-1]} <= {shard_tokens} and 1 <= len(parts[-1]) <= shard_tokens
 
         # The manifest describes them.
@@ -117,48 +103,35 @@ def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, 
         assert shards.read_manifest(folder) == written
 
         # A manifest that ends earlier, as after a crash: the same shards are written again.
-        kept = data.draw(st.integers(0, len(written.shards)))
+        kept = data.draw(st.integers(0, len(written.shards) - 1))
         interrupted = dataclasses.replace(written, shards=written.shards[:kept])
-        if kept < len(written.shards):
-            assert shards.write_shards(chunks, Path(folder), "x", interrupted, lambda *_: None) == written
+        assert shards.write_shards(chunks, Path(folder), "x", interrupted, lambda *_: None) == written
 
 
 SHARD_NAMES = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda name: len(name.encode()) < 200)
 
 
 @given(SHARD_NAMES | st.from_regex(shards.RELATIVE_PATH, fullmatch=True))
-def test_a_name_in_a_manifest_cannot_leave_its_folder_or_control_a_terminal(name):
-    assert Path("/x", name).resolve().is_relative_to("/x") and cli.printable(name) == name
+def test_a_name_in_a_manifest_does_no_harm(name):
+    assert Path("/x", name).resolve().is_relative_to("/x") and printable(name) == name
 
 
 # ------------------------------------------------------------------------- config and schedule
 
 
-def draw_value(hint):
-    """A strategy for values of a field's type, with odd ones often among them."""
-    if get_origin(hint) is Literal:
-        return st.sampled_from(get_args(hint))
-
-    # A union, such as int | Literal["auto"]: values of any of its types.
-    options = get_args(hint)
-    if options:
-        return st.one_of(*map(draw_value, options))
-
-    integers = st.integers(-2, 2000) | st.integers()
-    floats = st.floats(allow_infinity=False) | st.floats(0, 1)
-    return {int: integers, float: floats, bool: st.booleans(), str: st.text(max_size=8)}[hint]
-
-
 def draw_changes(cls):
-    """A strategy for {name: value} of up to four fields of a dataclass."""
-    strategies = {name: draw_value(hint) for name, hint in get_type_hints(cls).items() if name != "model"}
-    names = st.lists(st.sampled_from(sorted(strategies)), max_size=4, unique=True)
-    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: strategies[name] for name in chosen}))
+    """A strategy for {name: value} of up to four fields of a dataclass, with odd values often among them."""
+    odd = {int: st.integers(-2, 2000) | st.integers(), float: st.floats(0, 1) | st.floats(allow_infinity=False)}
+    hints = get_type_hints(cls)
+    hints.pop("model", None)
+    names = st.lists(st.sampled_from(sorted(hints)), max_size=4, unique=True)
+    draw_value = {name: odd.get(hint, st.from_type(hint)) for name, hint in hints.items()}
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: draw_value[name] for name in chosen}))
 
 
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(PRESETS)), draw_changes(TrainConfig))
-def test_any_values_make_a_valid_config_or_are_refused(preset, changes):
+def test_any_values_make_a_config_or_are_refused(preset, changes):
     """The values are those of up to four fields of a preset, odd ones often among them."""
     try:
         cfg = dataclasses.replace(PRESETS[preset], **changes)
@@ -179,61 +152,32 @@ def test_any_values_make_a_valid_config_or_are_refused(preset, changes):
 
 @settings(max_examples=100)
 @given(draw_changes(GPTConfig))
-def test_any_values_make_a_valid_network_or_are_refused(changes):
+def test_any_values_make_a_network_or_are_refused(changes):
     try:
         assert GPTConfig(**changes).head_size >= 1
     except ValueError as e:
         assert str(e)
 
 
-FLAG_NAMES = sorted(
-    f.name.replace("_", "-") for f in dataclasses.fields(TrainConfig) if f.name not in ("preset", "model")
-)
-FLAG_VALUES = st.integers().map(str) | st.floats().map(str) | st.text(max_size=9)
-
-
-@settings(max_examples=25)
-@given(st.lists(st.tuples(st.sampled_from(FLAG_NAMES), FLAG_VALUES), max_size=3))
-def test_any_flags_make_a_config_or_end_in_a_message(flags):
-    words = [f"--{name}={value}" for name, value in flags]
-    try:
-        cfg = presets.parse(["quickstart", *words], lambda path: PRESETS["quickstart"].to_dict())
-    except (UserError, SystemExit) as e:
-        assert e.args != (0,)
-    else:
-        assert isinstance(cfg, TrainConfig)
-
-
-LEARNING_RATES = st.floats(1e-9, 1e3)
 FRACTIONS = st.floats(0, 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=60)
-@given(LEARNING_RATES, FRACTIONS, st.integers(0, 50), st.integers(1, 200), FRACTIONS)
-def test_schedules_are_bounded_smooth_and_end_at_min_lr(schedule, max_lr, floor, warmup, total_steps, cooldown):
+@given(st.floats(1e-9, 1e3), FRACTIONS, st.integers(0, 50), st.integers(1, 200), FRACTIONS)
+def test_schedules_rise_then_fall_to_min_lr(schedule, max_lr, floor, warmup, total_steps, cooldown):
     rates = {"max_lr": max_lr, "min_lr": floor * max_lr, "warmup_steps": warmup, "cooldown": cooldown}
     cfg = dataclasses.replace(PRESETS["quickstart"], schedule=schedule, **rates)
     factors = [lr_factor(step, total_steps, cfg) for step in range(total_steps + 2)]
     floor = cfg.min_lr / max_lr  # as it is computed from what was rounded
 
-    # Between 0 and 1 and, after the warm-up, not under min_lr. The warm-up rises at every step. The end is min_lr, even
-    # if the warm-up is longer.
     assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
-    assert all(factor >= floor - 1e-12 for factor in factors[warmup:])
-    rising = factors[: min(warmup, total_steps)]
-    assert all(a < b for a, b in pairwise(rising))
+    assert all(a < b for a, b in pairwise(factors[: min(warmup, total_steps)]))
+    assert all(a >= b - 1e-12 >= floor - 2e-12 for a, b in pairwise(factors[warmup : total_steps + 1]))
     assert factors[total_steps] == factors[total_steps + 1] == pytest.approx(floor)
 
-    # After the warm-up it never rises, and no step is steeper than half a cosine over its decay.
-    if warmup <= total_steps:
-        falling = factors[warmup : total_steps + 1]
-        assert all(a >= b - 1e-12 for a, b in pairwise(falling))
-        decay_steps = cooldown * total_steps if schedule == "trapezoid" else total_steps - warmup
-        steepest = max((a - b for a, b in pairwise(falling)), default=0)
-        assert steepest <= (1 - floor) * min(1, math.pi / 2 / max(1, decay_steps)) + 1e-9
 
-
+@settings(max_examples=50)
 @given(st.text(max_size=12) | st.from_regex(r"(\d{1,12}[dhms.]?){0,4}", fullmatch=True))
 def test_any_text_is_a_duration_or_is_refused(text):
     try:
