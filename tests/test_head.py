@@ -135,3 +135,22 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(backward):
         if backward:
             loss.backward()
     assert largest.numel == math.ceil(B * T / NUM_CHUNKS) * V
+
+
+def test_bfloat16_is_blind_to_what_logits_share():
+    """OpenAI's logits lie near -100, where bfloat16 steps by 0.5: the mean row goes before the cast."""
+    model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=False)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.2)
+        model.transformer.ln_f.bias.fill_(1.0)
+    x, targets = torch.randn(4, 64, 64), torch.randint(512, (4, 64))
+
+    def error_in_bfloat16():
+        exact = head.mean_loss(model, x, targets)
+        with torch.autocast("cpu", torch.bfloat16):
+            return (head.mean_loss(model, x, targets) - exact).abs().item()
+
+    error_without_offset = error_in_bfloat16()
+    with torch.no_grad():
+        model.lm_head.weight -= 100 / 64
+    assert error_in_bfloat16() < 1.5 * error_without_offset

@@ -113,6 +113,18 @@ def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch, world_size):
     assert len(set(map(checks.count, range(world_size)))) == 1
 
 
+def test_bfloat16_is_blind_to_what_logits_share(tmp_path):
+    """As in test_head.py: a common -100 moves no score."""
+    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(6)))
+    model = GPT(GPTConfig(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)).eval()
+    torch.nn.init.ones_(model.transformer.ln_f.bias)
+    rt = Runtime(torch.device("cpu"), torch.bfloat16)
+    before = hellaswag_eval.score(model, examples, rt.device, rt)
+    with torch.no_grad():
+        model.lm_head.weight -= 100 / 64
+    torch.testing.assert_close(hellaswag_eval.score(model, examples, rt.device, rt), before, atol=0.05, rtol=0)
+
+
 def test_a_long_context_loses_its_beginning(tmp_path):
     small = make_model(block_size=32)
     row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": ["cat " * n for n in (3, 5, 7, 9)]}

@@ -4,8 +4,10 @@ with other settings, other data or other weights."""
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 from corpora import read_bytes
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
@@ -14,6 +16,7 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from training import checkpoint, evaluator
 from training.open_model import open_model
+from training.resume import open_network
 from training.step import TrainStep
 from training.stop import StopRequest
 
@@ -234,3 +237,11 @@ def test_missing_data_are_named_before_the_weights(tmp_path):
     cfg = parse_config("finetune", "--data-dir", tmp_path / "nosuch", "--init-from", tmp_path / "nothing")
     with pytest.raises(UserError, match="nosuch"):
         train_gpt2.train(cfg, CPU, StopRequest())
+
+
+def test_only_rank_0_draws_random_weights(tiny_args):
+    cfg = parse_config("quickstart", *tiny_args)
+    drawn = torch.get_rng_state()
+    _, model = open_network(cfg, replace(CPU, rank=1, world_size=2), saved=None)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert model.config == cfg.model and model.num_params() == GPT(cfg.model).num_params()

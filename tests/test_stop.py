@@ -41,9 +41,13 @@ def signal_rank_1_in(module, name) -> None:
     setattr(sys.modules[module], name, signalled)
 
 
-@pytest.mark.parametrize("place", ["training.evaluator to_device", "training.hellaswag_eval batch_losses"])
-def test_signal_to_one_rank_ends_an_evaluation_on_all(tiny_args, tmp_path, run_ranks, place):
-    """With exit code 0 and nothing half logged; resumed, on one rank, the evaluation is made."""
+PLACES = ["train_gpt2 open_data", "training.evaluator to_device", "training.hellaswag_eval batch_losses"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_signal_to_one_rank_ends_all_before_a_step(tiny_args, tmp_path, run_ranks, place):
+    """At the start and in an evaluation: with exit code 0 and nothing half logged; resumed, on one rank, the evaluation
+    is made."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40))
     flags = ["--model.vocab-size", "50304", "--model.n-embd", "8", "--hellaswag-every", "4", "--hellaswag-data", rows]
     flags, run = [*tiny_args, *flags, "--max-steps", "1"], tmp_path / "run"
