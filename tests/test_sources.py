@@ -134,7 +134,7 @@ def test_files_are_downloaded_and_deleted_one_by_one(tmp_path, hub, monkeypatch)
     hub.log.clear()
     run_fineweb(*args, out)
     assert read_bytes(out) == before and len(on_disk) == 9 and max(on_disk) <= 2
-    assert hub.log and all(source["revision"] in path for _, path, _ in hub.log if "/api/" not in path)
+    assert hub.log and all(source["revision"] in path for _, path in hub.log if "/api/" not in path)
 
 
 def test_fineweb_is_a_folder_of_parquet_in_order(tmp_path, hub):
