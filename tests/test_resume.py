@@ -14,6 +14,7 @@ from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, par
 import train_gpt2
 from model import GPT, GPTConfig
 from system.cli import UserError
+from system.files import lock_folder
 from training import checkpoint, evaluator
 from training.open_model import open_model
 from training.resume import open_network
@@ -132,6 +133,13 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run):
 
     assert read_bytes(trained_run) == before
     assert same_bits(load_weights(fork), load_weights(trained_run))  # another folder may continue an earlier step
+
+
+def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_failure):
+    flags = ["quickstart", *tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]
+    with lock_folder(trained_run):
+        expect_failure("train_gpt2.py", *flags, mentions=[str(trained_run)])
+    assert checkpoint.latest_step(trained_run) == 12
 
 
 def test_weights_alone_are_never_overwritten(tiny_args, trained_run):
