@@ -77,7 +77,7 @@ def test_an_id_above_uint16_is_not_written(tmp_path):
             shards.write_shard(tmp_path / "x_train_000001.npy", np.array(ids))
 
 
-def test_find_shards_sorts_by_index_and_leaves_the_rest(tmp_path):
+def test_find_shards_sorts_and_leaves_the_rest(tmp_path):
     names = ["x_train_1000000.npy", "x_train_000009.npy", "x_train_999999.npy", "x_val_000000.npy"]
     for name in [*names, "notes.txt", ".x_train_000011.npy.part", "train.bin", "x_test_000001.npy"]:
         (tmp_path / name).touch()
