@@ -199,12 +199,12 @@ def test_samples_share_one_reading_of_the_prompt():
     assert torch.equal(model.generate(idx, 0), idx)
 
 
-def test_padded_ids_are_never_drawn():
+def test_eot_is_drawn_and_padded_ids_never():
     model = make_network()
     with torch.no_grad():
-        model.transformer.wte.weight[VOCAB_SIZE:] *= 1000  # the ids that only pad are by far the likeliest
+        model.transformer.wte.weight[VOCAB_SIZE - 1 :] *= 1000  # EOT and the ids that only pad are by far the likeliest
     for temperature, top_k in ((0, 50), (1.0, 50), (5.0, None)):
-        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() < VOCAB_SIZE
+        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() == VOCAB_SIZE - 1
 
 
 def test_sampling_follows_temperature_top_k_and_top_p():

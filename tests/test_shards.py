@@ -13,6 +13,8 @@ from helpers import make_shards
 
 from system.cli import UserError
 from tokens import shards
+from tokens.documents import Chunk
+from tokens.shards import Manifest
 
 # ------------------------------------------------------------------------- one file
 
@@ -75,15 +77,15 @@ def test_an_id_above_uint16_is_not_written(tmp_path):
             shards.write_shard(tmp_path / "x_train_000001.npy", np.array(ids))
 
 
-def test_find_shards_sorts_by_index_and_leaves_the_rest(tmp_path):
-    names = ["x_train_000010.npy", "x_train_000009.npy", "x_train_1000000.npy", "x_val_000000.npy"]
+def test_find_shards_sorts_and_leaves_the_rest(tmp_path):
+    names = ["x_train_1000000.npy", "x_train_000009.npy", "x_train_999999.npy", "x_val_000000.npy"]
     for name in [*names, "notes.txt", ".x_train_000011.npy.part", "train.bin", "x_test_000001.npy"]:
         (tmp_path / name).touch()
     (tmp_path / "x_train_000012.npy").mkdir()
 
     train_names = [p.name for p in shards.find_shards(tmp_path, "train")]
 
-    assert train_names == ["x_train_000009.npy", "x_train_000010.npy", "x_train_1000000.npy"]
+    assert train_names == ["x_train_000009.npy", "x_train_999999.npy", "x_train_1000000.npy"]
     assert [p.name for p in shards.find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
 
 
@@ -95,6 +97,12 @@ def test_check_ids_names_the_place():
     for vocab_size, place in ((50257, "x.npy: token 900 is id 60000"), (50256, "x.npy: token 437 is id 50256")):
         with pytest.raises(UserError, match=place):
             shards.check_ids(tokens, "x.npy", vocab_size)
+
+
+def test_reading_stops_at_the_limit():
+    chunks = iter([Chunk(["a b c"], [True], 0)] * 9)  # of 4 tokens, with EOT
+    list(shards.fill_shards(chunks, Manifest({}, "npy", 4, limit_tokens=8), lambda _: None))
+    assert len(list(chunks)) == 6
 
 
 # ------------------------------------------------------------------------- the manifest
