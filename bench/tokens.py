@@ -86,6 +86,8 @@ def measure(args: Args, files: list[str], source: str, way: str) -> dict:
 def main(argv: list[str]) -> None:
     args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench tokens")
     files = [os.path.abspath(file) for pattern in args.files for file in sorted(glob.glob(pattern)) or [pattern]]
+    missing = [file for file in files if not os.path.isfile(file)]
+    require(not missing, f"no file {', '.join(missing)}")
     source = peers.read(args.peers, "build-nanogpt", "fineweb.py") if "build-nanogpt" in args.only else ""
     results = turns.take_turns(partial(measure, args, files, source), args.only, args.rounds)
     hashes = {runs[0]["sha256"] for runs in results.values()}

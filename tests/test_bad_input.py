@@ -109,7 +109,8 @@ TABLE = """
 2 | train_gpt2.py quickstart --seeed 1                     | --seeed
 2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3
 2 | train_gpt2.py quickstart overfit                       | overfit
-2 | train_gpt2.py quickstart --schedule linear             | linear
+1 | train_gpt2.py gpt2-124m --dry-run --card 7xH100        | --total-batch-size 523264
+2 | train_gpt2.py quickstart --schedule nosuch             | nosuch
 2 | fineweb.py --format csv                                | csv
 2 | hellaswag.py --dtype int8                              | int8
 2 | hub.py pull-data OWNER/NAME                            | DATA-DIR

@@ -138,7 +138,8 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(backward):
 
 
 def test_bfloat16_is_blind_to_what_logits_share():
-    """OpenAI's logits lie near -100, where bfloat16 steps by 0.5: the mean row goes before the cast."""
+    """OpenAI's logits lie near -100, where bfloat16 steps by 0.5, far more than near 0: the mean row of the head is
+    subtracted before the cast."""
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=False)
     with torch.no_grad():
         model.lm_head.weight.normal_(std=0.2)

@@ -54,7 +54,7 @@ MAX_HEADER_BYTES = 1 << 16  # more than numpy accepts, whatever length a header 
 def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
-    fix = f"python fineweb.py --source {data_dir.name} --out {data_dir} makes one, if that names a source (--help)"
+    fix = f"python fineweb.py --source WHAT --out {data_dir} makes one (--help lists what)"
     require(data_dir.is_dir(), f"{data_dir} is not a folder of shards; {fix}")
     paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
 

@@ -276,6 +276,7 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
+    require(Path(path).is_file(), f"no file {path}")
     try:
         # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
         unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -37,16 +37,9 @@ def choose_micro_batch_size(
     micro-batches of B sequences, without a collective. Raises UserError if the batch does not divide evenly, or if not
     even one sequence fits. Every rank must call it.
     """
-    share = sequences_per_rank(cfg, rt.world_size)
-    divisors = [d for d in range(share, 0, -1) if share % d == 0]
-
-    # A number that was asked for must divide a rank's share of the step, so that all micro-batches have one size.
+    divisors = divisors_of_share(cfg, rt.world_size)
     if cfg.micro_batch_size != "auto":
-        B = cfg.micro_batch_size
-        nearest = min(divisors, key=lambda divisor: abs(divisor - B))
-        rule = f"does not divide the {share} sequences that each of {rt.world_size} ranks takes per step"
-        require(B in divisors, f"--micro-batch-size {B} {rule}; use --micro-batch-size {nearest} (or auto)")
-        return B
+        return cfg.micro_batch_size
 
     # On a CPU, running out of memory raises no useful error, so sizes cannot be tried. Take the largest whose
     # activations in the blocks, about 80 bytes per channel, stay under 3 GB.
@@ -71,14 +64,24 @@ def choose_micro_batch_size(
     raise UserError(f"out of memory with one sequence of {cfg.sequence_length} tokens per rank; {MEMORY_FIX}")
 
 
-def sequences_per_rank(cfg: TrainConfig, world_size: int) -> int:
-    """Sequences of a step that each rank takes. Raises UserError if they do not split evenly."""
+def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
+    """The sizes that a micro-batch may have, the largest first: it is all sequences of a step that a rank takes. Raises
+    UserError if the step does not split evenly over the ranks, or a rank's share over its micro-batches."""
     sequences = cfg.sequences_per_step
     nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
     rule = f"is {sequences} sequences of {cfg.sequence_length}, which do not split evenly over {world_size} ranks"
     fix = f"use --total-batch-size {nearest}"
     require(sequences % world_size == 0, f"--total-batch-size {cfg.total_batch_size} {rule}; {fix}")
-    return sequences // world_size
+
+    # A number that was asked for must divide a rank's share, so that all micro-batches have one size.
+    share = sequences // world_size
+    divisors = [d for d in range(share, 0, -1) if share % d == 0]
+    B = cfg.micro_batch_size
+    if B != "auto" and B not in divisors:
+        nearest = min(divisors, key=lambda divisor: abs(divisor - B))
+        rule = f"does not divide the {share} sequences that each of {world_size} ranks takes per step"
+        raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {nearest} (or auto)")
+    return divisors
 
 
 def fits_in_memory(device: torch.device, reserved_bytes: int, run_passes: Callable[[], None]) -> bool:

@@ -26,6 +26,7 @@ from training import optim
 from training.cards import CARDS, find_cards, total_peak_flops
 from training.config import TrainConfig
 from training.metrics import RunState
+from training.microbatch import divisors_of_share
 from training.step import TrainStep
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
@@ -143,6 +144,7 @@ def predict(cfg: TrainConfig) -> str:
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
     cards = find_cards(cfg.card)
+    divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = shapes_of(cfg)
     max_steps = cfg.max_steps or cfg.epochs * cfg.steps_per_epoch or 1000
     step_s = predict_step_s(cfg, cards)

@@ -33,7 +33,7 @@ from system.distributed import Runtime
 from tokens.loader import to_device
 from training import head, optim, schedule
 from training.config import TrainConfig
-from training.microbatch import choose_micro_batch_size, explain_out_of_memory, sequences_per_rank
+from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 
 
 class UpdateRefused(Exception):
@@ -177,7 +177,7 @@ class TrainStep:
     def _run_passes(self, B: int) -> None:
         """Forward and backward with micro-batches of B sequences of zeros, to see whether they fit in memory: two of
         them, if a step has as many, because the second runs beside the gradients of the first."""
-        micro_steps = min(2, sequences_per_rank(self.cfg, self.rt.world_size) // B)
+        micro_steps = min(2, self.cfg.sequences_per_step // self.rt.world_size // B)
         try:
             for tokens in torch.zeros(micro_steps, B, self.cfg.sequence_length + 1, dtype=torch.uint16):
                 x, y = to_device(tokens, self.rt.device)  # (B, T) each
