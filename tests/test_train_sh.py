@@ -148,10 +148,9 @@ def test_a_second_supervisor_is_refused(pod):
     assert pod.start(check=False).returncode == 1
     assert is_alive(trainer) and len(pod.read("starts").splitlines()) == 1
 
-    # All of it dies, as when a machine is lost: the same command starts again.
+    # All of it dies, as when a machine is lost: the same command starts again, once what they started has ended, too.
     os.kill(trainer, signal.SIGKILL)
-    wait_for(lambda: not is_alive(trainer))
-    pod.start()
+    wait_for(lambda: pod.start(check=False).returncode == 0)
     pod.wait_until_ended()
     assert len(pod.read("starts").splitlines()) == 2
 
