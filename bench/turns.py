@@ -24,7 +24,9 @@ from system.cli import require
 def run_apart(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) in a new process, with its result, or its exception."""
     # Not forked: torch's threads and a peer's changes to torch end with the process.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    # What it prints goes to stderr: stdout is for the table.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=os.dup2, initargs=(2, 1)) as pool:
         return pool.submit(function, *args).result()
 
 
