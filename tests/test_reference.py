@@ -25,7 +25,7 @@ def judge_curve(loss_at, steps=STEPS) -> list[bool]:
     return [line.endswith("on track") for line in lines if line]
 
 
-def test_a_reference_accepts_its_runs_and_no_broken_one():
+def test_a_reference_accepts_its_runs_and_none_broken():
     for reference in read_references():
         for step, low, high in zip(reference.step, reference.low, reference.high, strict=True):
             for loss in (low - 0.012, low, high, high + 0.012):  # another seed

@@ -222,7 +222,7 @@ def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
         train_quickstart(flags, tmp_path / "other", "--model.n-layer", "3")
 
 
-def test_without_model_flags_weights_bring_their_network(tiny_data, tmp_path):
+def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
     """Whatever the preset's: here another shape, and options of the speedrun."""
     network = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
     checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))

@@ -62,7 +62,7 @@ def test_signal_to_one_rank_ends_all_before_a_step(tiny_args, tmp_path, run_rank
     assert [line.keys() >= {"val_loss", "hellaswag_acc"} for line in load_metrics(run)] == [True, True]
 
 
-def test_signal_to_torchrun_and_its_ranks_loses_nothing(tiny_args, tmp_path):
+def test_signal_to_torchrun_and_ranks_loses_nothing(tiny_args, tmp_path):
     """As Slurm sends it, and a terminal: torchrun passes it on to ranks that have it already."""
     out = tmp_path / "out"
     run = ["quickstart", *tiny_args, "--max-steps", "100000", "--save-every", "0", "--val-every", "0"]

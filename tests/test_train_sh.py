@@ -278,7 +278,7 @@ def test_a_push_that_fails_is_tried_again(rented):
         ("finish", {"PUSH_OPTIMIZER": "1"}, "--steps newest --with-optimizer"),
     ],
 )
-def test_what_may_be_resumed_is_pushed_with_its_optimizer(rented, plan, env, flags):
+def test_what_may_be_resumed_is_pushed_whole(rented, plan, env, flags):
     rented.start(PLAN=plan, MAX_RESTARTS="0", **env)
     rented.wait_until_ended()
     assert rented.read("pushed") == f"push-model {rented.run} me/x {flags}\n"
@@ -315,7 +315,7 @@ def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, r
     assert plan != ["crash"] or not rented.read("pushed")
 
 
-def test_a_folder_that_cannot_be_listed_may_have_weights(rented):
+def test_an_unlistable_folder_may_have_weights(rented):
     rented.add_tool("ls", "#!/bin/sh\nexit 2\n")
     rented.start(HUB_DOES="false", PUSH_RETRY_HOURS="0.0002")
     rented.wait_until_ended()
@@ -333,7 +333,7 @@ def test_a_kill_at_the_end_keeps_the_machine(rented, hub):
     assert not rented.read("removed")
 
 
-def test_new_checkpoints_are_pushed_while_training_continues(pod):
+def test_checkpoints_are_pushed_while_it_trains(pod):
     pod.run.mkdir()
     for kind in ("optim", "model"):
         (pod.run / f"{kind}_00010.pt").touch()
