@@ -171,6 +171,8 @@ class Handler(BaseHTTPRequestHandler):
                 pass
             case [owner, name, *action]:
                 kind = "models"  # the address of a download has no prefix for a model
+            case _:
+                raise Refused(404, f"nothing at {path}")
 
         # Without a token, a private repository looks like one that does not exist.
         repo = f"{kind}/{owner}/{name}"
