@@ -31,15 +31,6 @@ from helpers import ROOT, TINY_FLAGS, train_quickstart, write_random_walk_shards
 
 
 @pytest.fixture
-def shared_data() -> Path:
-    """Real text and real HellaSwag rows, where a checkout has them beside it; tests that need them skip elsewhere."""
-    path = ROOT.parent / "shared" / "data"
-    if not path.is_dir():
-        pytest.skip("no ../shared/data beside this checkout")
-    return path
-
-
-@pytest.fixture
 def tiny_data(tmp_path) -> Path:
     """A folder of small shards with something to learn; see helpers.write_random_walk_shards."""
     return write_random_walk_shards(tmp_path / "tiny")
