@@ -172,12 +172,18 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     model and returns it."""
     import torch
 
+    # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
+    # training/head.py: it changes no probability, unless a soft-cap sees it.
+    head = model.lm_head
+    if dtype != torch.float32 and not model.config.softcap:
+        head.weight = torch.nn.Parameter(head.weight.detach() - head.weight.detach().mean(0))
+
     model = model.to(device, dtype)
     if device.type == "cpu":
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
             layer.forward = partial(pack_linear_weight(layer.weight.detach()), bias=layer.bias)
             # Free the unpacked weight. The head keeps it: it may be the embedding's, and tells new_cache the precision.
-            if layer is not model.lm_head:
+            if layer is not head:
                 layer.weight = None
     return model
 

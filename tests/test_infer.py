@@ -159,6 +159,19 @@ def test_bfloat16_weights_leave_positions_exact():
     assert (rounded.float() - exact).abs().mean() < 0.03 * exact.std()
 
 
+def test_bfloat16_samples_are_blind_to_what_logits_share():
+    """As in test_head.py: -100 in every logit changes no choice."""
+    torch.manual_seed(0)
+    model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=False)
+    idx = torch.randint(512, (4, 20))
+    with torch.no_grad():
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight.normal_(std=0.2).sub_(100 / 64)
+        exact, _ = model(idx)
+        rounded, _ = infer.prepare(model, torch.device("cpu"), torch.bfloat16)(idx)
+    assert torch.equal(rounded.argmax(-1), exact.argmax(-1))
+
+
 @pytest.mark.parametrize("running_threads, spins", [(1, True), (os.cpu_count() + 1, False)])
 def test_threads_spin_only_on_an_idle_machine(running_threads, spins, monkeypatch, tmp_path):
     load = tmp_path / "loadavg"  # as /proc/loadavg
