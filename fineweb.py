@@ -81,6 +81,8 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
         keys = "name subset split column split_on revision format shard_tokens limit_tokens"
         for key in keys.split():
             difference = f"{out} was made with {key} {before.get(key)}, not {now.get(key)}"
+            if key == "revision":
+                difference += " (its files have changed)"
             require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     for path in shards.shard_files(out):
         is_own = previous and shards.SHARD_NAME.fullmatch(path.name)["name"] == name

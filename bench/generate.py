@@ -72,8 +72,8 @@ def make_transformers(args: Args, model: Any, idx: Any, rt: Any) -> Callable[[in
 
     # The same weights, by way of an export.
     with tempfile.TemporaryDirectory() as folder:
-        save_hf(model, folder)
-        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=rt.dtype).to(rt.device)
+        save_hf(model, f"{folder}/export")
+        peer = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/export", dtype=rt.dtype).to(rt.device)
     options = {"do_sample": True, "top_k": TOP_K, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.ones_like(idx)
     return lambda n: peer.generate(idx, max_new_tokens=n, attention_mask=mask, **options)

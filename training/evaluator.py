@@ -85,16 +85,16 @@ class Evaluator:
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
         sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
-        idx = torch.tensor([self.prompt] * NUM_SAMPLES, device=rt.device)  # (NUM_SAMPLES, T)
-        columns = list(idx.T)  # T tensors (NUM_SAMPLES,), to which each new token is appended
+        idx = torch.tensor([self.prompt], device=rt.device)  # (1, T)
+        columns = []  # the new ids, NUM_SAMPLES at a time
         with rt.autocast():
-            for new_ids in stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler):
+            for new_ids in stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES):
                 if stop_requested():
                     break
-                columns.append(new_ids)
-        rows = torch.stack(columns, dim=1).tolist()  # (NUM_SAMPLES, T + new tokens)
+                columns.append(new_ids.tolist())
         decode = tokenizer.encoding().decode
-        return "\n".join(f"sample {i}: {printable(decode(row))}" for i, row in enumerate(rows))
+        texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
+        return "\n".join(f"sample {i}: {text}" for i, text in enumerate(texts))
 
 
 def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
