@@ -33,10 +33,6 @@ def test_prefetch_runs_ahead_by_its_depth(depth):
         next(fetched)
 
 
-def test_prefetch_of_nothing_ends():
-    assert list(prefetch([], 2)) == []
-
-
 @pytest.mark.parametrize("join", [False, True])
 def test_closing_waits_for_the_thread_if_asked(join):
     working, may_end = threading.Event(), threading.Event()

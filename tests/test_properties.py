@@ -1,4 +1,4 @@
-"""Properties that hold for any input: order of data, shard writer, config, schedules, manifest, durations.
+"""Properties that hold for any input: order of data, shard writer, config, schedules, manifest.
 
 hypothesis draws the inputs. When a property fails it reports the smallest input that it found.
 """
@@ -17,8 +17,7 @@ from helpers import choices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model import GPTConfig
-from system.cli import UserError, parse_duration, printable
+from system.cli import UserError, printable
 from tokens import shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
@@ -119,18 +118,18 @@ def test_a_name_in_a_manifest_does_no_harm(name):
 # ------------------------------------------------------------------------- config and schedule
 
 
-def draw_changes(cls):
-    """A strategy for {name: value} of up to four fields of a dataclass, with odd values often among them."""
+def draw_changes():
+    """A strategy for {name: value} of up to four fields of TrainConfig, with odd values often among them."""
     odd = {int: st.integers(-2, 2000) | st.integers(), float: st.floats(0, 1) | st.floats(allow_infinity=False)}
-    hints = get_type_hints(cls)
-    hints.pop("model", None)
+    hints = get_type_hints(TrainConfig)
+    hints.pop("model")
     names = st.lists(st.sampled_from(sorted(hints)), max_size=4, unique=True)
     draw_value = {name: odd.get(hint, st.from_type(hint)) for name, hint in hints.items()}
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: draw_value[name] for name in chosen}))
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(sorted(PRESETS)), draw_changes(TrainConfig))
+@given(st.sampled_from(sorted(PRESETS)), draw_changes())
 def test_any_values_make_a_config_or_are_refused(preset, changes):
     """The values are those of up to four fields of a preset, odd ones often among them."""
     try:
@@ -150,15 +149,6 @@ def test_any_values_make_a_config_or_are_refused(preset, changes):
         assert 0 <= lr_factor(step, total_steps, cfg) <= 1
 
 
-@settings(max_examples=100)
-@given(draw_changes(GPTConfig))
-def test_any_values_make_a_network_or_are_refused(changes):
-    try:
-        assert GPTConfig(**changes).head_size >= 1
-    except ValueError as e:
-        assert str(e)
-
-
 FRACTIONS = st.floats(0, 1)
 
 
@@ -175,12 +165,3 @@ def test_schedules_rise_then_fall_to_min_lr(schedule, max_lr, floor, warmup, tot
     assert all(a < b for a, b in pairwise(factors[: min(warmup, total_steps)]))
     assert all(a >= b - 1e-12 >= floor - 2e-12 for a, b in pairwise(factors[warmup : total_steps + 1]))
     assert factors[total_steps] == factors[total_steps + 1] == pytest.approx(floor)
-
-
-@settings(max_examples=50)
-@given(st.text(max_size=12) | st.from_regex(r"(\d{1,12}[dhms.]?){0,4}", fullmatch=True))
-def test_any_text_is_a_duration_or_is_refused(text):
-    try:
-        assert parse_duration(text) >= 0
-    except UserError as e:
-        assert "3h50m" in str(e)

@@ -4,6 +4,7 @@ The tests plant values that occur nowhere else, use the scripts with them, then 
 """
 
 import pytest
+from corpora import read_bytes
 from faults import hub_server
 from helpers import ROOT, TINY_FLAGS
 from pod import Pod
@@ -46,6 +47,9 @@ def test_no_token_in_what_the_hub_gets_and_answers(tmp_path, run_in_fork, assert
         hub.faults.append(hub_server.Fault("status", "/api/", times=9, code=403, message=message))
         refused = run_in_fork("hub.py", "pull-data", "tester/tokens", "again", check=False, **how)
 
+    # What is pushed is private, and what comes back identical.
+    assert hub.private == {"datasets/tester/tokens"}
+    assert read_bytes(tmp_path / "pulled") == read_bytes(tmp_path / "data")
     assert refused.returncode == 1
     assert_no_secret(*(done.stdout + done.stderr for done in (made, pushed, pulled, refused)))
 

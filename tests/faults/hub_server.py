@@ -1,11 +1,12 @@
 """A stand-in for the Hugging Face Hub on loopback, with faults on demand, so that tests need no network.
 
     with hub_server.start(tmp_path / "hub") as hub:         # repos are folders: tmp_path/hub/datasets/OWNER/NAME/...
-        hub.faults.append(Fault("drop", "000001.npy"))      # the next download of that file breaks off half-way
+        hub.faults.append(Fault("corrupt", "000001.npy"))   # the next download of that file has a byte flipped
         run_script("hub.py", "pull-data", "tester/tokens", out, env=hub.env())
 
-It has the part of the Hub's HTTP API that huggingface_hub uses for what this project does: the cases of `find_answer`.
-A branch is a folder NAME@BRANCH. A commit is known by a hash of its files; when they change, it is gone.
+It has the part of the Hub's HTTP API that huggingface_hub uses for what this project does: the cases of `find_answer`
+and `find_answer_of`. A branch is a folder NAME@BRANCH. A commit is known by a hash of its files; when they change, it
+is gone.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-USER = "tester"  # the token's user, who may write to tester/* and nothing else
+USER = "tester"  # the token's user, who owns the repositories that are named without an owner
 
 # Files that the Hub stores outside of git, as LFS objects; of the others it lists no sha256.
 LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
@@ -28,8 +29,8 @@ LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 
 @dataclass
 class Fault:
-    """What goes wrong, for the next `times` requests whose path contains `path`. kind: drop (connection lost half-way
-    through a download), corrupt (one byte of it flipped), or status (answer `code`, to any request)."""
+    """What goes wrong, for the next `times` requests whose path contains `path`. kind: corrupt (one byte of a download
+    flipped), or status (answer `code`, to any request)."""
 
     kind: str
     path: str
@@ -54,6 +55,19 @@ class Hub:
         """Environment of a script that is to talk to this Hub and to nothing else."""
         hub = {"HF_ENDPOINT": self.url, "HF_TOKEN": self.token, "HF_HOME": str(self.root.parent / "hf-home")}
         return {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **hub}
+
+    def connect(self, monkeypatch) -> None:
+        """Let huggingface_hub in this process talk to this Hub. It reads its environment at import, which takes
+        seconds: set what it has read."""
+        from huggingface_hub import constants
+
+        for name, value in self.env().items():
+            monkeypatch.setenv(name, value)
+        home = self.env()["HF_HOME"]
+        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        values = {"ENDPOINT": self.url, "HF_HUB_CACHE": home, "HF_TOKEN_PATH": f"{home}/token"}
+        for name, value in {**values, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
+            monkeypatch.setattr(constants, name, value)
 
     def take_fault(self, method: str, path: str) -> Fault:
         """The fault that hits this request, once less; one that does nothing if there is none."""
@@ -134,10 +148,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-        # Faults that spoil the body: the headers have promised all of it.
-        if fault.kind == "drop":
-            data = data[: len(data) // 2]
-            self.close_connection = True
         if fault.kind == "corrupt":
             data = data[:-1] + bytes([data[-1] ^ 1])
         if self.command != "HEAD":
@@ -147,13 +157,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def find_answer(self, path: str, body: bytes) -> bytes | dict | list:
         """The content of a file, or what to send as JSON."""
-        authorized = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         stored = self.hub.root / ".lfs"
         match path.removeprefix("/").removeprefix("api/").split("/"):
             case ["validate-yaml"]:
                 return {"errors": [], "warnings": []}
             case ["lfs", sha256]:
-                stored.mkdir(exist_ok=True)
                 (stored / sha256).write_bytes(body)
                 return {}
             case [*_, "lfs", "objects", "batch"]:
@@ -165,31 +173,33 @@ class Handler(BaseHTTPRequestHandler):
                 return {"transfer": "basic", "objects": objects}
             case ["repos", "create"]:
                 wanted = json.loads(body)
-                kind, owner, name = wanted["type"] + "s", wanted["organization"] or USER, wanted["name"]
-                action = ["create"]
+                names = wanted["type"] + "s", wanted["organization"] or USER, wanted["name"]
+                return self.find_answer_of(*names, ["create", wanted["visibility"]], body)
             case ["datasets" | "models" as kind, owner, name, *action]:
-                pass
-            case [owner, name, *action]:
-                kind = "models"  # the address of a download has no prefix for a model
-            case _:
-                raise Refused(404, f"nothing at {path}")
+                return self.find_answer_of(kind, owner, name, action, body)
+            case [owner, name, *action]:  # the address of a download has no prefix for a model
+                return self.find_answer_of("models", owner, name, action, body)
+        raise Refused(404, f"nothing at {path}")
 
+    def find_answer_of(self, kind: str, owner: str, name: str, action: list[str], body: bytes) -> bytes | dict | list:
+        """What is sent of a repository, or for a change of it, to those who may see and change it."""
         # Without a token, a private repository looks like one that does not exist.
+        authorized = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         repo = f"{kind}/{owner}/{name}"
         main = self.hub.root / repo
         exists = main.is_dir() and (authorized or repo not in self.hub.private)
-        if not exists and action != ["create"]:
+        if not exists and action[:1] != ["create"]:
             raise Refused(404 if authorized else 401, "Repository not found", "RepoNotFound")
         is_write = self.command in ("POST", "DELETE") or action == ["auth-check", "write"]
-        if is_write and not (authorized and owner == USER):
+        if is_write and not authorized:
             raise Refused(403, "no write permission")
 
         match [self.command, *action]:
-            case [_, "create"]:
+            case [_, "create", visibility]:
                 main.mkdir(parents=True, exist_ok=True)
                 if exists:
                     self.status = 409
-                elif wanted["visibility"] == "private":
+                elif visibility == "private":
                     self.hub.private.add(repo)
             case [_] | [_, "revision", _]:
                 branch = find_branch(main, action[-1] if action else "main")
@@ -226,7 +236,7 @@ class Handler(BaseHTTPRequestHandler):
                     if change["key"] == "deletedFile":
                         target.unlink()
                     else:
-                        shutil.copyfile(stored / change["value"]["oid"], target)
+                        shutil.copyfile(self.hub.root / ".lfs" / change["value"]["oid"], target)
                 return {"commitOid": hash_of(branch), "commitUrl": f"{self.hub.url}/{owner}/{name}/commit/x"}
             case ["POST", "branch", new]:
                 if main.with_name(f"{name}@{new}").exists():
@@ -242,7 +252,7 @@ class Handler(BaseHTTPRequestHandler):
 def start(root: Path, *, token: str = "hf_testPlantedTokenNeverPrinted") -> Iterator[Hub]:
     """Serve the repos under `root` on a free port of 127.0.0.1 until the block ends; yields the Hub."""
     hub = Hub(root, token)
-    root.mkdir(exist_ok=True)
+    (root / ".lfs").mkdir(parents=True, exist_ok=True)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
