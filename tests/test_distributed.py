@@ -1,14 +1,11 @@
 """Ranks: what they tell each other, how they find out that they differ, and how a run ends when one of them fails."""
 
-import json
 import os
 import sys
 import time
 
 import pytest
 import torch
-from helpers import ROOT
-from processes import start_torchrun
 
 from system import cli, distributed
 from system.cli import UserError
@@ -60,34 +57,6 @@ def wait_for_each_other() -> None:
 def test_a_rank_that_misses_a_barrier_is_named(run_ranks):
     output = run_ranks(2, wait_for_each_other, fails=True)
     assert "Rank 1 failed" in output and "200 ms" in output
-
-
-FAILING = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from system import cli, distributed
-
-def main():
-    with distributed.session("cpu", "float32") as rt:
-        cli.require(rt.rank == 0, "rank 1 has no data")
-        rt.barrier(hours=1)
-
-cli.run_cli(main)
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_ends_all_ranks_with_the_error_of_one(tmp_path):
-    """A real one, which takes seconds; test_ranks.py and test_cli.py show the same of its parts."""
-    script, status = tmp_path / "script.py", tmp_path / "status.json"
-    script.write_text(FAILING)
-
-    torchrun = start_torchrun("--standalone", "--nproc_per_node=2", str(script), TRAIN_STATUS_FILE=str(status))
-    output = torchrun.communicate(timeout=120)[0]  # the barrier would wait for an hour
-
-    assert torchrun.returncode != 0
-    assert "error: rank 1 has no data" in output[output.index("ChildFailedError") :]
-    assert json.loads(status.read_text()) == {"status": "user_error", "reason": "rank 1 has no data"}
 
 
 # ------------------------------------------------------------------------- ranks that differ

@@ -16,9 +16,8 @@ from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
 from training import evaluator
 from training.metrics import RunState
+from training.presets import PRESETS
 from training.step import Forward
-
-SMALL_GPT2 = "--model.vocab-size 50304 --model.n-embd 8".split()
 
 
 def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
@@ -56,51 +55,31 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
 # ------------------------------------------------------------------------- on track or off track
 
 
-def validate_once(cfg, monkeypatch, capsys, max_steps=19_073, step=500) -> str:
-    """What a run with these settings prints about a loss of 9 nats, which is off every track."""
+def validate_once(words, monkeypatch, capsys) -> str:
+    """What a run of this command line prints about a loss of 9 nats, which is off every track."""
+    cfg = parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=None, forward=None, micro_batch_size=4)
     capsys.readouterr()
-    found = evaluator.Evaluator(train_step, object(), object(), max_steps)
-    assert found.evaluate(RunState(max_steps, "", step=step), lambda: None) == {"val_loss": 9.0}
+    found = evaluator.Evaluator(train_step, object(), object(), max_steps=19_073)
+    assert found.evaluate(RunState(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
     return capsys.readouterr().out
-
-
-def evaluated_config(words):
-    """A config whose evaluations need nothing but `validate`."""
-    return parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
 
 
 @pytest.mark.parametrize("flags", ["", "--seed 7", "--no-shuffle", "--model.vocab-size 50257", "--val-tokens 1048576"])
 def test_a_run_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
-    output = validate_once(evaluated_config(f"gpt2-124m {flags}"), monkeypatch, capsys)
+    output = validate_once(f"gpt2-124m {flags}", monkeypatch, capsys)
     assert "off track" in output and "on fineweb-edu" in output
 
 
-@pytest.mark.parametrize("words, named", [
-    ("gpt2-124m --schedule trapezoid", "--schedule"),
-    ("gpt2-124m --max-lr 1e-3 --warmup-steps 256", "--max-lr, --warmup-steps"),
-    ("gpt2-124m --model.n-layer 6", "--model.n-layer"),
-    ("gpt2-124m --init-from gpt2", ""),  # other weights, other steps
-    ("gpt2-124m --total-batch-size 262144", ""),
-    ("gpt2-124m --max-steps 9000", ""),
-    ("untied-124m --max-lr 1", ""),
+@pytest.mark.parametrize("flags, named", [
+    ("--max-lr 1e-3 --warmup-steps 256", "--max-lr, --warmup-steps"),
+    ("--model.n-layer 6", "--model.n-layer"),
+    ("--init-from gpt2", ""),
 ])  # fmt: skip
-def test_a_run_of_another_recipe_has_no_verdict(monkeypatch, capsys, words, named):
-    cfg = evaluated_config(words)
-    output = validate_once(cfg, monkeypatch, capsys, cfg.total_steps(0))
+def test_a_run_of_another_recipe_has_no_verdict(monkeypatch, capsys, flags, named):
+    output = validate_once(f"gpt2-124m {flags}", monkeypatch, capsys)
     assert named in output and "track" not in output
-
-
-def test_a_second_epoch_has_a_reference(monkeypatch, capsys):
-    """./train.sh log/gpt2-124m/model_19073.pt 2"""
-    cfg = evaluated_config("gpt2-124m --epochs 2")
-    assert cfg.total_steps(0) == 38_146
-
-    output = validate_once(cfg, monkeypatch, capsys, max_steps=38_146, step=25_000)
-
-    assert "reference 3.0" in output
-    assert "track" not in validate_once(cfg, monkeypatch, capsys, max_steps=38_146, step=5000)
 
 
 # ------------------------------------------------------------------------- samples
@@ -110,20 +89,14 @@ def test_a_second_epoch_has_a_reference(monkeypatch, capsys):
     ("Call me Ishmael. Some years ago, never mind how long precisely", "Call me Ishmael. Some years"),
     ("Short.", "Short."),  # the document behind it is another text
 ])  # fmt: skip
-def test_samples_continue_the_users_own_text(tiny_args, tmp_path, document, prompt):
+def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
     texts = [document, "another text " * 20]
     tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
     shards.write_shard(tmp_path / "text_val_000000.npy", np.array(tokens, np.uint16))
-    cfg = parse_config("finetune", *tiny_args, *SMALL_GPT2, "--init-from", "scratch", "--sample-every", "1")
-    assert cfg.sample_prompt == "@val"
-    torch.manual_seed(0)
-    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=GPT(cfg.model), forward=None, micro_batch_size=4)
-    data = Loader(tmp_path, "val", 32, cfg.model.vocab_size)
 
-    found = evaluator.Evaluator(train_step, data, None, 9)
+    found = evaluator.choose_prompt(PRESETS["finetune"], Loader(tmp_path, "val", 32, 50304))
 
-    assert found.sample_text(RunState(9, "", step=1), lambda: False).count("sample 0: " + prompt) == 1
-    assert found.sample_text(RunState(9, "", step=0), lambda: False) == ""
+    assert encoding().decode(found) == prompt
 
 
 def test_a_long_prompt_loses_its_beginning(tiny_args):

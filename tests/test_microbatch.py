@@ -7,7 +7,6 @@ import torch
 from helpers import CPU, parse_config
 
 from model import GPT
-from system import machine
 from system.cli import UserError
 from training import microbatch, step
 from training.presets import PRESETS
@@ -17,13 +16,12 @@ GPU = replace(CPU, device=torch.device("cuda", 0))
 
 
 class Card:
-    """A GPU of 80 GiB, of which 40 are free, whose memory takes micro-batches of up to `limit` sequences."""
+    """A GPU of 80 GiB, whose memory takes micro-batches of up to `limit` sequences."""
 
     def __init__(self):
         self.limit = 5
         self.tried = []  # micro-batches
         self.ballasts = []  # GiB that were allocated beside them
-        self.fraction = None  # of its memory that this process may take
 
     def run_passes(self, B):
         self.tried.append(B)
@@ -45,18 +43,20 @@ def card(monkeypatch):
     card = Card()
     monkeypatch.setattr(torch, "empty", card.allocate)
     monkeypatch.setattr(microbatch.gc, "collect", lambda: None)  # of all that the tests have imported: it takes long
-    calls = {"mem_get_info": lambda device: (40 * 2**30, 80 * 2**30), "memory_reserved": lambda device: 20 * 2**30}
-    calls |= {"empty_cache": lambda: None, "reset_peak_memory_stats": lambda: None}
-    calls["set_per_process_memory_fraction"] = lambda fraction, device: setattr(card, "fraction", fraction)
-    for name, call in calls.items():
-        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     return card
 
 
 @pytest.mark.parametrize("sequences, tried", [(60, [60, 30, 15, 6, 3]), (512, [64, 32, 16, 8, 4])])
 def test_auto_halves_until_a_size_fits(card, sequences, tried):
     assert card.choose(sequences) == tried[-1]
-    assert card.tried == tried and card.fraction is None
+    assert card.tried == tried
+
+    card.limit = 0
+    with pytest.raises(UserError, match="--recompute"):
+        card.choose(sequences)
 
 
 def test_the_ballast_covers_later_allocations(card, monkeypatch):
@@ -67,12 +67,6 @@ def test_the_ballast_covers_later_allocations(card, monkeypatch):
     assert card.ballasts == pytest.approx([1 + 0.04 * 80, 1 + 1])
 
 
-def test_windows_lends_no_memory_of_the_host(card, monkeypatch):
-    monkeypatch.setattr(machine, "is_wsl", lambda: True)
-    card.choose(1)
-    assert card.fraction == 0.75  # what is free, and what this process has already
-
-
 def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     """On the other rank only one sequence fits; both try the same sizes."""
     others = iter([True, False])
@@ -81,31 +75,14 @@ def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     assert card.tried == [6, 3, 1]
 
 
-def test_a_model_that_does_not_fit_is_refused(card):
-    card.limit = 0
-    with pytest.raises(UserError, match="--recompute"):
-        card.choose(6)
-
-
-def test_a_batch_must_split_over_the_ranks(tiny_args):
-    cfg = parse_config("quickstart", *tiny_args)
-    with pytest.raises(UserError, match="--total-batch-size 288"):
-        microbatch.choose_micro_batch_size(cfg, replace(CPU, world_size=3), 0, lambda B: None)
-
-
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_takes_a_size_that_surely_fits(preset, B):
     assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, 0, lambda B: None) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
-    for message in (
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
-        "No valid triton configs. OutOfMemoryError: ...",
-        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried ...",
-    ):
-        with pytest.raises(UserError, match="--zero-stage 1"), microbatch.explain_out_of_memory(CPU):
-            raise RuntimeError(message)
+    with pytest.raises(UserError, match="--zero-stage 1"), microbatch.explain_out_of_memory(CPU):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")
     with pytest.raises(RuntimeError, match="assert"), microbatch.explain_out_of_memory(CPU):
         raise RuntimeError("device-side assert triggered")
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers import choices
 
-from model import GPT, GPTConfig
 from system import machine
 from training import muon
 from training.config import TrainConfig
@@ -54,13 +53,6 @@ def test_muon_is_torchs_for_each_matrix(monkeypatch):
         for a, b in zip(found, matrices, strict=True):
             torch.testing.assert_close(a, b.detach(), atol=2e-4, rtol=0)  # lr times the rounding of bfloat16
     assert {tuple(state) for state in optimizer.state.values()} == {("momentum_buffer",)}  # as torch's
-
-
-def test_queries_keys_and_values_are_three_matrices():
-    for name, p in GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)).named_parameters():
-        if ".h." in name and p.dim() == 2:
-            muon.mark_matrices(name, p)
-            assert p.matrix_rows == ((16, 16, 16) if "c_attn" in name else (p.size(0),))
 
 
 @pytest.mark.parametrize("has_bfloat16, dtype", [(True, torch.bfloat16), (False, torch.float32)])

@@ -4,10 +4,8 @@ with other settings, other data or other weights."""
 import itertools
 import json
 import re
-from dataclasses import replace
 
 import pytest
-import torch
 from corpora import read_bytes
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
@@ -17,7 +15,6 @@ from system.cli import UserError
 from system.files import lock_folder
 from training import checkpoint, evaluator
 from training.open_model import open_model
-from training.resume import open_network
 from training.step import TrainStep
 from training.stop import StopRequest
 
@@ -198,28 +195,22 @@ def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
 # ------------------------------------------------------------------------- from other weights
 
 
-def test_a_resumed_run_remembers_its_init_from(tiny_args, one_run, tmp_path):
-    """Taken for a run from scratch, it would be judged by the public runs of its preset."""
-    run = train_quickstart(tiny_args, tmp_path / "run", "--init-from", one_run, "--max-steps", "1")
-    train_quickstart(tiny_args, run, "--resume", "auto", "--max-steps", "2")
-
-    assert json.loads((run / "config.json").read_text())["init_from"] == str(one_run)
-    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(one_run)
-
-
 def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
-    """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it, or refused."""
+    """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it, or refused. A
+    resumed run remembers where they came from: else it would be judged by the public runs of its preset."""
     network = GPTConfig(block_size=32, vocab_size=320, n_layer=2, n_head=2, n_embd=32)
     checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
-    flags = [*tiny_args, "--init-from", tmp_path, "--model.vocab-size", "384"]
+    flags, begin = [*tiny_args, "--model.vocab-size", "384"], ["--init-from", tmp_path]
 
-    run = train_quickstart(flags, tmp_path / "run", "--max-steps", "3")
+    run = train_quickstart(flags, tmp_path / "run", *begin, "--max-steps", "3")
     train_quickstart(flags, run, "--max-steps", "5", "--resume", "auto")
 
     assert open_model(run).config == network
+    assert json.loads((run / "config.json").read_text())["init_from"] == str(tmp_path)
+    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(tmp_path)
     assert list(load_curve(run)) == list(range(6))
     with pytest.raises(UserError, match="n_layer is 2, not 3"):
-        train_quickstart(flags, tmp_path / "other", "--model.n-layer", "3")
+        train_quickstart(flags, tmp_path / "other", *begin, "--model.n-layer", "3")
 
 
 def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
@@ -239,17 +230,3 @@ def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
 
     assert open_model(tmp_path / "run").config == network
     assert list(load_curve(tmp_path / "run")) == list(range(6))
-
-
-def test_missing_data_are_named_before_the_weights(tmp_path):
-    cfg = parse_config("finetune", "--data-dir", tmp_path / "nosuch", "--init-from", tmp_path / "nothing")
-    with pytest.raises(UserError, match="nosuch"):
-        train_gpt2.train(cfg, CPU, StopRequest())
-
-
-def test_only_rank_0_draws_random_weights(tiny_args):
-    cfg = parse_config("quickstart", *tiny_args)
-    drawn = torch.get_rng_state()
-    _, model = open_network(cfg, replace(CPU, rank=1, world_size=2), saved=None)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert model.config == cfg.model and model.num_params() == GPT(cfg.model).num_params()

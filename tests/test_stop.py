@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -108,20 +107,3 @@ def test_a_second_signal_kills_unless_it_is_passed_on(tmp_path, start_script, se
 
         assert script.wait().exit_code == exit_code
         reader.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_while_it_compiles_saves_the_run(tiny_args, tmp_path, number):
-    """To the process itself, as train.sh's torchrun sends it."""
-    flags = [word for word in tiny_args if word != "--no-compile"]
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), "quickstart", *flags, "--out-dir", str(tmp_path / "out")]
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-
-    wait_for(lambda: list(tmp_path.rglob("cache/**/*.main.cpp")), 300)  # a kernel; headers and probes are compiled, too
-    process.send_signal(number)
-    output = process.communicate(timeout=300)[0]
-
-    assert process.returncode == 0 and "Traceback" not in output, output
-    assert checkpoint.latest_step(tmp_path / "out") == 0
