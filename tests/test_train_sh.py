@@ -191,15 +191,11 @@ def test_a_stop_touches_no_other_process(pod):
 # ------------------------------------------------------------------------- failures, restarts, budget
 
 
-@pytest.mark.parametrize(
-    "plan, starts, exit_code",
-    [
-        ("crash", 3, 1),
-        ("user-error finish", 1, 1),
-        ("limit finish", 1, 0),
-        ("nothing", 1, 0),  # as --eval-only ends, which writes no status
-    ],
-)
+# What the starts of the trainer do, how many there are, and the exit code. --eval-only does "nothing": no status.
+STARTS = [("crash", 3, 1), ("user-error finish", 1, 1), ("limit finish", 1, 0), ("nothing", 1, 0)]
+
+
+@pytest.mark.parametrize("plan, starts, exit_code", STARTS)
 def test_crashes_are_restarted_and_nothing_else(pod, plan, starts, exit_code):
     done = pod.start(PLAN=plan, MAX_RESTARTS="2", START_WAIT="20", check=False)
     pod.wait_until_ended()
