@@ -9,7 +9,7 @@ in processes of their own in processes.py. A test of training usually reads:
 
 import json
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -57,11 +57,6 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
     if ending.status == "refused":
         raise UserError(ending.message)
     return Path(out)
-
-
-def fields_with_choices(config_class) -> list[str]:
-    """The fields of a config whose type is a Literal."""
-    return [name for name, hint in get_type_hints(config_class).items() if get_origin(hint) is Literal]
 
 
 def choices(config_class, field) -> tuple:

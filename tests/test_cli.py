@@ -46,14 +46,13 @@ def test_a_user_error_is_one_message(end):
     assert "error: --seed" in report
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OSError(28, "No space left on device")])
-def test_anything_else_is_a_crash_with_its_traceback(end, error):
-    code, printed, status, report = end(lambda: raise_error(error))
+def test_anything_else_is_a_crash_with_its_traceback(end):
+    code, printed, status, report = end(lambda: raise_error(OSError(28, "No space left on device")))
 
     assert code == 1
-    assert "Traceback" in printed and str(error) in printed
+    assert "Traceback" in printed and "No space left" in printed
     assert status == "system_error"
-    assert "Traceback" in report and str(error) in report
+    assert "Traceback" in report and "No space left" in report
 
 
 def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT, write_tiny_model
+from helpers import write_tiny_model
 from networks import make_network
 
 import infer
@@ -94,29 +93,7 @@ def test_a_character_of_many_tokens_is_written_whole(capsys):
     assert capsys.readouterr().out.startswith(f"> {text}\n")
 
 
-def test_text_is_written_as_it_is_generated(capsys):
-    printed: list[str] = []
-
-    def generate_slowly():
-        """Yields a token; what has been printed is noted when the next token is asked for."""
-        for token in tokenizer.encoding().encode("one two three"):
-            yield token
-            printed.append(capsys.readouterr().out)
-
-    infer.write_stream("zero ", generate_slowly())
-    assert printed == ["zero one", " two", " three"]
-
-
 # ------------------------------------------------------------------------- precision and speed
-
-
-def test_help_imports_nothing_heavy():
-    """It answers within a second; torch alone takes longer."""
-    command = [sys.executable, "-X", "importtime", ROOT / "infer.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "--dtype" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "tyro" in imported and not {"torch", "transformers", "datasets", "matplotlib"} & imported
 
 
 def test_stderr_has_the_device_and_the_precision(run_main, run_dir):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,15 +40,10 @@ def figure(monkeypatch, tmp_path):
     """figure(runs, reference=...) draws with plots.draw and returns the matplotlib Figure instead of the image. The
     image, which takes most of the time, is left to test_command_line."""
     saved = []
-
-    def save(self, file, **kwargs):
-        saved.append(self)
-        file.write(b"image")
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: saved.append(figure))
 
     def draw(*runs, **kwargs):
-        assert plots.draw(runs, tmp_path / "curves.png", **kwargs).read_bytes() == b"image"
+        plots.draw(runs, tmp_path / "curves.png", **kwargs)
         return saved[-1]
 
     return draw
@@ -113,24 +107,12 @@ def test_a_finished_run_becomes_tensorboard_curves(tmp_path):
         plots.write_tensorboard(tmp_path)
 
 
-def test_a_run_that_measured_nothing_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "temperature": 1}\n{"step": 1, "lr": 1')
-    for runs in ([], [tmp_path]):
-        with pytest.raises(UserError):
-            plots.draw(runs, tmp_path / "c.png")
-
-
-def test_hostile_metrics_and_configs_do_no_harm(figure, tmp_path):
-    values = ["1e308", "-1e308", "NaN", "-Infinity", "0", "true", "null", "9" * 400, '"x"', "[1]"]
-    runs = [tmp_path / str(i) for i in range(len(values))]
-    for run, value in zip(runs, values, strict=True):
-        rows = [json.dumps({"step": step, **dict.fromkeys(KEYS, 1.5)}) for step in (0, 1, 10**18)]
-        run.mkdir()
-        (run / "metrics.jsonl").write_text("\n".join([rows[0], rows[1].replace("1.5", value), rows[2]]))
-        names = ("preset", "resolved_max_steps", "total_batch_size", "init_from")
-        (run / "config.json").write_text("{" + ", ".join(f'"{name}": {value}' for name in names) + "}")
-    for drawn in (runs, runs[2:3]):
-        figure(*drawn, reference=True).draw_without_rendering()
+def test_a_run_that_diverged_is_drawn(figure, tmp_path):
+    """Whatever is left of its numbers, in the first step or in all."""
+    for name, first in (("some", 1.5), ("none", math.nan)):
+        rows = [{"step": i, **dict.fromkeys(KEYS, value)} for i, value in enumerate([first, 1e308, math.inf, math.nan])]
+        run = write_run(tmp_path / name, total_batch_size="edited")
+        figure(write_jsonl(run / "metrics.jsonl", rows).parent, reference=True).draw_without_rendering()
 
 
 # ------------------------------------------------------------------------- drawing
@@ -178,11 +160,6 @@ def test_runs_of_unlike_steps_are_drawn_over_tokens(figure, tmp_path):
     assert ends == {299 * 4096 / 1e6, 299 * 524_288 / 1e6}
 
 
-@pytest.mark.parametrize("keys", [("train_loss",), ("lr", "grad_norm"), ("hellaswag_acc_norm",)])
-def test_panels_without_data_are_left_out(figure, tmp_path, keys):
-    assert len(figure(write_run(tmp_path / "run", 60, keys=keys)).axes) == len(keys)
-
-
 @pytest.mark.parametrize("batch, scale", [(524_288, 1), (262_144, 524_288 / 1e6)])
 def test_the_reference_band_is_what_judge_accepts(figure, tmp_path, batch, scale):
     """Over steps, or over tokens for a run such as untied-124m's, whose step 2,000 is the public runs' step 1,000."""
@@ -214,16 +191,14 @@ def test_command_line(run_script, tmp_path):
     env = {"MPLBACKEND": "TkAgg", "DISPLAY": "", "PYTHONPROFILEIMPORTTIME": "1"}
     done = run_script("plots.py", run, "--reference", cwd=tmp_path, env=env)
     assert "curves.png" in done.stdout and "matplotlib" in done.stderr and "| torch\n" not in done.stderr
-    image = (run / "curves.png").read_bytes()
-    width, height = struct.unpack(">II", image[16:24])  # of a PNG's header
-    assert image[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 800
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch):
     a, b = (write_run(tmp_path / name, 3, keys=["lr"]) for name in "ab")
     monkeypatch.chdir(tmp_path)
     plots.main((a, b))  # of several runs
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "curves.png").is_file()
     plots.main((a,), out=tmp_path / "deep" / "er.svg")
     assert "<svg" in (tmp_path / "deep" / "er.svg").read_text()
 

@@ -62,14 +62,6 @@ def test_the_same_command_starts_and_resumes(pod):
     assert not pod.read("pushed") and not pod.read("removed")
 
 
-def test_a_users_own_log_is_kept(pod):
-    pod.run.mkdir()
-    (pod.run / "train.log").write_text("from nohup")
-    pod.start()
-    pod.wait_until_ended()
-    assert pod.read("run/train.log") == "from nohup"
-
-
 def test_a_checkpoint_and_epochs_continue_its_run(pod):
     folder = pod.root / "log" / "mine"
     folder.mkdir(parents=True)
@@ -98,29 +90,27 @@ def test_nothing_is_begun_where_it_would_fail(pod, obstacle):
 
 
 def test_the_trainer_answers_what_train_sh_asks(run_in_fork, tiny_args, tmp_path):
-    ask = ["train_gpt2.py", "quickstart", *tiny_args, "--device", "cpu", "--out-dir", "x y", "--check"]
-    assert run_in_fork(*ask, cwd=tmp_path).stdout.splitlines()[-2:] == [f"{tmp_path}/x y", "1"]
+    command = ["train_gpt2.py", "quickstart", *tiny_args, "--device", "cpu", "--out-dir", "x y", "--max-steps=2"]
+    asked = run_in_fork(*command, "--check", cwd=tmp_path)
+    assert asked.stdout.splitlines()[-2:] == [f"{tmp_path}/x y", "1"]
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+    run_in_fork(*command, cwd=tmp_path, env={"TRAIN_STATUS_FILE": "status.json"})
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
 
 
 REFUSED = """
-model_1.pt                                    | model_1.pt
 BUDGET_USD=9 GPU_HOUR_USD=2 --time-limit=3h   | --time-limit
 BUDGET_USD=5                                  | GPU_HOUR_USD
 BUDGET_USD=lots GPU_HOUR_USD=1                | BUDGET_USD=lots
 GPU_HOUR_USD=0                                | GPU_HOUR_USD=0
-PUSH_RETRY_HOURS=all                          | PUSH_RETRY_HOURS=all
 MAX_RESTARTS=1.5                              | MAX_RESTARTS=1.5
-NPROC=two                                     | NPROC=two
-PUSH_EVERY=1h                                 | PUSH_EVERY=1h
 PUSH_EVERY=60                                 | PUSH_TO
-PUSH=best                                     | PUSH_TO
 PUSH=last PUSH_TO=a/b                         | PUSH=last
 REMOVE_POD=yes                                | REMOVE_POD=yes
 REMOVE_POD=1                                  | REMOVE_POD=1
 REMOVE_POD=1 PERSISTENT=1 RUNPOD_POD_ID=      | SHUTDOWN_CMD
 REMOVE_POD=1 PERSISTENT=1 DISK='overlay /'    | overlay
-REMOVE_POD=1 PERSISTENT=1 DISK='tmpfs /'      | tmpfs
 """
 
 
@@ -129,10 +119,6 @@ def test_a_bad_setting_is_refused_by_name(pod, arguments, settings, named):
     done = pod.start(*arguments, check=False, **settings)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and named in done.stderr
     assert not pod.read("starts")
-
-
-def test_help_starts_nothing(pod):
-    assert "\nBUDGET_USD=" in pod.start("--help").stdout and not pod.run.exists()
 
 
 # ------------------------------------------------------------------------- one supervisor, logout, stop
@@ -177,25 +163,19 @@ def test_a_run_survives_the_death_of_its_shell(pod):
 
 
 def test_a_stop_saves_and_keeps_the_machine(rented):
+    """Also a second one, which ranks take as the order to die."""
+    save_slowly = "trap 'echo x >>$POD/signals; /bin/sleep 0.5; save 00042; status stopped x; exit 1' TERM"
+    rented.add_tool("python", re.sub("trap .* TERM", save_slowly, rented.read("bin/python")))
     trainer = rented.start_and_train()
-    rented.start("stop", "run")
+    for _ in range(3):
+        rented.start("stop", "run")
+        time.sleep(0.05)
     rented.wait_until_ended()
 
     assert (rented.run / "model_00042.pt").exists() and not is_alive(trainer)
+    assert rented.read("signals") == "x\n"
     assert len(rented.read("starts").splitlines()) == 1  # a stop is no failure
     assert not rented.read("pushed") and not rented.read("removed")
-
-
-def test_a_second_stop_does_not_kill_the_save(pod):
-    """Ranks take a second signal as the order to die."""
-    save_slowly = "trap 'echo x >>$POD/signals; /bin/sleep 0.5; save 00042; status stopped x; exit 1' TERM"
-    pod.add_tool("python", re.sub("trap .* TERM", save_slowly, pod.read("bin/python")))
-    pod.start_and_train()
-    for _ in range(3):
-        pod.start("stop", "run")
-        time.sleep(0.05)
-    pod.wait_until_ended()
-    assert (pod.run / "model_00042.pt").exists() and pod.read("signals") == "x\n"
 
 
 def test_a_stop_touches_no_other_process(pod):
@@ -211,16 +191,11 @@ def test_a_stop_touches_no_other_process(pod):
 # ------------------------------------------------------------------------- failures, restarts, budget
 
 
-@pytest.mark.parametrize(
-    "plan, starts, exit_code",
-    [
-        ("crash save-crash finish", 3, 0),
-        ("crash", 3, 1),
-        ("user-error finish", 1, 1),
-        ("limit finish", 1, 0),
-        ("nothing", 1, 0),  # as --eval-only ends, which writes no status
-    ],
-)
+# What the starts of the trainer do, how many there are, and the exit code. --eval-only does "nothing": no status.
+STARTS = [("crash", 3, 1), ("user-error finish", 1, 1), ("limit finish", 1, 0), ("nothing", 1, 0)]
+
+
+@pytest.mark.parametrize("plan, starts, exit_code", STARTS)
 def test_crashes_are_restarted_and_nothing_else(pod, plan, starts, exit_code):
     done = pod.start(PLAN=plan, MAX_RESTARTS="2", START_WAIT="20", check=False)
     pod.wait_until_ended()
@@ -240,14 +215,6 @@ def test_the_status_of_an_earlier_start_does_not_count(pod):
         pod.start(PLAN="user-error crash finish", check=False)
         pod.wait_until_ended()
     assert len(pod.read("starts").splitlines()) == 3
-
-
-def test_the_trainer_writes_the_status_that_is_read(run_in_fork, tiny_args, tmp_path):
-    for flag, status in (("--max-lr=-1", "user_error"), ("--max-steps=2", "finished")):
-        env = {"TRAIN_STATUS_FILE": str(tmp_path / "status.json")}
-        command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", tmp_path / "run", flag]
-        run_in_fork(*command, env=env, check=False)
-        assert json.loads((tmp_path / "status.json").read_text())["status"] == status
 
 
 def test_the_budget_is_the_time_limit_of_all_starts(pod):
@@ -292,7 +259,6 @@ finish REMOVE_POD=0                                                |
 finish HUB_DOES=false                                              |
 finish HUB_DOES='exec /bin/sleep 60'                               |
 finish HUB_DOES=false DISK='nfs4 /workspace'                       | pod stop pod7
-finish HUB_DOES=false STOP_CMD='echo off >$POD/removed'            | off
 finish HUB_DOES=false PERSISTENT=1                                 | pod delete pod7
 finish PUSH_TO= PERSISTENT=1                                       | pod delete pod7
 limit                                                              | pod delete pod7
@@ -301,7 +267,6 @@ save-crash KEEP_ON_FAILURE=1                                       |
 save-crash HUB_DOES=false                                          |
 save-crash HUB_DOES=false DISK='nfs4 /workspace' KEEP_ON_FAILURE=1 |
 crash HUB_DOES=false                                               | pod delete pod7
-crash KEEP_ON_FAILURE=1                                            |
 """
 
 
@@ -348,13 +313,6 @@ def test_checkpoints_are_pushed_while_it_trains(pod):
         (pod.run / f"{kind}_100000.pt").touch()
     wait_for(lambda: pod.read("pushed") == 2 * push)
 
-    # After a stop nothing looks for checkpoints any more.
-    os.kill(pod.supervisor, signal.SIGTERM)
-    pod.wait_until_ended()
-    slept = pod.read("slept")
-    time.sleep(0.2)
-    assert pod.read("slept") == slept and pod.read("pushed") == 2 * push
-
 
 @pytest.mark.parametrize("known, removed", [("remove pod", "remove pod pod7\n"), ("terminate pod", "")])
 def test_another_version_of_runpodctl(rented, known, removed):
@@ -366,11 +324,14 @@ def test_another_version_of_runpodctl(rented, known, removed):
 
 
 def test_the_log_begins_and_ends_with_the_price(pod):
+    pod.run.mkdir()
+    (pod.run / "train.log").write_text("from nohup")
     done = pod.start(PLAN="user-error", GPU_HOUR_USD="2.5", NPROC="8", START_WAIT="20", check=False)
     first, *_, last = pod.wait_until_ended().splitlines()
     for line in (first, last):
         assert "$20.00" in line and "runpodctl pod delete pod7" in line
     assert "--max-lr -1" in done.stdout  # the start shows the error
+    assert pod.read("run/train.log") == "from nohup"  # the user's own
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -383,10 +344,9 @@ def test_shellcheck_accepts_the_scripts():
 
 @pytest.mark.slow
 def test_pod_from_rent_to_removal(tmp_path):
-    """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod; sample at home."""
-    pod, home = tmp_path / "pod", tmp_path / "home"
+    """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""
+    pod = tmp_path / "pod"
     pod.mkdir()
-    home.mkdir()
     (tmp_path / "bin").mkdir()
     run, last_step = pod / "log" / "quickstart", 60
     make_shards(pod / "toy")
@@ -436,16 +396,6 @@ def test_pod_from_rent_to_removal(tmp_path):
         assert "failure 1" in log() and "training finished" in log(), log()
         assert removed.read_text().split()[:3] == ["pod", "delete", "pod7"]
 
-        # Another machine knows nothing but the Hub.
-        home_env = {"PATH": os.environ["PATH"], "HOME": str(home), **server.env(), "HF_HOME": str(home / "hf")}
-
-        def run_at_home(script, *args):
-            command = [sys.executable, str(ROOT / script), *args]
-            return subprocess.check_output(command, cwd=home, env=home_env, text=True, timeout=180)
-
-        run_at_home("hub.py", "pull-model", "tester/life", "life")
-        assert run_at_home("infer.py", "life", "x = ", "--max-new-tokens", "3").startswith("x = ")
-
-    # The losses and weights are those of an undisturbed run.
+    # The losses are those of an undisturbed run.
     undisturbed = train_quickstart([*flags, "--data-dir", str(pod / "toy")], tmp_path / "undisturbed")
     assert_curves_close(load_curve(run), load_curve(undisturbed))

@@ -1,13 +1,13 @@
-"""Faults on purpose, one at a time: kills, full disks and damaged files, each judged by the bits that are left.
+"""Faults on purpose, one at a time: kills and full disks, each judged by the bits that are left.
 
     python tests/faults/torture.py --seed 97 --faults 200     # `make torture` runs it
 
-Processes are real and die of real signals, at moments that are drawn from the seed. After each fault its cause is
-removed, as a user would, and the same command is run again to its end. What came of the fault:
+Processes are real and die of real signals, at moments that are drawn from the seed. After each fault the same command
+is run again to its end. Files that are damaged are in test_hostile.py. What came of the fault:
 
     recovered   the end has the bits of a run that nothing happened to
-    refused     the same, after one `error:` line that the damage had to be removed first
-    unhurt      the fault hit nothing that was needed: it came too late, or fell on padding
+    refused     the same, after one `error:` line
+    unhurt      the fault hit nothing that was needed: it came too late
     SILENT      success, but with other bits; or a failure that says nothing
     LOST        the work cannot be finished, or something complete is gone
 
@@ -16,19 +16,16 @@ SILENT and LOST are failures: they are printed, and the exit code is 1.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,10 +34,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch
 import tyro
 from corpora import read_bytes
-from helpers import TINY_FLAGS, delete_checkpoints_after, load_curve, write_jsonl, write_random_walk_shards
+from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shards
 from processes import Script, forkserver_context, start, start_ranks
 
-from tokens import shards
 from training import checkpoint
 
 LAST_STEP = 40
@@ -96,35 +92,23 @@ class Job:
             return outcome
         return f"LOST: exit code {ended.exit_code}\n{ended.output[-2000:]}"
 
-    def judge(self, out: Path, ended: Script, fix: Callable[[], object], if_success: str = "unhurt") -> str:
-        """What came of a fault, by how the command has ended. `fix` removes the cause of a failure."""
+    def judge(self, out: Path, ended: Script) -> str:
+        """What came of a fault, by how the command has ended."""
         if ended.exit_code == 0:
-            return if_success if self.is_done(out) else f"SILENT: other bits\n{ended.output[-2000:]}"
+            return "unhurt" if self.is_done(out) else f"SILENT: other bits\n{ended.output[-2000:]}"
 
         # One message for what the user can fix, else the traceback of a crash.
         messages = ended.output.count("error: ")
         has_crashed = "Traceback" in ended.output
         if messages != 1 and not has_crashed:
             return f"SILENT: {messages} messages\n{ended.output[-2000:]}"
-        fix()
         return self.finish(out, "recovered" if has_crashed else "refused")
 
 
 def training_job(*more: str, ranks: int = 1) -> Job:
-    flags = ["quickstart", *TINY_FLAGS, *RUN_FLAGS, *more, "--data-dir", make_data(), "--out-dir"]
+    data = write_random_walk_shards(Path(tempfile.mkdtemp()) / "data")
+    flags = ["quickstart", *TINY_FLAGS, *RUN_FLAGS, *more, "--data-dir", data, "--out-dir"]
     return Job("train_gpt2", flags, read_run, ranks)
-
-
-def make_data() -> Path:
-    """The random walk over 256 tokens, with a manifest, so that hashes are checked."""
-    folder = write_random_walk_shards(Path(tempfile.mkdtemp()) / "data")
-    entries = []
-    for path in shards.shard_files(folder):
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        entries.append(shards.Shard(path.name, shards.count_tokens(path), 0, sha256, {"file": 0, "token": 0}))
-    source = {"name": "walk", "subset": "", "column": "text", "revision": "0", "files": []}
-    shards.write_manifest(folder, shards.Manifest(source, "npy", 4097, complete=True, shards=entries))
-    return folder
 
 
 def read_run(out: Path) -> dict:
@@ -170,78 +154,14 @@ def kill(job: Job, rng: random.Random) -> str:
     return job.finish(out, "recovered" if kills else "unhurt")
 
 
-# ------------------------------------------------------------------------- disks and damage
-
-
-def limit_file_size(size: int) -> None:
-    """In a process that is about to start: a write beyond this size of a file fails."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-@contextmanager
-def mount_small_disk() -> Iterator[Path | None]:
-    """A disk of 32 MB; None if this user may not mount one."""
-    folder = Path(tempfile.mkdtemp())
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], capture_output=True)
-    try:
-        yield None if mounted.returncode else folder
-    finally:
-        subprocess.run(["umount", "-l", folder], capture_output=True)
+# ------------------------------------------------------------------------- full disks
 
 
 def fill_disk(job: Job, rng: random.Random) -> str:
-    """Somebody fills the disk at any moment, up to some bytes; or files cannot grow beyond a size."""
-    with mount_small_disk() as disk:
-        if disk is None or rng.random() < 0.3:
-            out = job.new_folder()
-            size = int(2 ** rng.uniform(13, 18.5))
-            return job.judge(out, job.run(out, prepare=partial(limit_file_size, size)), fix=lambda: None)
-
-        filler = disk / "filler"
-        script = job.start(disk / "out")[0]
-        time.sleep(rng.uniform(0, 1) * job.seconds)
-        free = shutil.disk_usage(disk).free
-        with suppress(OSError):
-            filler.write_bytes(bytes(free - rng.choice([0, rng.randrange(600_000)])))
-        return job.judge(disk / "out", script.wait(), fix=filler.unlink)
-
-
-def damage(path: Path, rng: random.Random) -> None:
-    """Flip a bit, or cut the file."""
-    data = bytearray(path.read_bytes())
-    at = rng.randrange(len(data))
-    if rng.random() < 0.5:
-        data[at] ^= 1 << rng.randrange(8)
-    else:
-        del data[at:]
-    path.write_bytes(data)
-
-
-def damage_checkpoint(job: Job, rng: random.Random) -> str:
-    """One file of the newest checkpoint. If it is refused, the user moves that step away."""
+    """As on a disk without room for a larger file: a write beyond some size of a file fails."""
     out = job.new_folder()
-    shutil.copytree(job.undisturbed, out)
-    delete_checkpoints_after(out, rng.randrange(2, LAST_STEP))
-    step = checkpoint.latest_step(out)
-    paths = checkpoint.model_path(out, step), checkpoint.optim_path(out, step)
-    damage(rng.choice(paths), rng)
-
-    ended = job.run(out)
-    was_skipped = f"resumed from {paths[0]}" not in ended.output
-    return job.judge(out, ended, lambda: [path.unlink() for path in paths], "recovered" if was_skipped else "unhurt")
-
-
-def damage_shard(job: Job, rng: random.Random) -> str:
-    """A shard that the run reads. If it is refused, the user gets it again."""
-    folder = job.flags[job.flags.index("--data-dir") + 1]
-    path = rng.choice(shards.shard_files(folder))
-    good = path.read_bytes()
-    damage(path, rng)
-    out = job.new_folder()
-    try:
-        return job.judge(out, job.run(out), lambda: path.write_bytes(good))
-    finally:
-        path.write_bytes(good)
+    size = int(2 ** rng.uniform(13, 18.5))
+    return job.judge(out, job.run(out, prepare=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))))
 
 
 # ------------------------------------------------------------------------- all of it
@@ -249,13 +169,13 @@ def damage_shard(job: Job, rng: random.Random) -> str:
 
 def make_faults() -> dict[str, Callable[[random.Random], str]]:
     """{kind of fault: what injects one}."""
-    train, npy = training_job(), tokens_job("npy")
+    npy = tokens_job("npy")
     # The undisturbed run keeps all checkpoints, to compare with whichever are left.
     muon = training_job("--optimizer", "muon")
     muon.flags[-1:-1] = ["--keep", "2"]
     muon.needed = {"losses", LAST_STEP}
     return {
-        "train killed": partial(kill, train),
+        "train killed": partial(kill, training_job()),
         "train killed, muon, --keep 2": partial(kill, muon),
         "2 ranks killed": partial(kill, training_job(ranks=2)),
         "2 ranks killed, ZeRO-1": partial(kill, training_job("--zero-stage", "1", ranks=2)),
@@ -263,8 +183,6 @@ def make_faults() -> dict[str, Callable[[random.Random], str]]:
         "fineweb killed, bin": partial(kill, tokens_job("bin")),
         "disk full, train": partial(fill_disk, muon),
         "disk full, fineweb": partial(fill_disk, npy),
-        "damaged checkpoint": partial(damage_checkpoint, train),
-        "damaged shard": partial(damage_shard, train),
     }
 
 
