@@ -20,7 +20,7 @@ RUNS = {
     "tokens": ("{tmp}/a.parquet --rounds 1 --only {rows}", "fineweb.py"),
     "generate": (
         "--device cpu --rounds 1 --new-tokens 2 --samples 1 --data {tmp}/rows.jsonl --limit 2 --only {rows}",
-        "samples samples-loop hellaswag-loop hellaswag-float32",
+        "samples transformers samples-loop hellaswag-loop hellaswag-float32",
     ),
 }
 

@@ -8,8 +8,14 @@ from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import tyro
 from helpers import ROOT
 
+import fineweb
+import hellaswag
+import hub
+import infer
+import plots
 from model import GPTConfig
 from system.cli import UserError
 from training.config import TrainConfig, config_drift, settings_by_flag
@@ -126,6 +132,16 @@ def test_a_bad_flag_is_reported_by_rank_0_alone(capsys, monkeypatch):
         parse_words("quickstart --max-lrr 3")
     output = capsys.readouterr()
     assert e.value.code == 2 and output.out + output.err == "" and waited
+
+
+@pytest.mark.parametrize("of", [
+    TrainConfig, fineweb.Args, hellaswag.Args, infer.Args, plots.main, hub.push_data, hub.pull_data, hub.push_model,
+    hub.pull_model, hub.check, hub.export, hub.import_old,
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_flag_is_explained(of):
+    flags = tyro.extras.get_parser(of)._actions
+    assert [flag.dest for flag in flags if re.match(r"\(|$", flag.help or "")] == []
 
 
 def test_resume_brings_the_saved_config_and_its_folder(tmp_path):

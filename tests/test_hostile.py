@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,14 +21,25 @@ import pytest
 import torch
 from corpora import read_documents
 from faults import hub_server
-from helpers import TINY_FLAGS, make_hellaswag_rows, make_shards, write_jsonl, write_parquet
+from helpers import (
+    CPU,
+    TINY_FLAGS,
+    make_hellaswag_rows,
+    make_shards,
+    parse_config,
+    write_jsonl,
+    write_parquet,
+)
 
+import plots
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
-from training import checkpoint, convert, hellaswag_eval
+from training import convert, hellaswag_eval, resume
+from training.metrics import RunState
 from training.open_model import open_model
+from training.step import TrainStep
 
 INPUTS = int(os.environ.get("HOSTILE_INPUTS", 10))  # for each format
 TEXTS = [f"document {i} of words, ünïcode 🙂 and\nlines " * (i % 5) for i in range(40)]
@@ -77,6 +89,22 @@ def read_model(path: Path) -> bytes:
     return to_bytes(model.state_dict())
 
 
+def read_optim(path: Path) -> bytes:
+    """As a run that resumes, up to its first update."""
+    cfg = parse_config("quickstart", *TINY_FLAGS, "--out-dir", path.parent, "--resume", "auto")
+    saved = resume.find_checkpoint(cfg)
+    assert saved
+    cfg, model = resume.open_network(cfg, CPU, saved)
+    run = RunState.from_state_dict(saved, cfg.max_steps, saved["data"])
+    resume.check_drift(cfg, saved, run)
+    train_step = TrainStep(cfg, CPU, model, saved)
+    state = to_bytes(train_step.state_dict())
+    train_step.set_learning_rates(run.step, run.max_steps)
+    sum(p.sum() for p in model.parameters()).backward()
+    train_step.update()
+    return state
+
+
 def read_data(path: Path) -> bytes:
     """As training reads it, and as fineweb.py --verify does."""
     loader = Loader(path.parent, "train", T=16, vocab_size=50257)
@@ -87,10 +115,12 @@ def read_data(path: Path) -> bytes:
 
 FORMATS = {
     "run/model_00012.pt": read_model,
-    "run/optim_00012.pt": lambda path: to_bytes(checkpoint.read_train_state(path)),
+    "run/optim_00012.pt": read_optim,
     "data/toy_train_000001.npy": read_data,
     "data/manifest.json": read_data,
     "bin/toy_train_000001.bin": read_data,
+    "run/metrics.jsonl": lambda path: plots.read_run(path.parent, "C0"),
+    "run/config.json": lambda path: plots.read_run(path.parent, "C0"),
     "rows/rows.jsonl": hellaswag_eval.load_examples,
     "text/a.jsonl": read_documents,
     "text/a.parquet": read_documents,
@@ -150,6 +180,8 @@ def mutate_json(rng: random.Random, data: bytes) -> bytes:
     lines = data.splitlines() if data.startswith(b'{"') else [data]
     at = rng.randrange(len(lines))
     lines[at] = json.dumps(mutate_tree(rng, json.loads(lines[at]))).encode()
+    if rng.random() < 0.2:
+        lines[at] = re.sub(rb"\d+", lambda _: rng.choice(LONG), lines[at], count=1)
     return b"\n".join(lines) + b"\n"
 
 
@@ -159,6 +191,11 @@ def mutate_content(rng: random.Random, path: str, data: bytes) -> bytes:
         return mutate_json(rng, data)
     if path.endswith((".pt", "pytorch_model.bin")):
         return to_bytes(mutate_tree(rng, torch.load(io.BytesIO(data), weights_only=True)))
+    if path.endswith(".safetensors"):
+        # 8 bytes with the length of a JSON header, the header, tensors.
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = mutate_json(rng, data[8:end])
+        return len(header).to_bytes(8, "little") + header + data[end:]
     return mutate_bytes(rng, data)
 
 

@@ -93,6 +93,19 @@ def test_a_character_of_many_tokens_is_written_whole(capsys):
     assert capsys.readouterr().out.startswith(f"> {text}\n")
 
 
+def test_text_is_written_as_it_is_generated(capsys):
+    printed: list[str] = []
+
+    def generate_slowly():
+        """Yields a token; what has been printed is noted when the next token is asked for."""
+        for token in tokenizer.encoding().encode("one two three"):
+            yield token
+            printed.append(capsys.readouterr().out)
+
+    infer.write_stream("zero ", generate_slowly())
+    assert printed == ["zero one", " two", " three"]
+
+
 # ------------------------------------------------------------------------- precision and speed
 
 

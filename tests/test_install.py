@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import distribution
 
@@ -126,3 +127,12 @@ def test_torch_of_an_image_takes_the_place_of_ours(project):
     calls = (project / "calls").read_text().splitlines()
     assert "-m venv --system-site-packages .venv" in calls[1]
     assert calls[-1] == "python -m torch.distributed.run --standalone a b"
+
+
+def test_a_python_that_is_too_old_is_passed_over(project):
+    (project / "tools/python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.10.12; exit 1\n")
+    done = run_make(project, "install", "PYTHON=python3")
+    assert done.returncode != 0 and "Python 3.10.12" in done.stdout and not (project / ".venv").exists()
+
+    (project / "tools/uv").rename(project / "tools/python3.11").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    assert "python3.11 -m venv" in run_make(project, "-n", "install").stdout

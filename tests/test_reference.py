@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from training.presets import PRESETS
@@ -45,6 +46,18 @@ def test_no_verdict_on_another_recipe(preset, steps):
     assert find_reference(preset, steps, 524_288).preset == preset
     for recipe in ((preset, steps // 3, 524_288), (preset, steps, 262_144), (["x"], "x", 524_288)):
         assert find_reference(*recipe) is None
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5])
+def test_a_learning_rate_that_is_too_low_is_off_track(factor):
+    """Early loss follows the sum of the learning rates so far, so a rate too low is a run that lags behind itself."""
+    steps = REFERENCE.step.astype(int)
+    rates_so_far = np.cumsum([min(1, (step + 1) / 715) for step in range(steps[-1] + 1)])
+    for step in steps[2:21]:  # every evaluation from step 500 to 5,000
+        same_progress = np.searchsorted(rates_so_far, factor * rates_so_far[step])
+        # Before the first evaluation that one's loss stands in: the true one would be higher still.
+        loss = np.interp(max(steps[1], same_progress), steps, REFERENCE.low)
+        assert not judge(step, loss).endswith("on track")
 
 
 def test_the_line_has_the_loss_and_the_range():

@@ -259,6 +259,7 @@ finish REMOVE_POD=0                                                |
 finish HUB_DOES=false                                              |
 finish HUB_DOES='exec /bin/sleep 60'                               |
 finish HUB_DOES=false DISK='nfs4 /workspace'                       | pod stop pod7
+finish HUB_DOES=false STOP_CMD='echo off >$POD/removed'            | off
 finish HUB_DOES=false PERSISTENT=1                                 | pod delete pod7
 finish PUSH_TO= PERSISTENT=1                                       | pod delete pod7
 limit                                                              | pod delete pod7
