@@ -131,7 +131,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     from tqdm import tqdm
 
     downloads = out / ".source"
-    check_disk_space(out, manifest, downloads=not paths)
+    check_disk_space(out, manifest, downloads=not paths and "split" not in manifest.source)
     # Begin with the file in which the last finished shard ends. A few chunks are read while others are tokenized.
     first_file = manifest.shards[-1].end["file"] if manifest.shards else 0
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)

@@ -209,7 +209,7 @@ push_periodically() {
     trap 'jobs -p | xargs -r kill; exit' TERM
     while run sleep "$PUSH_EVERY" && kill -0 $$; do # $$ is the supervisor
         newest=$(find_newest_weights)
-        [[ $newest != "$pushed" && -f ${newest/model_/optim_} ]] || continue
+        [[ $newest != "$pushed" && -f $OUT/optim_${newest##*/model_} ]] || continue
         log "pushing ${newest##*/} to $PUSH_TO"
         ! run timeout 3600 nice "${PUSH_MODEL[@]}" --with-optimizer --temporary || pushed=$newest
     done

@@ -51,7 +51,7 @@ class Pod:
 
     def __init__(self, root: Path):
         self.root, self.run = root, root / "run"
-        (root / "bin").mkdir()
+        (root / "bin").mkdir(parents=True)
         shutil.copy(ROOT / "train.sh", root)
         self.add_tool("python", PYTHON)
         self.add_tool("runpodctl", '#!/bin/sh\necho "$@" >> $POD/removed\n')

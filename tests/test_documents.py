@@ -89,6 +89,7 @@ def test_compressed_files(tmp_path, compression):
     (b"n,body\n1,a\n", "a.csv", "--text-column: n, body"),
     (b'[{"text": "a"}, {"text": "b', "a.json", ""),
     (b'[{"text": 3}]', "a.json", "--text-column: text"),
+    (b'{"text": 0}', "a.jsonl", "line 1"),
 ])  # fmt: skip
 def test_a_bad_file_is_refused_in_one_line(tmp_path, content, name, value):
     (tmp_path / name).write_bytes(content)

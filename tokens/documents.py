@@ -95,7 +95,9 @@ def read_jsonl(path: Path, field: str) -> Texts:
 def parse_line(line: bytes, field: str, number: int) -> str:
     """The text in `field` of the JSON object in a line."""
     try:
-        text = json.loads(line)[field] or ""
+        text = json.loads(line)[field]
+        if text is None:
+            return ""
         # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except Exception:

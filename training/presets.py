@@ -139,11 +139,11 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     require(preset in PRESETS, f"no preset {preset!r}; presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
     defaults = PRESETS[preset]
 
-    # Three flags decide on the defaults of the others, so they are read first.
+    # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.
     early_parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    early_parser.add_argument("--resume", default="none")
-    early_parser.add_argument("--epochs")
-    early_parser.add_argument("--max-steps", "--max_steps")
+    early_parser.add_argument("--resume", nargs="?", default="none", const="none")
+    early_parser.add_argument("--epochs", nargs="?")
+    early_parser.add_argument("--max-steps", "--max_steps", nargs="?")
     early, _ = early_parser.parse_known_args(flags)
     if not has_preset and early.resume not in ("none", "auto"):
         path = Path(early.resume)
