@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,6 @@ from system.cli import env_rank, require
 # volume takes minutes.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 SLOW_TIMEOUT = timedelta(hours=2)
-
-# How many weights enter a checksum at a time: each takes eight bytes meanwhile.
-CHUNK_NUMEL = 2**22
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,10 @@ class Runtime:
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` in place over all ranks (op: sum, max or min) and return it. Every rank must call it."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` in place over all ranks and return it. Every rank must call it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
+            dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -83,7 +81,7 @@ class Runtime:
         # A single rank returns early: .item() would wait for the GPU, and evaluations call this before every batch.
         if self.world_size == 1:
             return bool(flag)
-        return self.all_reduce(torch.tensor(int(bool(flag)), device=self.device), "max").item() > 0
+        return self.all_reduce(torch.tensor(int(bool(flag)), device=self.device)).item() > 0
 
     def barrier(self, hours: float) -> None:
         """Wait for up to `hours` until every rank is here; the error names those that are not. Every rank must call
@@ -178,13 +176,8 @@ def join_group(rt: Runtime) -> Runtime:
 
 
 def weight_checksum(parameters: list[Tensor]) -> str:
-    """A number that changes with any bit of float32 weights and with their order. Their bits are summed as integers,
-    which is exact in any order, each times its place."""
-    # Integers wrap around beyond 64 bits, on every device alike.
-    places = torch.arange(1, CHUNK_NUMEL + 1, device=parameters[0].device)
-    total = torch.zeros((), dtype=torch.int64, device=parameters[0].device)
+    """The CRC-32 of float32 weights: it changes with any bit of them and with their order."""
+    checksum = 0
     for p in parameters:
-        # Any shape -> (numbers,): the same bits as integers.
-        for chunk in p.detach().reshape(-1).view(torch.int32).split(CHUNK_NUMEL):
-            total = 31 * total + (chunk * places[: len(chunk)]).sum()
-    return str(total.item())
+        checksum = crc32(p.detach().cpu().numpy(), checksum)
+    return str(checksum)

@@ -43,7 +43,7 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
         checks = []  # the ranks that looked for a stop request, in order
         with pytest.MonkeyPatch.context() as patch:
             # The ranks run one after another here, so each keeps its part of the sum.
-            patch.setattr(Runtime, "all_reduce", lambda rt, tensor, op="sum": tensor)
+            patch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
             parts = [evaluator.validate(forward, data, cfg, rt, B, partial(checks.append, rt.rank)) for rt in ranks]
         assert sum(parts) == pytest.approx(expected, rel=1e-5)
 
