@@ -190,7 +190,6 @@ def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
     ({"beta2": 1}, {"beta2": 1.5}, "--beta2 1.5"),
     ({"max_lr": 1.0}, {"max_lr": float("nan")}, "--max-lr nan"),
     ({"time_limit": "3h50m"}, {"time_limit": "soon"}, "soon"),
-    ({"card": "H100", "dry_run": True}, {"card": "H100"}, "--card H100"),
     ({"optimizer": "muon"}, {"optimizer": "new"}, "muon"),
 ])  # fmt: skip
 def test_a_value_out_of_its_range_is_refused(good, bad, named):

@@ -133,7 +133,7 @@ class TrainConfig:
     skip_bad_steps: Free[int] = 0  # non-finite steps to skip before stopping, counted from each start
     gpu_hour_usd: Local[float] = 0.0  # price of one GPU-hour, for the cost estimates
     dry_run: Free[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
-    card: Free[str] = ""  # with --dry-run: predict the run on other cards, e.g. 8xH100 or 2080Ti+3090
+    card: Free[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
     eval_only: Free[bool] = False  # print val loss and HellaSwag of the weights of --init-from, then exit
     overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse
 
@@ -155,7 +155,6 @@ class TrainConfig:
         require(tokens % T == 0, f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; {fix}")
         require(self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}")
         require(self.min_lr <= self.max_lr, f"--min-lr {self.min_lr} exceeds --max-lr {self.max_lr}")
-        require(self.dry_run or not self.card, f"--card {self.card} predicts a run, it does not train: add --dry-run")
 
     @property
     def run_dir(self) -> Path:

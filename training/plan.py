@@ -2,7 +2,7 @@
 
     print_plan(train_step, data, run); check_disk(train_step, run); write_config(train_step, run)
     dry_run(train_step, run)        # --dry-run: measures a step on this machine
-    print0(predict(cfg))            # --dry-run --card 8xH100: needs no GPU and no data, and takes a second
+    print0(predict(cfg))            # --card 8xH100: needs no GPU and no data, and takes a second
 
 Called by train_gpt2.py. tests/test_plan.py compares the predictions with published runs.
 """
@@ -139,7 +139,7 @@ def dry_run(train_step: TrainStep, run: RunState) -> None:
 
 
 def predict(cfg: TrainConfig) -> str:
-    """--dry-run --card: what the run would take on other cards. If its steps depend on the data, 1,000 are assumed.
+    """--card: what the run would take on other cards. If its steps depend on the data, 1,000 are assumed.
 
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
