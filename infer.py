@@ -182,9 +182,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     if device.type == "cpu":
         for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
             layer.forward = partial(pack_linear_weight(layer.weight.detach()), bias=layer.bias)
-            # Free the unpacked weight. The head keeps it: it may be the embedding's, and tells new_cache the precision.
-            if layer is not head:
-                layer.weight = None
+            layer.weight = None  # frees the unpacked weight, unless it is the embedding's, too
     return model
 
 

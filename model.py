@@ -212,22 +212,27 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the positions already seen, for up to `max_len` positions of `batch` sequences.
+    """Keys and values of the positions already seen, for up to `max_len` positions.
 
     With it, generating a token computes one position instead of the whole text: the earlier ones cannot change, because
     no position attends to a later one.
     """
 
-    def __init__(self, config: GPTConfig, batch: int, max_len: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, batch, config.n_head, max_len, config.head_size)  # (n_layer, B, nh, max_len, hs)
-        # Two tensors, because autograd refuses to write into the halves of one.
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+    def __init__(self, n_layer: int, max_len: int):
+        self.n_layer, self.max_len = n_layer, max_len
+        # (n_layer, B, nh, max_len, hs) each, from the first append on. Autograd refuses to write into the halves of one
+        # tensor.
+        self.k = self.v = None
         self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return views of all so far (B, nh, length + T, hs), in the precision
-        of the cache."""
+        of the cache: float32 on a CPU, where attention to long texts is faster that way."""
+        if self.k is None:
+            B, nh, _, hs = k.shape
+            dtype = torch.float32 if k.device.type == "cpu" else k.dtype
+            self.k = k.new_zeros(self.n_layer, B, nh, self.max_len, hs, dtype=dtype)
+            self.v = torch.zeros_like(self.k)
         start = self.length
         end = start + k.size(2)
         self.k[layer, :, :, start:end] = k
@@ -478,16 +483,6 @@ class GPT(nn.Module):
         # (B, T, V) -> (B * T, V), (B, T) -> (B * T,)
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache. Its precision is autocast's. Without autocast it is float32 on a CPU, which is faster there,
-        and the precision of the weights on other devices."""
-        weight = self.lm_head.weight
-        device_type = weight.device.type
-        dtype = torch.float32 if device_type == "cpu" else weight.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        return KVCache(self.config, batch, max_len, weight.device, dtype)
-
     def generate(
         self,
         idx: Tensor,
@@ -555,13 +550,12 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
     T lies between 1 and the model's block_size. The prompt is read once for all of its samples. When the context is
     full, the newer half of the text is read again from position 0, so the text may outgrow block_size.
     """
-    B, T = idx.shape
     block_size = model.config.block_size
 
     # A cache for the whole text, or for as much of it as the model reads at once. Its length is rounded up: otherwise
     # an attention kernel pads the mask again in every layer.
-    max_len = math.ceil((T + max_new_tokens) / 16) * 16
-    cache = model.new_cache(B, min(max_len, block_size))
+    max_len = math.ceil((idx.size(1) + max_new_tokens) / 16) * 16
+    cache = KVCache(model.config.n_layer, min(max_len, block_size))
 
     # The ids that the cache does not hold yet: first the prompt, then each new id. (B, n)
     unread = idx

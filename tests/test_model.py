@@ -8,7 +8,7 @@ import torch
 from helpers import choices
 from networks import make_network
 
-from model import GPT, VOCAB_SIZE, GPTConfig, Sampler, stream
+from model import GPT, VOCAB_SIZE, GPTConfig, KVCache, Sampler, stream
 from training.presets import PRESETS
 
 TINY = make_network().config
@@ -165,7 +165,7 @@ PARTS = [(part, name) for part in ("positions", "norm", "activation") for name i
 def test_the_cache_gives_the_logits_of_a_full_pass(part, name):
     model, idx = make_network(NETWORKS["speedrun-124m"], **{part: name}), make_idx()
     model.recompute = True  # a block that ran twice would append to the cache twice
-    cache = model.new_cache(2, 24)
+    cache = KVCache(n_layer=2, max_len=24)
     parts = []
     start = 0
     for n in (7, 1, 1, 10, 5):  # a prompt, single tokens, pieces that continue
@@ -175,11 +175,9 @@ def test_the_cache_gives_the_logits_of_a_full_pass(part, name):
 
 
 def test_the_cache_has_the_precision_that_is_fast():
-    model = make_network().bfloat16()
-    assert model.new_cache(1, 8).k.dtype == torch.float32
-    assert model.generate(make_idx(1, 4), 4).shape == (1, 8)  # the weights have another
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model.new_cache(1, 8).k.dtype == torch.bfloat16
+    cache = KVCache(n_layer=2, max_len=24)
+    x = make_network().bfloat16().hidden(make_idx(), cache)
+    assert (x.dtype, cache.k.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_samples_share_one_reading_of_the_prompt():
