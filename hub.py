@@ -289,7 +289,7 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
 
     Args:
         repo: OWNER/NAME.
-        out_dir: a new folder, or the one of an earlier pull.
+        out_dir: a new folder, or the one of a pull that was interrupted.
         every_step: all checkpoints instead of the newest, but none of a run that is still training.
     """
     with open_hub() as api:

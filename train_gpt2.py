@@ -163,8 +163,7 @@ def save_checkpoint(
     # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
     train_step_state = train_step.state_dict()
     if rt.is_main:
-        facts = {"val_loss": run.measured.get("val_loss"), "preset": train_step.cfg.preset}
-        model_content = checkpoint.model_file(train_step.model, run.step, **facts)
+        model_content = checkpoint.model_file(train_step.model, run.step, preset=train_step.cfg.preset)
         model_content["model"] = train_step.weights.state_dict()
         versions = {"config": train_step.cfg.to_dict(), "versions": machine.versions()}
         train_content = run.state_dict() | train_step_state | versions
@@ -191,7 +190,7 @@ def check(cfg: TrainConfig) -> None:
     UserError if the data are missing or the GPU cannot be used."""
     open_data(cfg)
     device = machine.choose_device(cfg.device)
-    ranks = torch.cuda.device_count() if device.type == "cuda" else 1
+    ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in cfg.device else 1
     print(cfg.run_dir.resolve(), ranks, sep="\n")
 
 

@@ -127,8 +127,8 @@ def newest_model(run_dir: Path) -> Path:
 def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     """Read the model in a .pt file, or in the newest complete step of a run folder.
 
-    Returns the GPT (float32, on the CPU, in eval mode) and the other entries of the file: config, step, val_loss,
-    preset. Raises UserError if there is no such file, or if it does not hold a model that this version can build.
+    Returns the GPT (float32, on the CPU, in eval mode) and the other entries of the file: config, step, preset. Raises
+    UserError if there is no such file, or if it does not hold a model that this version can build.
     """
     path = Path(path)
     if path.is_dir():
