@@ -29,8 +29,9 @@ from training import checkpoint
 TABLE = """
 1 | train_gpt2.py gpt2-xl                                  | 'gpt2-xl'
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0
-1 | train_gpt2.py quickstart --dry-run --card 8xH900       | 'H900'
-1 | train_gpt2.py gpt2-124m --dry-run --card 7xH100        | --total-batch-size 523264
+1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
+1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264
+1 | train_gpt2.py finetune --init-from gpt2-xl --card H100 | --init-from gpt2-xl
 1 | train_gpt2.py --resume NEW/model_00001.pt              | new/model_00001.pt
 1 | train_gpt2.py --resume weights/model_00003.pt          | weights/model_00003.pt
 1 | train_gpt2.py --resume text.txt                        | text.txt

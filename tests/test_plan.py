@@ -143,13 +143,13 @@ def test_the_time_follows_cards_and_settings():
     ("gpt2-124m", "3090+2080Ti", 0, "2.0 of 11 GB per card; they fit"),  # the card with the least memory decides
 ])  # fmt: skip
 def test_a_prediction_says_whether_a_run_fits(preset, cards, zero_stage, verdict):
-    cfg = replace(PRESETS[preset], dry_run=True, card=cards, zero_stage=zero_stage)
+    cfg = replace(PRESETS[preset], card=cards, zero_stage=zero_stage)
     assert verdict in plan.predict(cfg)
 
 
 def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", "train_gpt2.py gpt2-124m --dry-run --card 2xA100-80GB --gpu-hour-usd 1.5".split())
+    monkeypatch.setattr("sys.argv", "train_gpt2.py gpt2-124m --card 2xA100-80GB --gpu-hour-usd 1.5".split())
     train_gpt2.main()
     out = capsys.readouterr().out
     hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600

@@ -27,6 +27,7 @@ from training.cards import CARDS, find_cards, total_peak_flops
 from training.config import TrainConfig
 from training.metrics import RunState
 from training.microbatch import divisors_of_share
+from training.presets import PRESETS, is_network_from_init
 from training.step import TrainStep
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
@@ -139,10 +140,14 @@ def dry_run(train_step: TrainStep, run: RunState) -> None:
 
 
 def predict(cfg: TrainConfig) -> str:
-    """--card: what the run would take on other cards. If its steps depend on the data, 1,000 are assumed.
+    """--card: what the run would take on other cards. If its steps depend on the data, 1,000 are assumed. Raises
+    UserError for unknown cards, a batch that they cannot share, and weights whose network is not known without them.
 
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
+    is_known = not is_network_from_init(cfg) or cfg.init_from == PRESETS[cfg.preset].init_from
+    fix = "say its size: --model.n-layer, --model.n-head and --model.n-embd"
+    require(is_known, f"--card does not open --init-from {cfg.init_from}; {fix}")
     cards = find_cards(cfg.card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = shapes_of(cfg)
