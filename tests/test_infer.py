@@ -149,7 +149,7 @@ def test_bfloat16_weights_leave_positions_exact():
     assert (rounded.float() - exact).abs().mean() < 0.03 * exact.std()
 
 
-def test_bfloat16_samples_are_blind_to_what_logits_share():
+def test_bfloat16_samples_ignore_what_logits_share():
     """As in test_head.py: -100 in every logit changes no choice."""
     torch.manual_seed(0)
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=False)
