@@ -15,7 +15,7 @@ START_WAIT=${START_WAIT:-15}            # for so many seconds the start shows th
 MAX_RESTARTS=${MAX_RESTARTS:-3}         # restarts after failures; an error that you must fix is never restarted
 RESTART_DELAY=${RESTART_DELAY:-10}      # seconds before a restart
 GPU_HOUR_USD=${GPU_HOUR_USD:-}          # the price of one GPU for an hour
-BUDGET_USD=${BUDGET_USD:-}              # save and stop training once this start has cost so much
+BUDGET_USD=${BUDGET_USD:-}              # save and stop training once the NPROC GPUs of this start have cost so much
 
 # PUSH_TO=OWNER/NAME: push to this repository of the Hub at the end; your token is tried before the start. A run that is
 # not finished (budget, time limit, failure) is pushed with its optimizer state, with which it resumes elsewhere.
@@ -27,14 +27,13 @@ PUSH_EVERY=${PUSH_EVERY:-0}             # push while it trains, too, every so ma
 PUSH_RETRY_HOURS=${PUSH_RETRY_HOURS:-1} # how long the last push is tried again, in addition to BUDGET_USD
 
 # REMOVE_POD=1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none. If
-# they cannot be pushed, STOP_CMD stops it.
+# they cannot be pushed, STOP_CMD stops it. After a mistake of yours at the start it stays.
 REMOVE_POD=${REMOVE_POD:-0}
 PERSISTENT=${PERSISTENT:-0}             # 1: OUT outlives the machine, as on a network volume
 SHUTDOWN_CMD=${SHUTDOWN_CMD:-}          # removes it; default: runpodctl pod delete $RUNPOD_POD_ID
 STOP_CMD=${STOP_CMD:-}                  # keeps OUT; default, with OUT below /workspace: runpodctl pod stop
 REMOVE_DELAY=${REMOVE_DELAY:-60}        # seconds before either command, in which `kill` prevents it
 KEEP_ON_FAILURE=${KEEP_ON_FAILURE:-0}   # 1: keep the machine if training has failed
-# DISK_GB=60 tells the trainer the size of the volume that you rent, if the file system shows more.
 set -euo pipefail
 
 # ---- helpers ----
@@ -111,7 +110,7 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
 
     # The trainer judges its arguments, data and GPU, and prints the run folder and the number of processes.
     plan=$("$PY" "$HERE/train_gpt2.py" "$@" --check) || exit 1
-    { read -r OUT && read -r gpus; } <<<"$plan"
+    { read -r OUT && read -r gpus && [[ $gpus =~ ^[0-9]+$ ]]; } <<<"$plan" || { echo "$plan" && exit; } # --help
     NPROC=${NPROC:-$gpus}
     [[ -z $PUSH_TO ]] || "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" || exit 1
 
@@ -142,7 +141,7 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
 stop_run() { # OUT
     local pid
     OUT=$(realpath -m "${1:?give the run folder, as in ./train.sh stop log/gpt2-124m}")
-    pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "nothing runs in $OUT; its last status: $(read_status)"
+    pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "nothing runs in $OUT; last status: $(read_status | grep . || echo -)"
     # After a reboot, or on a volume that two machines share, the number may be that of another process.
     grep -qzsFx "OUT=$OUT" "/proc/$pid/environ" ||
         die "process $pid (of $OUT/train.pid) was killed, or it is on another machine: nothing was stopped"
@@ -191,7 +190,9 @@ train() { # ARGUMENTS
             1-*) outcome=stopped ;;
             0-finished* | 0--0) outcome=finished ;;
             0-stopped*) outcome="ended early: ${status#* }" ;;
-            0-user_error*) outcome="failed: ${status#* }" ;;
+            0-user_error*) # at the start its user is at hand, and the tokens may be on this machine alone
+                outcome="failed: ${status#* }"
+                [[ $(find_newest_weights) != "$first_weights" ]] || KEEP_ON_FAILURE=1 ;;
             *)
                 failures=$((failures + 1))
                 log "failure $failures, exit code $exit_code; MAX_RESTARTS is $MAX_RESTARTS"
@@ -251,8 +252,10 @@ end_run() {
     fi
     if [[ -n $command ]]; then
         log "in $REMOVE_DELAY seconds this machine runs: $command    # to prevent it: kill $$"
-        run sleep "$REMOVE_DELAY" || true
-        ((stop_requested == 0)) && bash -c "$command" && return
+        for _ in {1..5}; do
+            run sleep "$REMOVE_DELAY" || true
+            ((stop_requested == 0)) && bash -c "$command" && return
+        done
         log "that was prevented, or IT FAILED"
     fi
     log "this machine stays$(describe_cost)"
@@ -266,9 +269,7 @@ supervise() { # ARGUMENTS
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache}
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-    if [[ $PUSH_EVERY != 0 ]]; then
-        push_periodically 9>&- & # it must not hold the lock
-    fi
+    { [[ $PUSH_EVERY == 0 ]] || push_periodically; } 9>&- & # it must not hold the lock
     train "$@"
     jobs -p | xargs -r kill || true # the pusher
     end_run
@@ -283,8 +284,7 @@ HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # The project's Python or, where it was installed otherwise, that of the shell.
 PY=$HERE/.venv/bin/python
 [[ -x $PY ]] || PY=$(command -v python || command -v python3) || die "no python on PATH; run: make install"
-HUB=("$PY" "$HERE/hub.py")
-PUBLIC=()
+HUB=("$PY" "$HERE/hub.py") PUBLIC=()
 [[ $PUSH_PUBLIC != 1 ]] || PUBLIC=(--public)
 
 # Every RunPod pod has runpodctl. What follows || is the spelling of its version 1.

@@ -26,6 +26,7 @@ PYTHON = r"""#!/bin/bash
 save() { touch "$OUT/optim_$1.pt" "$OUT/model_$1.pt"; }
 status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS_FILE"; }
 [[ $1 != -I ]] || exec "$REAL_PYTHON" -S "$@"
+[[ $* != *--help* ]] || exec printf 'usage\nflags\n'
 [[ $* != *--check ]] || { printf '%s\n' "$POD/run" 2; exec test ! -e "$POD/refuse"; }
 case $* in
 *hub.py\ check*) [[ ! -e $POD/no-token ]] ;;

@@ -89,6 +89,11 @@ def test_nothing_is_begun_where_it_would_fail(pod, obstacle):
     assert not pod.read("starts") and not pod.run.exists()
 
 
+def test_help_is_shown_and_starts_nothing(pod):
+    assert pod.start("gpt2-124m", "--help").stdout == "usage\nflags\n"
+    assert not pod.read("starts") and not pod.run.exists()
+
+
 def test_the_trainer_answers_what_train_sh_asks(run_in_fork, tiny_args, tmp_path):
     command = ["train_gpt2.py", "quickstart", *tiny_args, "--device", "cpu", "--out-dir", "x y", "--max-steps=2"]
     asked = run_in_fork(*command, "--check", cwd=tmp_path)
@@ -191,7 +196,7 @@ def test_a_stop_touches_no_other_process(pod):
 # ------------------------------------------------------------------------- failures, restarts, budget
 
 
-# What the starts of the trainer do, how many there are, and the exit code. --eval-only does "nothing": no status.
+# What the starts of the trainer do, how many there are, and the exit code. "nothing" leaves no status: a full disk.
 STARTS = [("crash", 3, 1), ("user-error finish", 1, 1), ("limit finish", 1, 0), ("nothing", 1, 0)]
 
 
@@ -268,6 +273,8 @@ save-crash KEEP_ON_FAILURE=1                                       |
 save-crash HUB_DOES=false                                          |
 save-crash HUB_DOES=false DISK='nfs4 /workspace' KEEP_ON_FAILURE=1 |
 crash HUB_DOES=false                                               | pod delete pod7
+user-error                                                         |
+finish SHUTDOWN_CMD='if [ -e $POD/tried ]; then echo twice >$POD/removed; else touch $POD/tried; exit 1; fi' | twice
 """
 
 
