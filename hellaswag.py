@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +27,7 @@ cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
 from system import distributed
-from system.machine import dtype_name
+from system.machine import choose_dtype, dtype_name
 from training.hellaswag_eval import DEFAULT_PATH, Example, load_examples, normalize, score, summarize, summary_line
 from training.open_model import open_model
 
@@ -106,7 +106,8 @@ def main() -> None:
     # Score; under torchrun the ranks share the rows.
     examples = load_examples(args.data, args.limit)
     settings = {"--dtype": args.dtype, "--limit": str(args.limit)}  # the same on all ranks, or refused
-    with distributed.session(args.device, args.dtype, settings=settings) as rt:
+    with distributed.session(args.device, settings=settings) as rt:
+        rt = replace(rt, dtype=choose_dtype(rt, args.dtype)[0])
         model = open_model(args.model).to(rt.device)
 
         # The time is that of scoring alone, without imports, loading and tokenizing.

@@ -44,10 +44,9 @@ ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes.
+    """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
 
-    The comment beside a field, or the docstring below it, is its help text (python train_gpt2.py --help).
-    """
+    # The comment beside a field, or the docstring below it, is its help text (python train_gpt2.py --help).
 
     block_size: int = 1024  # longest sequence, in tokens
     vocab_size: int = VOCAB_SIZE  # rows of the token embedding
@@ -104,6 +103,8 @@ class GPTConfig:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.head_size % 2 and has_rope(self):
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
+        if has_rope(self) and self.block_size * self.head_size > 2**26:
+            raise ValueError(f"rope's table for block_size {self.block_size} would have more than 2**26 angles")
 
 
 # ------------------------------------------------------------------------- positions

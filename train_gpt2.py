@@ -62,7 +62,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
     data, val_data = open_data(cfg)
     run = resume.start_or_resume(cfg, rt, data, saved)
     if run.is_complete:
-        return Ending("finished", f"{cfg.run_dir} is complete at step {run.step}; to train on, raise --max-steps")
+        return Ending("finished", f"the run is complete at step {run.step}; to train on, raise --max-steps")
 
     # The model with all that updates it, the evaluations, the log, and this rank's batches: (micro_steps, B, T + 1)
     # tokens for each step from here on.
@@ -126,7 +126,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
 
         # All ranks wait until the last checkpoint is on the disk: torchrun ends every rank when one exits early.
         metrics.close()
-        writer.wait()
+        writer.finish()
         rt.barrier(hours=2)
     return ending
 
@@ -156,8 +156,10 @@ def save_checkpoint(
         fix = f"step {run.step} is not saved. Unlike cards need --zero-stage 1; one that differs again is defective"
         rt.check_equal({"the checksum of the weights": checksum}, fix)
 
-    # At most one snapshot is in host memory: wait until the one before is written.
-    writer.has_failed()
+    # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait here, too:
+    # their next collective would give up after ten minutes.
+    writer.join()
+    rt.barrier(hours=2)
 
     # model_*.pt: the weights in float32, even if the model's own are bfloat16, and a few facts about them.
     # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
@@ -176,9 +178,10 @@ def save_checkpoint(
 
 def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
     """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
-    step = best_step(cfg.run_dir, checkpoint.complete_steps(cfg.run_dir)) or run.step
-    path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
-    text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; step {step} is in {path}"
+    best = best_step(cfg.run_dir, checkpoint.complete_steps(cfg.run_dir))
+    path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, run.step if best is None else best)))
+    what = "weights" if best is None else "the lowest val loss"
+    text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {what}: {path}"
     return f'{text}\nnext: python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} "Once upon a time"'
 
 
@@ -187,7 +190,10 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
 
 def check(cfg: TrainConfig) -> None:
     """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
-    UserError if the data are missing or the GPU cannot be used."""
+    UserError if the data are missing, the run folder has another run, or the GPU cannot be used."""
+    is_training = not (cfg.card or cfg.dry_run or cfg.eval_only)
+    require(is_training, "train.sh only trains: for --card, --dry-run and --eval-only use python train_gpt2.py")
+    resume.find_checkpoint(cfg)
     open_data(cfg)
     device = machine.choose_device(cfg.device)
     ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in cfg.device else 1
@@ -246,7 +252,7 @@ def main() -> None:
     # Signals are handled from the start, so that one during start-up is not lost. Entering the session joins the other
     # ranks, if there are any, and refuses different settings.
     stop = StopRequest(cfg.time_limit)
-    session = distributed.session(cfg.device, "float32", cfg.deterministic, settings=settings_by_flag(cfg))
+    session = distributed.session(cfg.device, cfg.deterministic, settings_by_flag(cfg))
     if cfg.dry_run or cfg.eval_only:
         with session as rt:
             return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)
@@ -259,7 +265,9 @@ def main() -> None:
             fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
             raise UserError(f"{ending.message}; everything before it is saved in {cfg.run_dir}; {fix}")
         if ending.status == "stopped":
-            print0("checkpoint saved; to resume, run the same command with --resume auto")
+            print0(
+                f"checkpoint saved; to resume: the same command{'' if cfg.resume == 'auto' else ' with --resume auto'}"
+            )
         if rt.is_main:
             cli.write_status(ending.status, ending.reason)
 

@@ -151,6 +151,7 @@ def measure(args: Args, way: str) -> dict:
     from infer import fastest_dtype
     from model import GPT, GPTConfig
     from system import distributed
+    from system.machine import choose_dtype
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         """Milliseconds until the device has finished the work, and its result."""
@@ -161,7 +162,8 @@ def measure(args: Args, way: str) -> dict:
         return 1e3 * (time.perf_counter() - start), result
 
     dtype = "float32" if way == "hellaswag-float32" else args.dtype
-    with distributed.session(args.device, dtype) as rt:
+    with distributed.session(args.device) as rt:
+        rt = replace(rt, dtype=choose_dtype(rt, dtype)[0])
         torch.manual_seed(0)
         model = GPT(GPTConfig()).to(rt.device)
         if way in SCORERS:

@@ -129,7 +129,7 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     source = source.partition("import tiktoken")[0].replace("from hellaswag import render_example", "# ")
     exec(compile(source, name, "exec"), module.__dict__)
 
-    with distributed.session(cfg.device, "float32") as rt:
+    with distributed.session(cfg.device) as rt:
         rt = choose_precision(cfg, rt, cfg.model)
         torch.manual_seed(0)
         shape = {key: getattr(cfg.model, key) for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}

@@ -116,15 +116,12 @@ class Runtime:
 
 @contextmanager
 def session(
-    device: str = "auto",
-    dtype: str = "auto",
-    deterministic: bool = False,
-    settings: dict[str, str] | None = None,
+    device: str = "auto", deterministic: bool = False, settings: dict[str, str] | None = None
 ) -> Iterator[Runtime]:
-    """Yield this process's Runtime. Under torchrun join the other ranks, and leave them at the end.
+    """Yield this process's Runtime, in float32 until a precision is chosen. Under torchrun join the other ranks, and
+    leave them at the end.
 
     device: auto, cpu, mps, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
-    dtype: `auto` takes the one that scores fastest on all devices; a training run makes its own choice later.
     deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
@@ -159,7 +156,7 @@ def session(
         rt = join_group(rt)
         facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
         rt.check_equal(facts, "start every machine with the same command, code and software")
-    yield replace(rt, dtype=machine.choose_dtype(rt, dtype)[0])
+    yield rt
 
     # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
     if world_size > 1:

@@ -49,4 +49,5 @@ def open_hub() -> Iterator[HfApi]:
     ) as error:
         message = " ".join(f"{constants.ENDPOINT}: {error}".split())
         message = message.replace(get_token() or "\0", "***")
-        raise UserError(message[:500]) from None
+        fix = "is the name right, and does the network work? A private repository needs HF_TOKEN, a mirror HF_ENDPOINT"
+        raise UserError(f"{message[:400]}; {fix}") from None

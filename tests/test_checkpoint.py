@@ -32,7 +32,7 @@ def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GP
     state["optimizers"] = [torch.ones(3)]
     with checkpoint.CheckpointWriter(folder, keep) as writer:
         writer.save(step, checkpoint.model_file(model, step), state)
-        writer.wait()
+        writer.finish()
     return model
 
 
@@ -199,12 +199,12 @@ def test_a_failed_write_loses_nothing(tmp_path, monkeypatch):
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(3, checkpoint.model_file(GPT(SMALL), 3), {"step": 3})
     with pytest.raises(UserError, match="No space left"):
-        writer.wait()
+        writer.finish()
 
     # somebody has freed space: the same writer recovers
     monkeypatch.setattr(torch, "save", real_save)
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
-    writer.wait()
+    writer.finish()
     assert checkpoint.complete_steps(tmp_path) == [1, 4]
 
 
@@ -228,6 +228,6 @@ def test_training_may_change_what_is_being_written(tmp_path):
     writer.save(1, checkpoint.model_file(model, 1), {"step": 1})
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    writer.wait()
+    writer.finish()
 
     assert torch.equal(open_model(tmp_path).lm_head.weight, before)

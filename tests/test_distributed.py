@@ -25,7 +25,7 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch):
 def talk() -> None:
     """The script of a rank: every collective once. Rank 1 comes late to the barrier."""
     os.cpu_count = lambda: 8
-    with distributed.session("cpu", "float32") as rt:
+    with distributed.session("cpu") as rt:
         assert torch.get_num_threads() == 4  # its share of the cores
         assert rt.gather({"rank": rt.rank}) == [{"rank": 0}, {"rank": 1}]
         assert rt.all_reduce(torch.tensor(1.0 + rt.rank)) == 3
@@ -47,7 +47,7 @@ def test_two_ranks_talk(run_ranks):
 
 def wait_for_each_other() -> None:
     """The script of a rank. Rank 1 leaves before the barrier, but stays alive for a while."""
-    with distributed.session("cpu", "float32") as rt:
+    with distributed.session("cpu") as rt:
         if rt.rank == 1:
             time.sleep(1)
             sys.exit(1)
@@ -65,7 +65,7 @@ def test_a_rank_that_misses_a_barrier_is_named(run_ranks):
 def compare_settings() -> None:
     """The script of a rank: all three are equal, then the last one is not."""
     settings = {"--seed": "1", "--val-every": "4"}
-    with distributed.session("cpu", "float32") as rt:
+    with distributed.session("cpu") as rt:
         rt.check_equal(settings, "fix it")
         if rt.rank == 2:
             settings |= {"--val-every": "5", "--new": "6"}

@@ -53,6 +53,12 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------- the console
 
 
+def test_a_record_may_lack_its_step():
+    """It is read from a file that anybody may have made."""
+    run = RunState.from_state_dict({"step": 3, "record": {}, "evaluated": False}, 10, "")
+    assert run.measured == {"step": 3}
+
+
 def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch):
     # A card that would need 0.4123 s for a step at its peak.
     flops_per_second = GPT(SMALL).flops_per_token(1024) * 524288 / 0.4123

@@ -149,6 +149,7 @@ def test_norms_keep_the_precision_of_their_input(monkeypatch):
     ({"norm": "new"}, "norm"), ({"activation": ["relu2"]}, "activation"), ({"n_layer": 0}, "n_layer"),
     ({"n_embd": 2**21}, "n_embd"), ({"n_head": 3}, "n_head"), ({"softcap": math.nan}, "softcap"),
     ({"attention_scale": -1.0}, "attention_scale"), ({"positions": "rope", "n_embd": 34}, "17"),
+    ({"positions": "rope", "block_size": 2**20, "n_embd": 2**12}, "1048576"),
 ])  # fmt: skip
 def test_a_network_that_cannot_be_is_refused(change, named):
     with pytest.raises(ValueError, match=named):

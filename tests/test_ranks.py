@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_eval_only_prints_what_the_run_printed(tiny_args, one_run, tmp_path, run
 def check_shares() -> None:
     """The script of a rank: after a step, the ranks together keep each number of the optimizers' state once."""
     cfg = parse_config("quickstart", *sys.argv[1:])
-    with distributed.session("cpu", "float32") as rt:
+    with distributed.session("cpu") as rt:
         named = dict(GPT(cfg.model).named_parameters())
         optimizers = optim.build_optimizers(named, cfg, rt)
         for p in named.values():
@@ -165,6 +166,19 @@ def test_no_rank_ends_before_the_last_checkpoint(tiny_args, tmp_path, run_ranks)
     flags = [*tiny_args, "--max-steps", "1", "--val-every", "0", "--out-dir", tmp_path / "run"]
     output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=write_slowly)
     assert output.count("newest checkpoint: 1") == 2
+
+
+def write_later_than_collectives_wait() -> None:
+    distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=3)
+    write = checkpoint.write
+    checkpoint.write = lambda path, content: (time.sleep(4 * (path.name == "optim_00001.pt")), write(path, content))
+
+
+@pytest.mark.slow
+def test_the_ranks_wait_for_a_slow_checkpoint(tiny_args, tmp_path, run_ranks):
+    flags = [*tiny_args, "--max-steps", "3", "--val-every", "0", "--save-every", "1", "--out-dir", tmp_path / "run"]
+    run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=write_later_than_collectives_wait)
+    assert checkpoint.complete_steps(tmp_path / "run") == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------- a rank that fails

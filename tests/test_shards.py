@@ -85,6 +85,13 @@ def test_find_shards_sorts_and_leaves_the_rest(tmp_path):
     assert [p.name for p in shards.find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
 
 
+def test_a_missing_shard_is_named(tmp_path):
+    folder = make_shards(tmp_path / "t", size=100)
+    (folder / "toy_val_000000.npy").unlink()
+    with pytest.raises(UserError, match="toy_val_000000"):
+        shards.find_shards(folder, "train")
+
+
 def test_reading_stops_at_the_limit():
     chunks = iter([Chunk(["a b c"], [True], 0)] * 9)  # of 4 tokens, with EOT
     list(shards.fill_shards(chunks, Manifest({}, "npy", 4, limit_tokens=8), lambda _: None))

@@ -42,7 +42,8 @@ SHARD_NAME = re.compile(
 # A path that stays inside its folder: not absolute, without ".." and without control characters or backslashes.
 RELATIVE_PATH = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")
 SHA256 = re.compile("[0-9a-f]{64}")
-REPAIR = "remove it, and run the command that made or pulled the folder again"
+REPAIR_FOLDER = "run the command that made or pulled the folder again"
+REPAIR = f"remove it, and {REPAIR_FOLDER}"
 BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
 BIN_HEADER_WORDS = 256  # of int32
 MAX_HEADER_BYTES = 1 << 16  # more than numpy accepts, whatever length a header states
@@ -67,8 +68,14 @@ def shard_files(data_dir: str | Path) -> list[Path]:
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none."""
-    paths = [p for p in shard_files(data_dir) if SHARD_NAME.fullmatch(p.name)["split"] == split]
+    """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
+    the manifest is missing."""
+    paths = shard_files(data_dir)
+    manifest = read_manifest(data_dir)
+    listed = [shard.file for shard in manifest.shards] if manifest else []
+    missing = sorted({*listed} - {path.name for path in paths})
+    require(not missing, f"{data_dir} has no {missing[:1]}, which {MANIFEST} lists; {REPAIR_FOLDER}")
+    paths = [path for path in paths if SHARD_NAME.fullmatch(path.name)["split"] == split]
     fix = "name a folder that fineweb.py has made"
     require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths

@@ -238,7 +238,7 @@ class CheckpointWriter:
     """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
     Use it as a context manager: leaving the block, also by an exception, waits for the write in progress. A failed
-    write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay. `wait`
+    write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay. `finish`
     raises UserError if the last write failed. One write is in progress at a time; see the table in the module's
     docstring.
     """
@@ -253,27 +253,27 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.has_failed()
+        self.join()
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any]) -> None:
         """Write both files in a thread. `model` is what model_file returns; it is copied to host memory, and may change
         once this has returned. `train` is the train state, whose tensors are copies already (TrainStep.state_dict)."""
         # Training waits for the write before and for this copy. The thread shares no tensor with training.
-        self.has_failed()
+        self.join()
         contents = (copy_to_host(model, {}), {"format": FORMAT, **train})
         self.thread = threading.Thread(target=self._write, args=(step, *contents))
         self.thread.start()
 
-    def has_failed(self) -> bool:
-        """Wait for the write in progress, if any. Whether it failed."""
+    def join(self) -> None:
+        """Wait for the write in progress, if any."""
         if self.thread is not None:
             self.thread.join()
-        return self.error is not None
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the write in progress, if any. Raises UserError if the last write failed."""
+        self.join()
         problem = f"could not write the checkpoint in {self.run_dir}"
-        require(not self.has_failed(), f"{problem} ({self.error}); newest complete step: {latest_step(self.run_dir)}")
+        require(self.error is None, f"{problem} ({self.error}); newest complete step: {latest_step(self.run_dir)}")
 
     def _write(self, step: int, model: dict, train: dict) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""

@@ -59,7 +59,7 @@ class TrainConfig:
 
     data_dir: Local[str] = "data/fineweb-edu"  # folder of token shards
     out_dir: Local[str] = ""  # run folder; default log/PRESET
-    seed: Noise[int] = 1337  # of the weights and the order of the data
+    seed: Annotated[int, Rule("noise", high=2**63 - 1)] = 1337  # of the weights and the order of the data
     # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
     shuffle: Noise[bool] = True
     epochs: Annotated[int, Rule("free", low=1)] = 1  # passes over the data; overrides the preset's max-steps
@@ -150,7 +150,8 @@ class TrainConfig:
         # The rules between settings.
         T, tokens = self.sequence_length, self.total_batch_size
         context = self.model.block_size
-        require(T <= context, f"--sequence-length {T} exceeds the model's context, --model.block-size {context}")
+        fix = f"use --sequence-length {context}"
+        require(T <= context, f"--sequence-length {T} exceeds the network's context, {context} tokens; {fix}")
         fix = f"use --total-batch-size {max(1, round(tokens / T)) * T}"
         require(tokens % T == 0, f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; {fix}")
         require(self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}")

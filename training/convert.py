@@ -26,7 +26,6 @@ import importlib.util
 import json
 import re
 import shutil
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -185,17 +184,19 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
         if name in weights:
             weights[name] = weights[name][: config.vocab_size]
 
-    # All or nothing: write into a temporary folder beside the target, then rename it.
+    # All or nothing: write into a folder beside the target, then rename it. What a killed export left goes.
     needs_code = not is_gpt2(config)
     save = save_with_code if needs_code else save_gpt2
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as temporary:
-        part = Path(temporary, "part")
-        part.mkdir()
+    part = out_dir.with_name(f".{out_dir.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
         save(config, weights, part)
         if config.vocab_size == VOCAB_SIZE:
             save_hf_tokenizer(part, config.block_size)
         part.rename(out_dir)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return needs_code
 
 

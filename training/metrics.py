@@ -145,7 +145,7 @@ class RunState:
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any], max_steps: int, data_id: str) -> RunState:
         """The progress that state_dict returned, in a run that may now have another length."""
-        return cls(max_steps, data_id, saved["step"], saved["record"], saved["evaluated"])
+        return cls(max_steps, data_id, saved["step"], saved["record"] | {"step": saved["step"]}, saved["evaluated"])
 
 
 # ------------------------------------------------------------------------- writing

@@ -58,7 +58,7 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     )
     muon = f"muon {cfg.muon_lr:g} for the blocks' matrices, " if cfg.optimizer == "muon" else ""
     print0(f"optimizer {muon}adamw {cfg.max_lr:g}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
-    if cfg.warmup_steps >= run.max_steps:
+    if cfg.warmup_steps > run.max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {run.max_steps} steps: the rate never reaches its peak")
 
     if not data:

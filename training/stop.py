@@ -72,7 +72,7 @@ class StopRequest:
             if self.signal is None:
                 self.signal = signal.Signals(number).name
                 self.signal_time = time.monotonic()
-                message = f"{self.signal}: saves and stops within two steps; a second signal stops without saving\n"
+                message = f"{self.signal}: saves and stops within two steps; another one, 2 s later, does not save\n"
                 # Not print, which is not reentrant: the signal may have interrupted a call of it.
                 if env_rank() == 0:
                     with suppress(OSError):
