@@ -27,6 +27,7 @@ import tyro
 
 from model import GPT
 from system.cli import UserError, print0, require, run_cli
+from system.files import lock_folder
 from system.hub_client import open_hub
 from tokens import shards
 from training import checkpoint, convert, metrics
@@ -77,7 +78,11 @@ def check(repo: str, public: bool = False) -> None:
     """
     with open_hub() as api:
         repo = open_to_write(api, repo, "model", public)
+        _, files = list_files(api, repo, "model")
     print0(f"{repo} exists, and this token may push to it")
+    found = [name for name in files if checkpoint.FILE_NAME.fullmatch(name)]
+    if found:
+        print0(f"note: it has {', '.join(found)}; if that is another run's, choose another name: pull takes the newest")
 
 
 def open_to_write(api: HfApi, repo: str, kind: str, public: bool) -> str:
@@ -157,6 +162,7 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> Non
         data_dir: a new folder, or the one of an earlier pull.
         limit_shards: only the first so many shards for training, and those for validation.
     """
+    require(limit_shards is None or limit_shards > 0, f"--limit-shards {limit_shards} must be at least 1")
     with open_hub() as api:
         commit, files = list_files(api, repo, "dataset")
         sha256 = {name: file.lfs and file.lfs.sha256 for name, file in files.items()}
@@ -228,11 +234,11 @@ def push_model(
         require(optimizer.is_file(), f"--with-optimizer: {newest} has no {optimizer.name} next to it; leave that out")
         files |= {newest, optimizer}
 
-    with open_hub() as api:
+    with open_hub() as api, lock_folder(run_dir / ".push"):
         repo = open_to_write(api, repo, "model", public)
 
         # A folder of fixed name: the next push removes what a killed one has left.
-        held = run_dir / ".push"
+        held = run_dir / ".push" / "files"
         shutil.rmtree(held, ignore_errors=True)
         try:
             if temporary:
@@ -260,6 +266,7 @@ def push_model(
 def choose_models(path: Path, steps: str) -> list[Path]:
     """The model files of a push of a .pt file or a run folder; the last one is what the card describes."""
     if path.is_file():
+        require(checkpoint.FILE_NAME.fullmatch(path.name), f"{path} must be named like model_00010.pt, by its step")
         return [path]
     newest = checkpoint.newest_model(path)
     saved = checkpoint.complete_steps(path, ["model"])

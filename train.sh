@@ -41,7 +41,7 @@ set -euo pipefail
 die() { echo "error: $*" >&2; exit 1; }
 log() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*" || true; } # || true: a full disk must not end this script
 compute() { awk "BEGIN {printf \"$1\", $2}"; }                         # compute %d "2.5 * 3600"
-find_newest_weights() { { compgen -G "$OUT/model_*.pt" || true; } | sort -V | tail -n 1; }
+find_newest_weights() { { find "$OUT" -maxdepth 1 -name 'model_*.pt' || true; } | sort -V | tail -n 1; }
 
 # Print how the trainer ended (write_status in system/cli.py), as in "stopped signal SIGTERM"; nothing if it crashed.
 read_status() {
@@ -62,7 +62,7 @@ describe_cost() {
 check_settings() {
     local name
     for name in START_WAIT MAX_RESTARTS RESTART_DELAY PUSH_EVERY REMOVE_DELAY NPROC; do
-        [[ ${!name:-1} =~ ^[0-9]+$ ]] || die "$name=${!name} must be a whole number"
+        [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || die "$name=${!name} must be a whole number"
     done
     for name in GPU_HOUR_USD BUDGET_USD PUSH_RETRY_HOURS; do
         [[ ${!name:-1} =~ ^[0-9]*\.?[0-9]+$ && ${!name:-1} =~ [1-9] ]] || die "$name=${!name} must be a positive number"
@@ -220,7 +220,7 @@ push_periodically() {
 # 3871), so a try gets half of that time.
 push_at_end() {
     local flags=(--steps "$PUSH") seconds deadline
-    if [[ $outcome != finished || $PUSH_OPTIMIZER == 1 ]] && compgen -G "$OUT/optim_*.pt" >/dev/null; then
+    if [[ ($outcome != finished || $PUSH_OPTIMIZER == 1) && -n $(find "$OUT" -maxdepth 1 -name 'optim_*.pt') ]]; then
         flags+=(--with-optimizer)
     fi
     seconds=$(compute %d "$PUSH_RETRY_HOURS * 3600 + 1")
@@ -271,7 +271,7 @@ supervise() { # ARGUMENTS
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     { [[ $PUSH_EVERY == 0 ]] || push_periodically; } 9>&- & # it must not hold the lock
     train "$@"
-    jobs -p | xargs -r kill || true # the pusher
+    jobs -p | xargs -r kill 2>/dev/null || true # the pusher
     end_run
     rm -f "$OUT/train.pid"
     [[ $outcome != failed* ]]

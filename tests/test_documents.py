@@ -1,6 +1,7 @@
 """The readers of documents: the same texts whatever the format, the compression and the size of chunks."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -68,17 +69,18 @@ def test_json_that_is_one_array(tmp_path):
     assert read_documents(tmp_path / "a.json") == ["one", "2020-01-01", ""]
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_compressed_files(tmp_path, compression):
-    plain = write_documents(tmp_path / "a.txt", [f"{i} {document}" for i, document in enumerate(make_documents(9))])
-    path = tmp_path / f"a.txt{compression}"
+@pytest.mark.parametrize("name", [*(f"a.txt{compression}" for compression in COMPRESSIONS), "a.csv.gz", "a.csv.bz2"])
+def test_compressed_files(tmp_path, name):
+    path = tmp_path / name
+    documents = [f"{i} {document}" for i, document in enumerate(make_documents(9))]
+    plain = write_documents(path.with_suffix(""), documents)
     with pa.output_stream(str(path)) as file:  # compressed as the suffix says
         file.write(plain.read_bytes())
 
     assert read_documents(path) == read_documents(plain)
 
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=rf"a\.txt\{compression}"):
+    with pytest.raises(UserError, match=re.escape(path.name)):
         read_documents(path)
 
 
@@ -122,3 +124,12 @@ def test_an_unsplit_separator_is_warned_of_once(stories, capsys):
     assert read_documents(stories) == [stories.read_text()]
     output = capsys.readouterr().out
     assert output.count("--split-on") == output.count(str(stories)) == 1
+
+    # As a shell passes '\\n\\n'.
+    assert len(read_documents(stories, split_on=r"\n\n")) == 1
+    assert capsys.readouterr().out.count(str(stories)) == 1
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n".encode())
+    assert read_documents(tmp_path / "a.txt") == ["one\r\n"]

@@ -19,6 +19,7 @@ from helpers import load_curve, load_weights, make_shards, same_bits
 
 import hub as hub_script
 from system.cli import UserError
+from system.files import lock_folder
 from system.hub_client import open_hub
 from tokens import shards
 from training import checkpoint
@@ -59,9 +60,9 @@ def run(hub, tmp_path, monkeypatch, capsys):
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file below a folder, by relative path, without huggingface_hub's own notes on a download."""
+    """The bytes of every file below a folder, by relative path, without locks and huggingface_hub's own notes."""
     files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    return {name: data for name, data in files.items() if not name.startswith(".cache/")}
+    return {name: data for name, data in files.items() if not name.startswith((".cache/", ".push/"))}
 
 
 # ------------------------------------------------------------------------- token shards
@@ -311,11 +312,18 @@ def test_a_checkpoint_deleted_in_its_upload_arrives(run, hub, trained_run, monke
     if not can_link:
         monkeypatch.setattr("os.link", Mock(side_effect=PermissionError))
     monkeypatch.setattr(HfApi, "upload_folder", delete_and_upload)
-    (trained_run / ".push").mkdir()  # of a push that was killed
+    (trained_run / ".push" / "files").mkdir(parents=True)  # of a push that was killed
     run("push-model", trained_run, "tester/run")
 
     assert (hub.root / "models/tester/run/model_00012.pt").read_bytes() == content
-    assert not (trained_run / ".push").exists()
+    assert not (trained_run / ".push" / "files").exists()
+
+
+def test_two_pushes_of_a_run_do_not_mix(run, trained_run):
+    with lock_folder(trained_run / ".push"):
+        run("push-model", trained_run, "tester/run", fails_with="in use")
+    run("push-model", trained_run, "tester/run")
+    assert "model_00012.pt" in run("check", "tester/run")
 
 
 def test_an_export_says_how_to_load_it(run, one_run, tmp_path):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not has_util_linux, reason="needs util-linux")
 
 @pytest.fixture
 def pod(tmp_path):
-    with Pod(tmp_path / "model_1") as pod:  # a folder is not taken for a checkpoint
+    with Pod(tmp_path / "model_1[a]") as pod:  # a folder is not taken for a checkpoint, nor its name for a pattern
         yield pod
 
 

@@ -131,19 +131,23 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
     """A file of UTF-8 text with `separator` between its documents. Line breaks beside it belong to it; a document
     without text is left out. The longest document has to fit into memory."""
     pending = ""  # text after the last separator
+    is_split = False
     with open_text(path) as file:
         while block := file.read(CHUNK_BYTES):
             *ended, pending = (pending + block).split(separator)
+            is_split |= bool(ended)
             for document in ended:
                 if document := document.strip("\r\n"):
                     yield document, True
     if document := pending.strip("\r\n"):
         yield document, True
+    if not is_split:
+        print0(f"warning: {path} has no {separator!r}, so it is one document")
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
-    """A file of UTF-8 text, with its line ends as they are."""
-    return io.TextIOWrapper(open_decompressed(path), encoding="utf-8", newline="")
+    """A file of UTF-8 text, with its line ends as they are, without a byte order mark."""
+    return io.TextIOWrapper(open_decompressed(path), encoding="utf-8-sig", newline="")
 
 
 def open_decompressed(path: Path) -> io.BufferedReader:

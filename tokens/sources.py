@@ -207,8 +207,8 @@ def read_source(source: dict, paths: list[Path], first_file: int, downloads: Pat
 def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
     """Chunks of a split that `datasets` streams, file by file."""
     builder = load_builder(source["name"], source["subset"], source["revision"])
-    rows = documents.stream_rows(builder, source["split"], source["column"])
     with explain_errors(source["name"]):
+        rows = documents.stream_rows(builder, source["split"], source["column"])
         for index in range(first_file, rows.num_shards):
             texts = documents.find_texts(rows.shard(rows.num_shards, index), source["column"])
             yield from documents.make_chunks(texts, index)
