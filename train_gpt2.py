@@ -116,7 +116,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
                 stop_requested = result.stop_requested
                 run.advance()
             metrics.write(run.measured)
-            ending = Ending("finished", describe_result(cfg, run, stop))
+            ending = Ending("finished", "")
         except Stopped:
             save()
             ending = Ending("stopped", f"stopped by {stop.reason()} at step {run.step}", stop.reason())
@@ -128,6 +128,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
         metrics.close()
         writer.finish()
         rt.barrier(hours=2)
+    if ending.status == "finished":
+        ending = ending._replace(message=describe_result(cfg, run, stop))
     return ending
 
 

@@ -141,6 +141,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         save(tmp_path, step, keep=2)
 
     assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
+    assert not checkpoint.is_complete(tmp_path / "model_00099.pt")  # --keep has deleted it since it was listed
     assert len(list(tmp_path.iterdir())) == 6 + 1  # and the metrics
 
 

@@ -92,7 +92,8 @@ def test_a_run_of_another_recipe_has_no_verdict(monkeypatch, capsys, flags, name
 def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
     texts = [document, "another text " * 20]
     tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
-    shards.write_shard(tmp_path / "text_val_000000.npy", np.array(tokens, np.uint16))
+    shards.write_shard(tmp_path / "text_val_000000.npy", np.array([EOT], np.uint16))  # too short for a sequence
+    shards.write_shard(tmp_path / "text_val_000001.npy", np.array(tokens, np.uint16))
 
     found = evaluator.choose_prompt(PRESETS["finetune"], Loader(tmp_path, "val", 32, 50304))
 

@@ -43,10 +43,12 @@ def test_a_checkpoint_is_no_larger_than_assumed(tiny_args, tmp_path, optimizer):
     assert assumed < size < 1.25 * assumed  # beside the tensors, a tiny model has many names
 
 
-@pytest.mark.parametrize("save_every, keep, step, saves", [
-    (5, 0, 0, 3), (5, 0, 6, 2), (5, 1, 0, 3), (1, 2, 0, 4), (0, 0, 0, 1),
+@pytest.mark.parametrize("save_every, keep, step, there, saves", [
+    (5, 0, 0, 0, 3), (5, 0, 6, 1, 2), (5, 1, 0, 0, 3), (1, 2, 0, 0, 4), (0, 0, 0, 0, 1), (1, 2, 6, 3, 1),
+    (1, 1, 6, 5, 1),
 ])  # fmt: skip
-def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, save_every, keep, step, saves):
+def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, save_every, keep, step, there, saves):
+    monkeypatch.setattr(plan.checkpoint, "complete_steps", lambda run_dir: range(there))
     cfg = parse_config("quickstart", *tiny_args, "--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
     model = GPT(cfg.model)
     named = dict(model.named_parameters())

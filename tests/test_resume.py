@@ -131,6 +131,10 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run):
     assert read_bytes(trained_run) == before
     assert same_bits(load_weights(fork), load_weights(trained_run))  # another folder may continue an earlier step
 
+    # Or the last one, which is then saved there, too.
+    copy = train_quickstart(tiny_args, tmp_path / "copy", "--resume", fork / "model_00012.pt")
+    assert same_bits(load_weights(copy), load_weights(trained_run))
+
 
 def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_failure):
     flags = ["quickstart", *tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]

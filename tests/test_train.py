@@ -1,6 +1,7 @@
 """A whole run equals a plain loop, learns, and is the same compiled. test_golden.py has the losses of every preset."""
 
 import math
+import time
 from functools import partial
 
 import pytest
@@ -19,9 +20,22 @@ from helpers import (
 import train_gpt2
 from model import GPT
 from tokens import shards
-from training import hellaswag_eval
+from training import checkpoint, hellaswag_eval
 from training.evaluator import Evaluator
 from training.stop import StopRequest
+
+
+def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch):
+    """Also if the last checkpoint takes longer to write than the last evaluation takes."""
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.2), write(*args)))
+    cfg = parse_config("quickstart", *tiny_args, "--save-every", "4", "--keep", "1", "--out-dir", tmp_path)
+
+    message = train_gpt2.train(cfg, CPU, StopRequest()).message
+
+    val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
+    best = checkpoint.model_path(tmp_path, min(val_losses, key=val_losses.get))
+    assert f"lowest val loss: {best}" in message and best.exists()
 
 
 @pytest.mark.parametrize("clip", ["0.2", "0"])

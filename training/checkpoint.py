@@ -88,7 +88,8 @@ def is_complete(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return bool(archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):  # the last: a newer zip version
+    # FileNotFoundError: --keep has just deleted it. NotImplementedError: a newer zip version.
+    except (zipfile.BadZipFile, ValueError, FileNotFoundError, NotImplementedError):
         return False
 
 

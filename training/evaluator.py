@@ -103,8 +103,8 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
         prompt = tokenizer.encoding().encode_ordinary(cfg.sample_prompt)
         return prompt[-cfg.model.block_size :] or [tokenizer.EOT]  # an empty prompt starts a document
 
-    # Sequence 0 of shard 0, without the <|endoftext|> that begins a document, and not beyond the next one.
-    tokens = data.read(np.array([[0, 0]]))[0].tolist()  # (T + 1,)
+    # The first sequence, without the <|endoftext|> that begins a document, and not beyond the next one.
+    tokens = data.read(data.order.span(0, 1))[0].tolist()  # (T + 1,)
     document = list(takewhile(lambda token: token != tokenizer.EOT, tokens[1:]))
     return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 

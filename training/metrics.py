@@ -122,8 +122,8 @@ class RunState:
 
     def is_save_due(self, save_every: int) -> bool:
         """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process is
-        not: it is new, or saved already."""
-        return self.step > self.start_step and (self.is_at_end or self.is_due(save_every))
+        not, unless it is the last, of a run in another folder: it is new, or saved already."""
+        return self.is_at_end or (self.step > self.start_step and self.is_due(save_every))
 
     def advance(self) -> None:
         """Move to the next step, of which nothing is known yet."""

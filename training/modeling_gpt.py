@@ -40,6 +40,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = GPTHubConfig
     base_model_prefix = "network"
+    accepts_loss_kwargs = False  # the loss is a mean, which transformers' Trainer must divide by its micro-steps
     _tied_weights_keys = {"network.lm_head.weight": "network.transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: GPTHubConfig):

@@ -22,7 +22,7 @@ from system.cli import format_cost, format_duration, print0, require
 from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
-from training import optim
+from training import checkpoint, optim
 from training.cards import CARDS, find_cards, total_peak_flops
 from training.config import TrainConfig
 from training.metrics import RunState
@@ -79,13 +79,13 @@ def check_disk(train_step: TrainStep, run: RunState) -> None:
     """Raise UserError, before anything is paid for, if the disk has no room for the checkpoints that are still to come.
     For rank 0."""
     # A run always saves at its end. --save-every adds saves; --keep deletes all but these, the best, and the one that
-    # is being written.
+    # is being written. A resumed run has some of them already.
     cfg = train_step.cfg
     saves = 1
     if cfg.save_every:
         saves = math.ceil(run.max_steps / cfg.save_every) - run.step // cfg.save_every
     if cfg.keep:
-        saves = min(saves, cfg.keep + 2)
+        saves = min(saves, max(1, cfg.keep + 2 - len(checkpoint.complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     size = 4 * train_step.model.num_params() + optim.state_bytes(train_step.weights.named, cfg)
