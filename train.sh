@@ -141,7 +141,7 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
 stop_run() { # OUT
     local pid
     OUT=$(realpath -m "${1:?give the run folder, as in ./train.sh stop log/gpt2-124m}")
-    pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "nothing runs in $OUT (status: $(read_status | grep . || echo -))"
+    pid=$(cat "$OUT/train.pid" 2>/dev/null) || die "nothing runs in $OUT (status: $(read_status | grep -m 1 . || echo -))"
     # After a reboot, or on a volume that two machines share, the number may be that of another process.
     grep -qzsFx "OUT=$OUT" "/proc/$pid/environ" ||
         die "process $pid (of $OUT/train.pid) was killed, or it is on another machine: nothing was stopped"
