@@ -77,11 +77,12 @@ def set_omp_wait_policy(many_short_waits: bool = False, load: str = "/proc/loada
 
 
 def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
-    """Run a script's `main` and exit. A UserError becomes one message and exit code 1, never a traceback."""
+    """Run a script's `main` and exit. A UserError, or a file that this user may not read or write, becomes one message
+    and exit code 1, never a traceback."""
     set_omp_wait_policy(many_short_waits)
     try:
         main()
-    except UserError as e:
+    except (UserError, PermissionError) as e:
         fail("user_error", str(e), f"error: {e}")
     except SystemExit as e:
         # tyro has printed which flag is wrong.

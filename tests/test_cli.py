@@ -45,6 +45,10 @@ def test_a_user_error_is_one_message(end):
     assert status == "user_error"
     assert "error: --seed" in report
 
+    code, printed, status, _ = end(lambda: raise_error(PermissionError(13, "Permission denied", "log/mine")))
+    assert printed.startswith("error: ") and "log/mine" in printed and printed.count("\n") == 1
+    assert (code, status) == (1, "user_error")
+
 
 def test_anything_else_is_a_crash_with_its_traceback(end):
     code, printed, status, report = end(lambda: raise_error(OSError(28, "No space left on device")))

@@ -293,7 +293,7 @@ class CheckpointWriter:
             self._delete_old(step)
             self.error = None
         except Exception as e:
-            # An exception in a thread does not end the program: print it now, and let `wait` raise it.
+            # An exception in a thread does not end the program: print it now, and let `finish` raise it.
             self.error = e
             print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
