@@ -113,7 +113,7 @@ def main() -> None:
         # The time is that of scoring alone, without imports, loading and tokenizing.
         show_progress = rt.is_main and sys.stderr.isatty()
         start = time.perf_counter()
-        losses = score(model, examples, rt.device, rt, progress=show_progress)
+        losses = score(model, examples, rt, progress=show_progress)
         seconds = time.perf_counter() - start
 
     # The last line is for programs.

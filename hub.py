@@ -82,7 +82,7 @@ def check(repo: str, public: bool = False) -> None:
     print0(f"{repo} exists, and this token may push to it")
     found = [name for name in files if checkpoint.FILE_NAME.fullmatch(name)]
     if found:
-        print0(f"note: it has {', '.join(found)}; if that is another run's, choose another name: pull takes the newest")
+        print0(f"note: it has {max(found)}; if that is another run's, choose another name: pull takes the newest")
 
 
 def open_to_write(api: HfApi, repo: str, kind: str, public: bool) -> str:

@@ -104,7 +104,7 @@ class GPTConfig:
         if self.head_size % 2 and has_rope(self):
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
         if has_rope(self) and self.block_size * self.head_size > 2**26:
-            raise ValueError(f"rope's table for block_size {self.block_size} would have more than 2**26 angles")
+            raise ValueError(f"rope's table for block_size {self.block_size} would have more than 2**26 numbers")
 
 
 # ------------------------------------------------------------------------- positions
@@ -379,6 +379,13 @@ class GPT(nn.Module):
             nn.init.normal_(self.transformer.wte.weight)
 
     @classmethod
+    def without_memory(cls, config: GPTConfig) -> "GPT":
+        """A model on the meta device, whose parameters have shapes but no values."""
+        # normal_ of a tensor without memory would import torch's compiler, which takes a second.
+        with torch.device("meta"), mock.patch.object(nn.init, "normal_"):
+            return cls(config)
+
+    @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
         """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises ValueError or
         RuntimeError if they do not match `config`."""
@@ -390,12 +397,8 @@ class GPT(nn.Module):
             if not is_dense or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a dense float32 tensor")
 
-        # Build the modules without memory. normal_ of a tensor without memory would import torch's compiler, which
-        # takes a second.
-        with torch.device("meta"), mock.patch.object(nn.init, "normal_"):
-            model = cls(config)
-
         # assign=True unties the head, so tie it again.
+        model = cls.without_memory(config)
         model.load_state_dict(state, assign=True)
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight

@@ -27,7 +27,7 @@ PUSH_EVERY=${PUSH_EVERY:-0}             # push while it trains, too, every so ma
 PUSH_RETRY_HOURS=${PUSH_RETRY_HOURS:-1} # how long the last push is tried again, in addition to BUDGET_USD
 
 # REMOVE_POD=1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none. If
-# they cannot be pushed, STOP_CMD stops it. After a mistake of yours at the start it stays.
+# they cannot be pushed, STOP_CMD stops it. After a mistake of yours in the first ten minutes it stays.
 REMOVE_POD=${REMOVE_POD:-0}
 PERSISTENT=${PERSISTENT:-0}             # 1: OUT outlives the machine, as on a network volume
 SHUTDOWN_CMD=${SHUTDOWN_CMD:-}          # removes it; default: runpodctl pod delete $RUNPOD_POD_ID
@@ -91,6 +91,7 @@ check_disk() {
 
 launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag value ...]
     local found preset=() defaults=(--resume auto) plan gpus log_file at_end
+    [[ ! " $* " =~ " "(-h|--help)" " ]] || exec "$PY" "$HERE/train_gpt2.py" "$@"
     check_settings
 
     # A checkpoint stands for its run, which may be past it by now. A file name alone is looked for under log/.
@@ -101,8 +102,7 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
         set -- --resume "$(realpath -m "${found[0]}/..")" "${@:2}"
         [[ ! ${3:-} =~ ^[0-9]+$ ]] || set -- "$1" "$2" --epochs "${@:3}"
     elif [[ ${1:--} != -* ]]; then
-        preset=("$1") # it must stay before all flags
-        shift
+        preset=("$1"); shift # it must stay before all flags
     fi
     [[ -z $BUDGET_USD || " $*" != *" --time"[-_]limit* ]] || die "BUDGET_USD sets --time-limit: leave that flag out"
     [[ -z $GPU_HOUR_USD ]] || defaults+=(--gpu-hour-usd "$GPU_HOUR_USD")
@@ -110,7 +110,7 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
 
     # The trainer judges its arguments, data and GPU, and prints the run folder and the number of processes.
     plan=$("$PY" "$HERE/train_gpt2.py" "$@" --check) || exit 1
-    { read -r OUT && read -r gpus && [[ $gpus =~ ^[0-9]+$ ]]; } <<<"$plan" || { echo "$plan" && exit; } # --help
+    { read -r OUT && read -r gpus && [[ $gpus =~ ^[0-9]+$ ]]; } <<<"$plan" || die "train_gpt2.py says: $plan"
     NPROC=${NPROC:-$gpus}
     [[ -z $PUSH_TO ]] || "${HUB[@]}" check "$PUSH_TO" "${PUBLIC[@]}" || exit 1
 
@@ -126,6 +126,7 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
     [[ -e $OUT/train.log && ! -L $OUT/train.log ]] || ln -sfn "${log_file##*/}" "$OUT/train.log"
     at_end="this machine STAYS$(describe_cost)"
     [[ $REMOVE_POD == 0 ]] || at_end="this machine is removed if the weights are safe, else: ${STOP_CMD:-$at_end}"
+    [[ $REMOVE_POD == 0 ]] || at_end+="; after a mistake in the first ten minutes it stays"
     log "at the end: ${PUSH_TO:+push to $PUSH_TO, for at most $PUSH_RETRY_HOURS hours; }$at_end" >>"$log_file"
 
     # The supervisor is this script in a session of its own, which a logout does not end.
@@ -158,7 +159,7 @@ ask_to_stop() {
     ((stop_requested == 0)) || return 0
     stop_requested=1
     log "asked to stop"
-    jobs -p | xargs -r kill || true
+    jobs -pr | xargs -r kill || true
 }
 
 # Run a command in the background and wait, so that a signal is handled at once. Returns the command's exit code.
@@ -190,15 +191,14 @@ train() { # ARGUMENTS
             1-*) outcome=stopped ;;
             0-finished* | 0--0) outcome=finished ;;
             0-stopped*) outcome="ended early: ${status#* }" ;;
-            0-user_error*) # at the start its user is at hand, and the tokens may be on this machine alone
+            0-user_error*)
                 outcome="failed: ${status#* }"
-                [[ $(find_newest_weights) != "$first_weights" ]] || KEEP_ON_FAILURE=1 ;;
+                ((SECONDS > 600)) || KEEP_ON_FAILURE=1 ;; # its user is at hand, and the tokens may be here alone
             *)
                 failures=$((failures + 1))
                 log "failure $failures, exit code $exit_code; MAX_RESTARTS is $MAX_RESTARTS"
                 ((failures <= MAX_RESTARTS)) || outcome="failed: exit code $exit_code, no restarts left"
-                run sleep "$RESTART_DELAY" || true
-                ;;
+                run sleep "$RESTART_DELAY" || true ;;
         esac
     done
     log "training $outcome"
@@ -207,7 +207,7 @@ train() { # ARGUMENTS
 # Push each new complete checkpoint while training continues. The next one replaces it (--temporary).
 push_periodically() {
     local pushed='' newest
-    trap 'jobs -p | xargs -r kill; exit' TERM
+    trap 'jobs -pr | xargs -r kill; exit' TERM
     while run sleep "$PUSH_EVERY" && kill -0 $$; do # $$ is the supervisor
         newest=$(find_newest_weights)
         [[ $newest != "$pushed" && -f $OUT/optim_${newest##*/model_} ]] || continue
@@ -251,8 +251,8 @@ end_run() {
         command=${command:-$STOP_CMD}
     fi
     if [[ -n $command ]]; then
-        log "in $REMOVE_DELAY seconds this machine runs: $command    # to prevent it: kill $$"
         for _ in {1..5}; do
+            log "in $REMOVE_DELAY seconds this machine runs: $command    # to prevent it: kill $$"
             run sleep "$REMOVE_DELAY" || true
             ((stop_requested == 0)) && bash -c "$command" && return
         done
@@ -269,9 +269,9 @@ supervise() { # ARGUMENTS
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HERE/.cache}
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-    { [[ $PUSH_EVERY == 0 ]] || push_periodically; } 9>&- & # it must not hold the lock
+    [[ $PUSH_EVERY == 0 ]] || { push_periodically 9>&- & } # it must not hold the lock
     train "$@"
-    jobs -p | xargs -r kill 2>/dev/null || true # the pusher
+    jobs -pr | xargs -r kill || true # the pusher
     end_run
     rm -f "$OUT/train.pid"
     [[ $outcome != failed* ]]

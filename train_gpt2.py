@@ -82,6 +82,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
     with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         stop_requested = rt.any_rank(stop.signal)  # during start-up, and perhaps to one rank alone
+        ending = None
         try:
             # Save and evaluate if that is due at run.step, then train one step. So step 0 evaluates the untrained
             # network, and the last iteration ends before it trains.
@@ -116,10 +117,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
                 stop_requested = result.stop_requested
                 run.advance()
             metrics.write(run.measured)
-            ending = Ending("finished", "")
         except Stopped:
             save()
-            ending = Ending("stopped", f"stopped by {stop.reason()} at step {run.step}", stop.reason())
+            fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
+            ending = Ending("stopped", f"stopped by {stop.reason()} at step {run.step}, saved; {fix}", stop.reason())
         except UpdateRefused as refused:
             save()
             ending = Ending("refused", str(refused))
@@ -127,10 +128,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
         # All ranks wait until the last checkpoint is on the disk: torchrun ends every rank when one exits early.
         metrics.close()
         writer.finish()
-        rt.barrier(hours=2)
-    if ending.status == "finished":
-        ending = ending._replace(message=describe_result(cfg, run, stop))
-    return ending
+        rt.barrier()
+    return ending or Ending("finished", describe_result(cfg, run, stop))
 
 
 def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
@@ -151,17 +150,16 @@ def save_checkpoint(
         return
     rt = train_step.rt
 
+    # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for it below,
+    # in a collective that is patient; the others give up after ten minutes.
+    writer.join()
+
     # If the weights differ, the ranks train different models from here on, of which only rank 0's would be saved: DDP
     # averages gradients, but never compares the weights. A single rank has nothing to compare with.
     if rt.world_size > 1:
         checksum = distributed.weight_checksum(list(train_step.weights.named.values()))
         fix = f"step {run.step} is not saved. Unlike cards need --zero-stage 1; one that differs again is defective"
         rt.check_equal({"the checksum of the weights": checksum}, fix)
-
-    # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait here, too:
-    # their next collective would give up after ten minutes.
-    writer.join()
-    rt.barrier(hours=2)
 
     # model_*.pt: the weights in float32, even if the model's own are bfloat16, and a few facts about them.
     # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
@@ -182,7 +180,7 @@ def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
     """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
     best = best_step(cfg.run_dir, checkpoint.complete_steps(cfg.run_dir))
     path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, run.step if best is None else best)))
-    what = "weights" if best is None else "the lowest val loss"
+    what = "weights" if best is None else "of the saved weights, the lowest val loss"
     text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {what}: {path}"
     return f'{text}\nnext: python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} "Once upon a time"'
 
@@ -238,7 +236,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
     examples = hellaswag_eval.available_examples(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else []
     if examples:
-        print0(hellaswag_eval.summary_line(hellaswag_eval.evaluate(model, examples, rt.device, rt)))
+        print0(hellaswag_eval.summary_line(hellaswag_eval.evaluate(model, examples, rt)))
 
 
 def main() -> None:
@@ -266,10 +264,6 @@ def main() -> None:
         if ending.status == "refused":
             fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
             raise UserError(f"{ending.message}; everything before it is saved in {cfg.run_dir}; {fix}")
-        if ending.status == "stopped":
-            print0(
-                f"checkpoint saved; to resume: the same command{'' if cfg.resume == 'auto' else ' with --resume auto'}"
-            )
         if rt.is_main:
             cli.write_status(ending.status, ending.reason)
 

@@ -102,7 +102,7 @@ SAMPLERS = {"samples": make_samples, "transformers": make_transformers, "samples
 
 
 def score_in_batches(model: Any, examples: list, rt: Any) -> Any:
-    return hellaswag_eval.score(model, examples, rt.device, rt)
+    return hellaswag_eval.score(model, examples, rt)
 
 
 def score_one_at_a_time(model: Any, examples: list, rt: Any) -> Any:

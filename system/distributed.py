@@ -19,7 +19,7 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
@@ -53,12 +53,10 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def autocast(self):
+    def autocast(self) -> torch.autocast:
         """The context in which the model's forward pass runs."""
         # Autocast to float32 would be slower than none.
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def synchronize(self) -> None:
         """Wait until the device has finished its queued work, so a clock read afterwards is accurate."""
@@ -83,11 +81,11 @@ class Runtime:
             return bool(flag)
         return self.all_reduce(torch.tensor(int(bool(flag)), device=self.device)).item() > 0
 
-    def barrier(self, hours: float) -> None:
-        """Wait for up to `hours` until every rank is here; the error names those that are not. Every rank must call
-        it."""
+    def barrier(self) -> None:
+        """Wait for up to SLOW_TIMEOUT until every rank is here; the error names those that are not. Every rank must
+        call it."""
         if self.world_size > 1:
-            dist.monitored_barrier(self.slow_group, timeout=timedelta(hours=hours))
+            dist.monitored_barrier(self.slow_group, timeout=SLOW_TIMEOUT)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, which can be pickled, in rank order. Every rank must call it."""

@@ -24,12 +24,14 @@ import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from system.cli import UserError, env_rank, require
 
@@ -124,11 +126,6 @@ def device_name(device: torch.device) -> str:
 # ------------------------------------------------------------------------- precision
 
 
-def linear_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function that multiplies rows by a weight matrix (columns, width), as training does."""
-    return functools.partial(torch.nn.functional.linear, weight=weight)
-
-
 class Product(NamedTuple):
     """The matrix product that takes most of the time, (rows, width) @ (width, columns), by which a CPU chooses."""
 
@@ -136,7 +133,8 @@ class Product(NamedTuple):
     width: int
     columns: int
     min_speedup: float = 1.25  # of bfloat16: below this, casting to it and back costs as much as it saves
-    make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]] = linear_with
+    # weight (columns, width) -> the function that multiplies rows by it, here as training does
+    make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]] = lambda weight: partial(linear, weight=weight)
 
 
 SCORING = Product(rows=512, width=768, columns=3072)  # HellaSwag: many rows at once

@@ -78,9 +78,9 @@ def run_in_child(
     torch.set_num_threads(1)
     resource_tracker.register = resource_tracker.unregister = lambda *_: None
 
-    # The planted fault, if any; then the script, as if its arguments had been typed.
-    prepare()
+    # The script, as if its arguments had been typed, with the planted fault, if any.
     sys.argv = [str(script), *argv]
+    prepare()
     run_cli(importlib.import_module(script).main if isinstance(script, str) else script)
 
 

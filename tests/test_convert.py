@@ -188,13 +188,16 @@ def test_an_export_suits_other_readers(small_export):
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path):
-    """Nor does one after it that was killed."""
-    (tmp_path / ".out.part").mkdir()
     model = make_network(vocab_size=256)
     model.transformer.h[0].scale = torch.nn.Parameter(torch.full((), 2.0))  # GPT-2 has no such weight
     with pytest.raises(RuntimeError, match=r"transformer\.h\.0\.scale"):
         convert.save_hf(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+    # Another export to the same folder is running, or was killed.
+    (tmp_path / ".out.part").mkdir()
+    with pytest.raises(UserError, match=r"\.out\.part"):
+        convert.save_hf(make_network(vocab_size=256), tmp_path / "out")
 
 
 # ------------------------------------------------------------------------- folders of others

@@ -21,6 +21,7 @@ from training import checkpoint, hellaswag_eval
 from training.hellaswag_eval import Example
 
 CPU = torch.device("cpu")
+ONE_RANK = Runtime(CPU, torch.float32)
 SIZES = {"block_size": 256, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 32}
 ROW = {"ctx": "a", "endings": ["b"] * 4, "label": 0}
 
@@ -80,8 +81,8 @@ def test_scores_equal_the_plain_scorer(options, tmp_path):
     model = make_model(**options)
     sums, means = score_plainly(model, rows)
 
-    losses = hellaswag_eval.score(model, examples, CPU)
-    result = hellaswag_eval.evaluate(model, examples, CPU)
+    losses = hellaswag_eval.score(model, examples, ONE_RANK)
+    result = hellaswag_eval.evaluate(model, examples, ONE_RANK)
 
     # Losses to rounding; predictions row for row.
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
@@ -98,13 +99,13 @@ def test_scores_equal_the_plain_scorer(options, tmp_path):
 def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch):
     """Of 5 ranks some have nothing to score, and still reduce, and check whether to stop."""
     examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(18)))
-    one_rank = hellaswag_eval.score(model, examples, CPU)
+    one_rank = hellaswag_eval.score(model, examples, ONE_RANK)
     contributions, checks = [], []
     monkeypatch.setattr(Runtime, "all_reduce", lambda self, tensor: contributions.append(tensor) or tensor)
 
     for rank in range(5):
         rt = Runtime(CPU, torch.float32, rank, world_size=5)
-        hellaswag_eval.score(model, examples, CPU, rt, check=lambda rank=rank: checks.append(rank))
+        hellaswag_eval.score(model, examples, rt, check=lambda rank=rank: checks.append(rank))
 
     assert torch.equal(sum(contributions), one_rank)
     assert len(set(map(checks.count, range(5)))) == 1
@@ -116,10 +117,10 @@ def test_bfloat16_is_blind_to_what_logits_share(tmp_path):
     model = GPT(GPTConfig(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)).eval()
     torch.nn.init.ones_(model.transformer.ln_f.bias)
     rt = Runtime(torch.device("cpu"), torch.bfloat16)
-    before = hellaswag_eval.score(model, examples, rt.device, rt)
+    before = hellaswag_eval.score(model, examples, rt)
     with torch.no_grad():
         model.lm_head.weight -= 100 / 64
-    torch.testing.assert_close(hellaswag_eval.score(model, examples, rt.device, rt), before, atol=0.05, rtol=0)
+    torch.testing.assert_close(hellaswag_eval.score(model, examples, rt), before, atol=0.05, rtol=0)
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):
@@ -127,7 +128,7 @@ def test_a_long_context_loses_its_beginning(tmp_path):
     row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": ["cat " * n for n in (3, 5, 7, 9)]}
     examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
 
-    losses = hellaswag_eval.score(small, examples, CPU)
+    losses = hellaswag_eval.score(small, examples, ONE_RANK)
 
     # Each " dog" is one token. With the longest ending, whose last token is not read, they fill the 32 positions.
     longest = max(len(ending) for ending in examples[0].endings)
@@ -197,7 +198,7 @@ def test_unlike_ranks_score_in_one_precision(run_ranks, model, tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
     examples = hellaswag_eval.load_examples(data, 16)
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    expected_losses = hellaswag_eval.score(model, examples, CPU)
+    expected_losses = hellaswag_eval.score(model, examples, ONE_RANK)
     expected = hellaswag_eval.summarize(expected_losses, examples)
 
     flags = ("-m", tmp_path, "-d", "cpu", "--data", data, "--limit", 16, "--per-example", tmp_path / "out")

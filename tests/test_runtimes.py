@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT, make_hellaswag_rows, write_jsonl
 from networks import make_network
 
+from system.distributed import Runtime
 from tokens import tokenizer
 from training import convert, hellaswag_eval
 from training.presets import PRESETS
@@ -94,7 +95,8 @@ def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
     data.mkdir(parents=True)
     examples = hellaswag_eval.load_examples(write_jsonl(data / "hellaswag_val.jsonl", rows))
     # The export, which has no rows that pad the vocabulary: with random weights those have some probability.
-    expected = hellaswag_eval.score(convert.load_hf(folder), examples, torch.device("cpu"))  # (n, 4)
+    one_rank = Runtime(torch.device("cpu"), torch.float32)
+    expected = hellaswag_eval.score(convert.load_hf(folder), examples, one_rank)  # (n, 4)
 
     model_args = f"pretrained={folder},trust_remote_code=True,dtype=float32"
     command = ["-m", "lm_eval", "run", "--model", "hf", "--model_args", model_args, "--device", "cpu"]

@@ -181,6 +181,7 @@ def test_a_stop_saves_and_keeps_the_machine(rented):
     assert rented.read("signals") == "x\n"
     assert len(rented.read("starts").splitlines()) == 1  # a stop is no failure
     assert not rented.read("pushed") and not rented.read("removed")
+    assert "kill:" not in rented.read("run/train.log")  # of a process that has ended, whose number may be another's
 
 
 def test_a_stop_touches_no_other_process(pod):
@@ -274,6 +275,7 @@ save-crash HUB_DOES=false                                          |
 save-crash HUB_DOES=false DISK='nfs4 /workspace' KEEP_ON_FAILURE=1 |
 crash HUB_DOES=false                                               | pod delete pod7
 user-error                                                         |
+user-error SECONDS=700                                             | pod delete pod7
 finish SHUTDOWN_CMD='if [ -e $POD/tried ]; then echo twice >$POD/removed; else touch $POD/tried; exit 1; fi' | twice
 """
 

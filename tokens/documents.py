@@ -141,8 +141,8 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
                     yield document, True
     if document := pending.strip("\r\n"):
         yield document, True
-    if not is_split:
-        print0(f"warning: {path} has no {separator!r}, so it is one document")
+        if not is_split:
+            print0(f"warning: {path} has no {separator!r}, so it is one document")
 
 
 def open_text(path: Path) -> io.TextIOWrapper:

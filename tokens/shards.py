@@ -37,7 +37,7 @@ SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
 MANIFEST = "manifest.json"
 # NAME_train_000001.npy: name, split, index. The name has no slash, so it stays in its folder.
 SHARD_NAME = re.compile(
-    r"(?P<stem>(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?)\.(npy|bin)"
+    r"(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?\.(npy|bin)"
 )
 # A path that stays inside its folder: not absolute, without ".." and without control characters or backslashes.
 RELATIVE_PATH = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")
@@ -72,9 +72,9 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     the manifest is missing."""
     paths = shard_files(data_dir)
     manifest = read_manifest(data_dir)
-    listed = [shard.file for shard in manifest.shards] if manifest else []
-    missing = sorted({*listed} - {path.name for path in paths})
-    require(not missing, f"{data_dir} has no {missing[:1]}, which {MANIFEST} lists; {REPAIR_FOLDER}")
+    for shard in manifest.shards if manifest else []:
+        is_there = Path(data_dir, shard.file).is_file()
+        require(is_there, f"{data_dir} has no {shard.file}, which {MANIFEST} lists; {REPAIR_FOLDER}")
     paths = [path for path in paths if SHARD_NAME.fullmatch(path.name)["split"] == split]
     fix = "name a folder that fineweb.py has made"
     require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")

@@ -89,7 +89,7 @@ def is_complete(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             return bool(archive.infolist())
     # FileNotFoundError: --keep has just deleted it. NotImplementedError: a newer zip version.
-    except (zipfile.BadZipFile, ValueError, FileNotFoundError, NotImplementedError):
+    except (zipfile.BadZipFile, ValueError, FileNotFoundError, IsADirectoryError, NotImplementedError):
         return False
 
 

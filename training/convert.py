@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,13 +52,7 @@ CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight",
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
 
 # {size in GPTConfig: its name in GPT2Config}.
-GPT2_SIZES = {
-    "block_size": "n_positions",
-    "vocab_size": "vocab_size",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-}
+GPT2_SIZES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")}
 
 # Entries of a GPT-2's config.json that model.py implements with one value only.
 GPT2_FIXED = {
@@ -184,11 +179,12 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
         if name in weights:
             weights[name] = weights[name][: config.vocab_size]
 
-    # All or nothing: write into a folder beside the target, then rename it. What a killed export left goes.
+    # All or nothing: write into a folder beside the target, then rename it.
     needs_code = not is_gpt2(config)
     save = save_with_code if needs_code else save_gpt2
     part = out_dir.with_name(f".{out_dir.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    fix = f"if none is running, one was killed: rm -r {shlex.quote(str(part))}"
+    require(not part.exists(), f"{part} is of an export that is not finished; {fix}")
     part.mkdir(parents=True)
     try:
         save(config, weights, part)

@@ -69,7 +69,7 @@ class Evaluator:
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
         if self.examples and run.is_due(cfg.hellaswag_every):
-            score = hellaswag_eval.evaluate(train_step.model, self.examples, rt.device, rt, check=check_stop)
+            score = hellaswag_eval.evaluate(train_step.model, self.examples, rt, check=check_stop)
             print0(f"{step} | {hellaswag_eval.summary_line(score)}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results

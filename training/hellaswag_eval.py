@@ -1,7 +1,7 @@
 r"""HellaSwag (Zellers et al. 2019): which of four endings does the model find most likely?
 
     examples = load_examples("data/hellaswag/hellaswag_val.jsonl")
-    print(summary_line(evaluate(model, examples, device)))   # hellaswag acc 0.2859 acc_norm 0.2955 n 10042
+    print(summary_line(evaluate(model, examples, rt)))      # hellaswag acc 0.2859 acc_norm 0.2955 n 10042
 
 hellaswag.py is the command line over this module; the trainer calls it between steps (training/evaluator.py).
 
@@ -239,23 +239,20 @@ def tree_mask(parts: torch.Tensor) -> torch.Tensor:
 def score(
     model: GPT,
     examples: list[Example],
-    device: torch.device,
-    rt: Runtime | None = None,
+    rt: Runtime,
     progress: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Summed negative log-likelihood of each ending in nats, (n, 4) float32 on the CPU, the same on all ranks.
 
     The ranks of `rt` split the batches, so each of them must call this; the forward pass runs under its autocast.
-    Without `rt` there is one process, in float32. progress: show a progress bar. check: called equally often on every
-    rank; it may raise Stopped. Raises UserError if the model cannot read the examples.
+    progress: show a progress bar. check: called equally often on every rank; it may raise Stopped. Raises UserError if
+    the model cannot read the examples.
     """
     require_readable(examples, model.config)
-    if rt is None:
-        rt = Runtime(device, torch.float32)
 
     # A GPU needs large batches. A CPU is fastest when a batch and its logits fit in its cache.
-    is_gpu = device.type == "cuda"
+    is_gpu = rt.device.type == "cuda"
     max_positions = 65_536 if is_gpu else 512
     logits_at_once = 8_192 if is_gpu else 128
 
@@ -271,10 +268,10 @@ def score(
             if number < len(batches):
                 trees = batches[number]
                 indices = [tree.index for tree in trees]
-                losses[indices] = batch_losses(model, head, make_batch(trees, examples), device, logits_at_once)
+                losses[indices] = batch_losses(model, head, make_batch(trees, examples), rt.device, logits_at_once)
 
     # An example's losses are zero on all ranks but one, so the sum is exact.
-    return rt.all_reduce(losses.to(device)).cpu()
+    return rt.all_reduce(losses.to(rt.device)).cpu()
 
 
 def batch_losses(model: GPT, head: tuple, batch: Batch, device: torch.device, logits_at_once: int) -> torch.Tensor:
@@ -317,11 +314,9 @@ def summarize(losses: torch.Tensor, examples: list[Example]) -> dict[str, float 
     return {"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": n}
 
 
-def evaluate(
-    model: GPT, examples: list[Example], device: torch.device, rt: Runtime | None = None, **options: Any
-) -> dict[str, float | int]:
+def evaluate(model: GPT, examples: list[Example], rt: Runtime, **options: Any) -> dict[str, float | int]:
     """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} of a model. The arguments and errors are those of `score`."""
-    return summarize(score(model, examples, device, rt, **options), examples)
+    return summarize(score(model, examples, rt, **options), examples)
 
 
 def summary_line(result: dict[str, float | int]) -> str:

@@ -121,8 +121,8 @@ class RunState:
         return period > 0 and (self.step % period == 0 or self.is_at_end)
 
     def is_save_due(self, save_every: int) -> bool:
-        """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process is
-        not, unless it is the last, of a run in another folder: it is new, or saved already."""
+        """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process,
+        which is new or saved already, is not due unless it is the last: it may be saved in another folder."""
         return self.is_at_end or (self.step > self.start_step and self.is_due(save_every))
 
     def advance(self) -> None:

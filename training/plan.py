@@ -150,7 +150,7 @@ def predict(cfg: TrainConfig) -> str:
     require(is_known, f"--card does not open --init-from {cfg.init_from}; {fix}")
     cards = find_cards(cfg.card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
-    model = shapes_of(cfg)
+    model = GPT.without_memory(cfg.model)
     max_steps = cfg.max_steps or cfg.epochs * cfg.steps_per_epoch or 1000
     step_s = predict_step_s(cfg, cards)
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
@@ -168,16 +168,10 @@ def predict(cfg: TrainConfig) -> str:
     )
 
 
-def shapes_of(cfg: TrainConfig) -> GPT:
-    """The network without data, to count its parameters and FLOPs."""
-    with torch.device("meta"):
-        return GPT(cfg.model)
-
-
 def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
     """Seconds of a step on these GPUs, by their names in CARDS. They share the step evenly, and wait for the slowest;
     what they send each other is taken to be hidden behind the backward pass."""
-    flops = cfg.total_batch_size * shapes_of(cfg).flops_per_token(cfg.sequence_length)
+    flops = cfg.total_batch_size * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
     slowest = min(1e12 * CARDS[name].tflops * CARDS[name].mfu for name in cards)
     seconds = flops / (len(cards) * slowest)
     if cfg.recompute:

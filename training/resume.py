@@ -91,8 +91,7 @@ def open_network(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) ->
         torch.manual_seed(cfg.seed)
         return cfg, GPT(cfg.model)
     if cfg.init_from == "scratch":
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in GPT(cfg.model).state_dict().items()}
+        shapes = {name: p.shape for name, p in GPT.without_memory(cfg.model).state_dict().items()}
         return cfg, GPT.from_state_dict(cfg.model, {name: torch.empty(shape) for name, shape in shapes.items()})
 
     # A new run begins with these weights. The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets
@@ -120,18 +119,20 @@ def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str
         run = RunState.from_state_dict(saved, run.max_steps, run.data_id)
 
     # A checkpoint is written before its step is evaluated: metrics.jsonl shows whether it has been evaluated since, and
-    # the result. Rank 0, which writes that file, decides for all.
+    # the result.
     if saved and is_in_folder(saved, cfg.run_dir):
         run.last_saved_step = run.step
         for row in read_metrics(cfg.run_dir / "metrics.jsonl"):
             if row["step"] == run.step:
                 run.evaluated = True
                 run.measured |= row
-        run.evaluated = rt.gather(run.evaluated)[0]
 
     # A checkpoint of another folder: metrics in this one are another run's.
     elif rt.is_main:
         set_metrics_aside(cfg.run_dir)
+
+    # Rank 0, whose folder it is, decides for all.
+    run.evaluated, run.last_saved_step = rt.gather((run.evaluated, run.last_saved_step))[0]
     return run
 
 
