@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,8 +26,7 @@ from system.files import atomic_write
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from system import distributed
-from system.machine import choose_dtype, dtype_name
+from system import distributed, machine
 from training.hellaswag_eval import DEFAULT_PATH, Example, load_examples, normalize, score, summarize, summary_line
 from training.open_model import open_model
 
@@ -107,7 +106,7 @@ def main() -> None:
     examples = load_examples(args.data, args.limit)
     settings = {"--dtype": args.dtype, "--limit": str(args.limit)}  # the same on all ranks, or refused
     with distributed.session(args.device, settings=settings) as rt:
-        rt = replace(rt, dtype=choose_dtype(rt, args.dtype)[0])
+        rt = machine.choose_precision(rt, args.dtype)
         model = open_model(args.model).to(rt.device)
 
         # The time is that of scoring alone, without imports, loading and tokenizing.
@@ -120,7 +119,7 @@ def main() -> None:
     if args.per_example and rt.is_main:
         write_per_example(args.per_example, examples, losses)
     result = summarize(losses, examples)
-    speed = f"{result['n'] / seconds:.1f} examples/s in {dtype_name(rt.dtype)} on {rt.device}"
+    speed = f"{result['n'] / seconds:.1f} examples/s on {rt.device}"
     print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
     print0(summary_line(result))
 

@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
     from model import GPT
 
-# A token reads every weight from memory, so bfloat16, half as many bytes, may win even where training takes float32.
-# On a CPU, bfloat16 is taken unless float32 is clearly faster: a choice at exactly 1 would fall differently from one
-# run to the next, and the same command should take the same precision again.
-MIN_BFLOAT16_SPEEDUP = 1 / 1.25
-MAX_MEASURED_ROWS = 64  # keeps the measurement short when many samples are asked for
-
 # The least and the greatest value of each number.
 RANGES = {
     "max_new_tokens": (1, 10**9),
@@ -70,7 +64,7 @@ class Args:
     device: str = "auto"
     """cuda, mps or cpu; auto takes the first of these that is available."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the weights and the cache; auto takes a GPU's best, and measures on a CPU that has bfloat16."""
+    """Precision of the weights and the cache; auto: bfloat16 where the device has it."""
 
 
 # ------------------------------------------------------------------------- text in and out
@@ -153,20 +147,6 @@ def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
     return lambda x, bias=None: linear(x, packed_weight, bias, "none", [], "")
 
 
-def fastest_dtype(device: torch.device, num_samples: int) -> torch.dtype:
-    """The precision that generates this many samples fastest: known for a GPU, measured on a CPU that has bfloat16."""
-    import torch
-
-    from system.distributed import Runtime
-    from system.machine import Product, choose_dtype
-
-    # The matrix (8192, 1024) is too large for most caches, as the weights of a model are.
-    rows = min(num_samples, MAX_MEASURED_ROWS)
-    product = Product(rows, 1024, 8192, MIN_BFLOAT16_SPEEDUP, pack_linear_weight)
-    dtype, _ = choose_dtype(Runtime(device, torch.float32), product=product)
-    return dtype
-
-
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     """Move `model` to its device and precision, for inference only; on a CPU, pack its weight matrices. Changes the
     model and returns it."""
@@ -200,7 +180,7 @@ def main() -> None:
     import torch
 
     from model import Sampler, stream
-    from system.machine import choose_device, device_name, dtype_name
+    from system.machine import choose_device, device_name, dtype_name, supported_dtypes
     from training.open_model import open_model
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
@@ -212,10 +192,8 @@ def main() -> None:
     context = f"the context of {args.model} is {config.block_size}"
     require(len(prompt_ids) <= config.block_size, f"the prompt has {len(prompt_ids)} tokens, but {context}; shorten it")
 
-    if args.dtype == "auto":
-        dtype = fastest_dtype(device, args.num_samples)
-    else:
-        dtype = getattr(torch, args.dtype)
+    # A token reads every weight from memory: what takes fewer bytes is fastest, even on a CPU that trains in float32.
+    dtype = supported_dtypes(device)[0] if args.dtype == "auto" else getattr(torch, args.dtype)
     print(f"infer.py: {device_name(device)}, {dtype_name(dtype)}", file=sys.stderr, flush=True)
     model = prepare(model, device, dtype)
 

@@ -39,7 +39,7 @@ from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger, RunState, best_step
 from training.open_model import open_model
 from training.presets import parse
-from training.step import Forward, TrainStep, UpdateRefused, choose_precision
+from training.step import Forward, TrainStep, UpdateRefused
 from training.stop import Stopped, StopRequest
 
 
@@ -66,7 +66,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
 
     # The model with all that updates it, the evaluations, the log, and this rank's batches: (micro_steps, B, T + 1)
     # tokens for each step from here on.
-    rt = choose_precision(cfg, rt, cfg.model, saved)
+    rt = machine.choose_precision(rt, cfg.dtype, saved and saved.get("dtype"))
     train_step = TrainStep(cfg, rt, model, saved)
     plan.print_plan(train_step, data, run)
     if rt.is_main:
@@ -208,7 +208,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
         data, _ = open_data(cfg)
     run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
-    train_step = TrainStep(cfg, choose_precision(cfg, rt, cfg.model), model)
+    train_step = TrainStep(cfg, machine.choose_precision(rt, cfg.dtype), model)
     plan.print_plan(train_step, data, run)
     plan.dry_run(train_step, run)
 
@@ -222,7 +222,7 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     fix = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
-    rt = choose_precision(cfg, rt, model.config)
+    rt = machine.choose_precision(rt, cfg.dtype)
 
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)

@@ -148,10 +148,9 @@ def measure(args: Args, way: str) -> dict:
     """In a process of its own: warm up, then generate or score once."""
     import torch
 
-    from infer import fastest_dtype
     from model import GPT, GPTConfig
     from system import distributed
-    from system.machine import choose_dtype
+    from system.machine import choose_precision, supported_dtypes
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         """Milliseconds until the device has finished the work, and its result."""
@@ -163,7 +162,7 @@ def measure(args: Args, way: str) -> dict:
 
     dtype = "float32" if way == "hellaswag-float32" else args.dtype
     with distributed.session(args.device) as rt:
-        rt = replace(rt, dtype=choose_dtype(rt, dtype)[0])
+        rt = choose_precision(rt, dtype)
         torch.manual_seed(0)
         model = GPT(GPTConfig()).to(rt.device)
         if way in SCORERS:
@@ -173,9 +172,9 @@ def measure(args: Args, way: str) -> dict:
             predictions = hellaswag_eval.normalize(losses, examples).argmin(1)  # (n, 4) -> (n,)
             return {"ms": ms, "done": len(examples), "predictions": predictions.tolist()}
 
-        # One random prompt for all samples. `auto` is what infer.py would take for this many.
+        # One random prompt for all samples. `auto` is what infer.py would take.
         if args.dtype == "auto":
-            rt = replace(rt, dtype=fastest_dtype(rt.device, args.samples))
+            rt = replace(rt, dtype=supported_dtypes(rt.device)[0])
         idx = torch.randint(50257, (1, args.prompt_tokens), device=rt.device).repeat(args.samples, 1)  # (samples, T)
         generate = SAMPLERS[way](args, model, idx, rt)
         generate(4)

@@ -113,10 +113,9 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     import torch
 
     import train_gpt2
-    from system import distributed
+    from system import distributed, machine
     from tokens.loader import to_device
     from training.presets import parse
-    from training.step import choose_precision
 
     cfg = parse(words(args), lambda path: {})
     require(cfg.micro_batch_size != "auto", "peers need a fixed micro-batch: -- --micro-batch-size 16")
@@ -130,7 +129,7 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     exec(compile(source, name, "exec"), module.__dict__)
 
     with distributed.session(cfg.device) as rt:
-        rt = choose_precision(cfg, rt, cfg.model)
+        rt = machine.choose_precision(rt, cfg.dtype)
         torch.manual_seed(0)
         shape = {key: getattr(cfg.model, key) for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
         model = module.GPT(module.GPTConfig(**shape)).to(rt.device)

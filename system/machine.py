@@ -2,7 +2,7 @@
 
     device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-    dtype, reason = choose_dtype(rt)                  # bfloat16, "the fastest of bfloat16, float32 here"
+    rt = choose_precision(rt)                         # prints "precision: bfloat16, the fastest of ..."
     lacking = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
@@ -22,18 +22,17 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from glob import glob
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import linear
 
-from system.cli import UserError, env_rank, require
+from system.cli import UserError, env_rank, print0, require
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,18 +125,7 @@ def device_name(device: torch.device) -> str:
 # ------------------------------------------------------------------------- precision
 
 
-class Product(NamedTuple):
-    """The matrix product that takes most of the time, (rows, width) @ (width, columns), by which a CPU chooses."""
-
-    rows: int
-    width: int
-    columns: int
-    min_speedup: float = 1.25  # of bfloat16: below this, casting to it and back costs as much as it saves
-    # weight (columns, width) -> the function that multiplies rows by it, here as training does
-    make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]] = lambda weight: partial(linear, weight=weight)
-
-
-SCORING = Product(rows=512, width=768, columns=3072)  # HellaSwag: many rows at once
+MIN_BFLOAT16_SPEEDUP = 1.25  # on a CPU: below this, casting to bfloat16 and back costs as much as it saves
 
 
 def dtype_name(dtype: object) -> str:
@@ -169,15 +157,15 @@ def supported_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.float32]  # Apple's GPUs, too
 
 
-def bfloat16_speedup(product: Product) -> float:
-    """How many times as fast this CPU computes `product` in bfloat16 as in float32. A CPU's flags do not tell: a Xeon
-    with AVX512-BF16 but without AMX is slower in bfloat16, a Zen 5 four times as fast."""
+def bfloat16_speedup() -> float:
+    """How many times as fast this CPU multiplies large matrices in bfloat16 as in float32. A CPU's flags do not tell: a
+    Xeon with AVX512-BF16 but without AMX is slower in bfloat16, a Zen 5 four times as fast."""
     tries = {}
     for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(product.rows, product.width, dtype=dtype)
-        linear = product.make_linear(torch.ones(product.columns, product.width, dtype=dtype))
-        linear(x)  # warms up
-        tries[dtype] = functools.partial(linear, x)
+        x = torch.ones(512, 768, dtype=dtype)
+        weight = torch.ones(3072, 768, dtype=dtype)
+        tries[dtype] = partial(linear, x, weight)
+        tries[dtype]()  # warms up
 
     # In turn, because the machine may be busy for a while; the fastest of each, because that can only slow them.
     best = dict.fromkeys(tries, math.inf)
@@ -189,39 +177,31 @@ def bfloat16_speedup(product: Product) -> float:
     return best[torch.float32] / best[torch.bfloat16]
 
 
-def common_speedups(rt: Any, product: Product) -> dict[str, float]:
-    """How many times as fast as float32 each precision is on the slowest rank, the preferred one first; 0 if a device
-    lacks it. A CPU measures bfloat16; whatever else a device has counts as infinitely fast. Every rank must call it."""
-    own = {dtype_name(dtype): math.inf for dtype in supported_dtypes(rt.device)}
-    if rt.device.type == "cpu" and "bfloat16" in own:
-        own["bfloat16"] = bfloat16_speedup(product)
-    of_ranks = rt.gather(own)
-    return {name: min(own.get(name, 0.0) for own in of_ranks) for name in ("bfloat16", "float16", "float32")}
-
-
-def choose_dtype(
-    rt: Any, asked: str = "auto", product: Product = SCORING, began_in: str | None = None
-) -> tuple[torch.dtype, str]:
-    """The precision that all ranks of the Runtime `rt` use, and the reason: the one `asked` for by --dtype, else the
-    one that a resumed run `began_in`, else the fastest for `product` that all ranks have.
+def choose_precision(rt: Any, asked: str = "auto", began_in: str | None = None) -> Any:
+    """The Runtime `rt` with the precision that all ranks use: the one `asked` for by --dtype, else the one that a
+    resumed run `began_in`, else the fastest that all have. Prints which and why.
 
     All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
     lacks what was asked for. Every rank must call it.
     """
-    # Any CPU computes in what was asked for, if slowly.
-    if asked != "auto" and rt.device.type != "cuda":
-        return getattr(torch, asked), "by --dtype"
-    speedups = common_speedups(rt, product)
-    usable = [name for name, speedup in speedups.items() if speedup > 0]
-    fastest = next(name for name in usable if speedups[name] >= product.min_speedup)
-
+    # What all ranks have, the preferred first. A CPU computes in anything, if slowly.
+    of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
+    usable = [name for name in of_ranks[0] if all(name in own for own in of_ranks)]
     if asked != "auto":
-        fix = f"use --dtype {fastest}, or leave it out"
-        require(asked in usable, f"--dtype {asked}: not every GPU of this run has it; {fix}")
-        return getattr(torch, asked), "by --dtype"
-    if began_in in usable:
-        return getattr(torch, began_in), "as the run began"
-    return getattr(torch, fastest), f"the fastest of {', '.join(usable)} here"
+        fix = f"use --dtype {usable[0]}, or leave it out"
+        is_usable = asked in usable or rt.device.type != "cuda"
+        require(is_usable, f"--dtype {asked}: not every GPU of this run has it; {fix}")
+        chosen, reason = asked, "by --dtype"
+    elif began_in in usable:
+        chosen, reason = began_in, "as the run began"
+    else:
+        chosen, reason = usable[0], f"the fastest of {', '.join(usable)} here"
+        # The slowest of the CPUs decides.
+        if rt.device.type == "cpu" and chosen == "bfloat16":
+            speedup = min(rt.gather(bfloat16_speedup()))
+            chosen = "bfloat16" if speedup >= MIN_BFLOAT16_SPEEDUP else "float32"
+    print0(f"precision: {chosen}, {reason}")
+    return replace(rt, dtype=getattr(torch, chosen))
 
 
 # ------------------------------------------------------------------------- memory

@@ -116,16 +116,11 @@ def test_stderr_has_the_device_and_the_precision(run_main, run_dir):
     assert printed.err == f"infer.py: cpu ({torch.get_num_threads()} threads), bfloat16\n"
 
 
-@pytest.mark.parametrize("speedup, chosen", [(0.5, torch.float32), (0.9, torch.bfloat16)])
-def test_a_cpu_takes_bfloat16_unless_float32_wins(monkeypatch, speedup, chosen):
-    measured = []
-    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [torch.bfloat16, torch.float32])
-    monkeypatch.setattr(machine, "bfloat16_speedup", lambda product: measured.append(product) or speedup)
-
-    assert infer.fastest_dtype(torch.device("cpu"), 3) == chosen
-
-    # Measured for as many rows as there are samples, with the weights packed as they are for sampling.
-    assert [(product.rows, product.make_linear) for product in measured] == [(3, infer.pack_linear_weight)]
+@pytest.mark.parametrize("has_bfloat16, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_a_cpu_takes_the_dtype_of_fewest_bytes(monkeypatch, run_main, run_dir, has_bfloat16, dtype):
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
+    printed = run_main(run_dir, "Hi", "--device", "cpu", "--max-new-tokens", 1)
+    assert printed.err.endswith(f", {dtype}\n")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -2,7 +2,6 @@
 measurement, the same on all ranks and after a resume."""
 
 import itertools
-import math
 import os
 import time
 
@@ -100,8 +99,8 @@ AMPERE, TURING = DTYPES
 def test_a_cpu_takes_bfloat16_where_it_clearly_wins(monkeypatch, speedup, chosen):
     """0.5 is a Xeon with AVX512-BF16 and without AMX; a Zen 5, with the same flags, has 4."""
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)
-    monkeypatch.setattr(machine, "bfloat16_speedup", lambda product: speedup)
-    assert machine.choose_dtype(CPU)[0] == chosen
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: speedup)
+    assert machine.choose_precision(CPU).dtype == chosen
 
 
 def test_a_busy_machine_does_not_change_the_speedup(monkeypatch):
@@ -109,18 +108,18 @@ def test_a_busy_machine_does_not_change_the_speedup(monkeypatch):
     seconds = {BF16: itertools.cycle([1, 1, 0.001]), FP32: itertools.cycle([1, 1, 0.002])}
     times = [0.0]
 
-    def multiply(x):
+    def multiply(x, weight):
         times.append(times[-1] + next(seconds[x.dtype]))
 
     monkeypatch.setattr(time, "perf_counter", lambda: times[-1])
-    product = machine.Product(8, 8, 8, make_linear=lambda weight: multiply)
-    assert machine.bfloat16_speedup(product) == pytest.approx(2.0)
+    monkeypatch.setattr(machine, "linear", multiply)
+    assert machine.bfloat16_speedup() == pytest.approx(2.0)
 
 
 def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trained_run):
     """Here float32, whatever is measured now. A flag changes it."""
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)
-    monkeypatch.setattr(machine, "bfloat16_speedup", lambda product: 4.0)
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 4.0)
     train_quickstart([*tiny_args, "--dtype", "auto"], trained_run, "--max-steps", "13", "--resume", "auto")
     assert checkpoint.read_train_state(trained_run)["dtype"] == "float32"
 
@@ -135,13 +134,12 @@ def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trai
 def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, own, other, chosen):
     """A 2080 Ti beside a 3090: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: own)
-    of_other = dict.fromkeys(DTYPES[other], math.inf)
-    monkeypatch.setattr(Runtime, "gather", lambda self, of_own: [of_own, of_other])
+    monkeypatch.setattr(Runtime, "gather", lambda self, of_own: [of_own, DTYPES[other]])
     rt = Runtime(torch.device("cuda", 0), FP32, world_size=2)
 
-    assert machine.choose_dtype(rt)[0] == chosen
-    assert machine.choose_dtype(rt, "float32")[0] == FP32
-    assert machine.choose_dtype(rt, began_in="bfloat16")[0] == chosen
+    assert machine.choose_precision(rt).dtype == chosen
+    assert machine.choose_precision(rt, "float32").dtype == FP32
+    assert machine.choose_precision(rt, began_in="bfloat16").dtype == chosen
     if chosen == FP16:
         with pytest.raises(UserError, match=r"--dtype bfloat16.*--dtype float16"):
-            machine.choose_dtype(rt, "bfloat16")
+            machine.choose_precision(rt, "bfloat16")

@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -295,76 +294,55 @@ def verify(data_dir: str | Path) -> list[str]:
 #     write                 | shard 0, manifest | shard 1, manifest | ...
 
 
-class FilledShard(NamedTuple):
-    """Tokens that are ready to be written as a shard."""
-
-    tokens: np.ndarray  # (n,) uint16
-    documents: int  # how many start in it
-    end: dict[str, int]  # the manifest's: file index and position of the token after the last one
-
-
-def encode(encoder, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-    """The ids (n,) uint16 of a chunk with EOT before each document, and the positions (documents,) of these EOTs.
-
-    encoder: tokenizer.bulk_encoder().
-    """
-    tokens = encoder.encode_batch(chunk.texts).layout
-
-    # The ids of all texts lie end to end, and `offsets` tells where each text begins. Every EOT that is inserted moves
-    # the starts after it by one:
+def encode(encoder, chunk: Chunk) -> np.ndarray:
+    """The ids (n,) uint16 of a chunk, with EOT before each document. encoder: tokenizer.bulk_encoder()."""
+    # The ids of all texts lie end to end, and `offsets` tells where each text begins:
     #
-    #     before    a a a b b c c c c        text_starts      0 3 5
-    #     after     E a a a E b b E c c c c  their EOTs       0 4 7
-    offsets = np.asarray(tokens.offsets.data[: len(chunk.texts)])
-    text_starts = offsets[np.array(chunk.begins)]
-    ids = np.insert(np.asarray(tokens.content.data, np.uint16), text_starts, EOT)
-    return ids, text_starts + np.arange(len(text_starts))
+    #     ids        a a a b b c c c c          offsets 0 3 5; b continues the document of a
+    #     with EOT   E a a a b b E c c c c
+    encoded = encoder.encode_batch(chunk.texts).layout
+    offsets = np.asarray(encoded.offsets.data[: len(chunk.texts)])
+    return np.insert(np.asarray(encoded.content.data, np.uint16), offsets[np.array(chunk.begins)], EOT)
 
 
-def fill_shards(chunks: Iterable[Chunk], manifest: Manifest, report: Callable[[int], None]) -> Iterator[FilledShard]:
-    """Tokenize chunks into the shards after those of the manifest, up to its limit_tokens."""
+def fill_shards(
+    chunks: Iterable[Chunk], manifest: Manifest, report: Callable[[int], None]
+) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
+    """The shards after those of the manifest, up to its limit_tokens: the tokens (n,) uint16 and the `end` of each."""
     encoder = bulk_encoder()
     done = sum(shard.tokens for shard in manifest.shards)
     limit = manifest.limit_tokens or sys.maxsize
-    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens that shards hold already
-    size = min(manifest.shard_tokens, limit)
-    buffer = np.empty(size, np.uint16)
+    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file that shards have
+    shard = np.empty(min(manifest.shard_tokens, limit), np.uint16)
     filled = 0
-    documents = 0
-    end = {}
-    file = None  # of the latest chunk
-    position = 0  # its tokens so far
+    end = {"file": -1, "token": 0}  # how far the stream has been cut
 
     for chunk in chunks:
         if done >= limit:
             break
-        if chunk.file != file:
-            file = chunk.file
-            position = 0
-        ids, document_starts = encode(encoder, chunk)
-        taken = min(skip, len(ids))
-        skip -= taken
-        while taken < len(ids) and done < limit:
-            # As much as the chunk has, as fits into this shard, and as the limit allows.
-            count = min(len(ids) - taken, size - filled, limit - done)
-            buffer[filled : filled + count] = ids[taken : taken + count]
-            first, last = np.searchsorted(document_starts, (taken, taken + count))
-            documents += int(last - first)
-            filled += count
-            done += count
-            taken += count
-            end = {"file": file, "token": position + taken}
-            if filled == size:
-                yield FilledShard(buffer, documents, end)
-                buffer = np.empty(size, np.uint16)  # the last one may still be written
+        ids = encode(encoder, chunk)
+        if chunk.file != end["file"]:
+            end = {"file": chunk.file, "token": 0}
+        skipped = min(skip, len(ids))
+        skip -= skipped
+        end["token"] += skipped
+        ids = ids[skipped : skipped + limit - done]
+        while len(ids):
+            # What fits into this shard, and the rest.
+            part, ids = np.split(ids, [len(shard) - filled])
+            shard[filled : filled + len(part)] = part
+            filled += len(part)
+            done += len(part)
+            end["token"] += len(part)
+            if filled == len(shard):
+                yield shard, dict(end)
+                shard = np.empty_like(shard)  # the last one may still be written
                 filled = 0
-                documents = 0
-        position += len(ids)
         report(done)
 
     # The rest of the stream makes a last, shorter shard.
     if filled:
-        yield FilledShard(buffer[:filled], documents, end)
+        yield shard[:filled], end
 
 
 def write_shards(
@@ -377,14 +355,15 @@ def write_shards(
     report: is called after each chunk with the number of tokens so far.
     Returns the manifest with the new shards. Raises OSError if a shard cannot be written.
     """
-    for filled in prefetch(fill_shards(chunks, manifest, report), 1):
+    for tokens, end in prefetch(fill_shards(chunks, manifest, report), 1):
         # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists
         # the shard, and it is written again.
         index = len(manifest.shards)
         split = "train" if index else "val"
         path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
-        sha256 = write_shard(path, filled.tokens)
-        shard = Shard(path.name, len(filled.tokens), filled.documents, sha256, filled.end)
+        sha256 = write_shard(path, tokens)
+        documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT
+        shard = Shard(path.name, len(tokens), documents, sha256, end)
         manifest = replace(manifest, shards=[*manifest.shards, shard])
         write_manifest(out, manifest)
     return manifest

@@ -20,13 +20,12 @@ Called by train_gpt2.py for training, by training/plan.py to measure a step, and
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model import GPT, GPTConfig
+from model import GPT
 from system import machine
 from system.cli import UserError, print0
 from system.distributed import Runtime
@@ -47,16 +46,6 @@ class StepResult(NamedTuple):
     norm: float  # L2 norm of the gradients of all parameters, before clipping
     is_finite: bool  # whether loss and norm are finite on every rank; if not, the update is refused
     stop_requested: bool  # whether any rank was asked to stop
-
-
-def choose_precision(cfg: TrainConfig, rt: Runtime, network: GPTConfig, saved: dict[str, Any] | None = None) -> Runtime:
-    """The Runtime with the precision that all ranks use for this network: --dtype, else the one that the run `saved`
-    began in, else the fastest. Prints which and why. Every rank must call it."""
-    product = machine.Product(rows=1024, width=network.n_embd, columns=min(network.vocab_size, 4096))
-    began_in = saved.get("dtype") if saved else None
-    dtype, reason = machine.choose_dtype(rt, cfg.dtype, product, began_in)
-    print0(f"precision: {machine.dtype_name(dtype)}, {reason}")
-    return replace(rt, dtype=dtype)
 
 
 class TrainStep:
