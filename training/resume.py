@@ -72,16 +72,11 @@ def open_network(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) ->
     """The config with the network that is really trained, and the network with the weights that this start begins with:
     those of the checkpoint, of --init-from, or random ones from the seed, which only rank 0 has. From here on use
     `cfg.model`. Raises UserError if the weights are of another network than asked for."""
-    # A resumed run began with what its checkpoint says, and keeps its network. If --model flags ask for another one,
-    # check_drift compares them; only the vocabulary comes from the checkpoint.
+    # A resumed run keeps the network of the weights that it began with.
     if saved:
         old = TrainConfig.from_dict(saved["config"])
         if old.init_from != "scratch":
-            cfg = replace(cfg, init_from=old.init_from)
-        if is_network_from_init(cfg):
-            cfg = replace(cfg, model=old.model)
-        elif cfg.init_from != "scratch":
-            cfg = replace(cfg, model=replace(cfg.model, vocab_size=old.model.vocab_size))
+            cfg = replace(cfg, init_from=old.init_from, model=old.model)
         print0(f"resumed from {saved['model_file']}")
         return cfg, open_model(saved["model_file"])
 
