@@ -24,7 +24,7 @@ from system.files import free_bytes, lock_folder
 from tokens import shards, sources
 from tokens.documents import COMPRESSIONS, READERS, choose_reader, read_text
 from tokens.prefetch import prefetch
-from tokens.shards import Manifest, write_shards
+from tokens.shards import Manifest, add_shard, fill_shards
 
 SOURCE_HELP = f"""{", ".join(sources.HUB_DATASETS)}; stdlib; a Hub dataset OWNER/NAME; or files or globs:
 {" ".join(READERS)} (or no suffix: plain text, one document per file), also compressed: {" ".join(COMPRESSIONS)}."""
@@ -140,7 +140,9 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     look = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
     with tqdm(total=expect_tokens(manifest), initial=done, **look) as bar:
-        manifest = write_shards(chunks, out, name, manifest, lambda tokens: bar.update(tokens - bar.n))
+        for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
+            manifest = add_shard(out, name, manifest, tokens, end)
+            bar.update(len(tokens))
     require(manifest.shards, f"the source {manifest.source['name']} holds no documents; give another --source")
 
     # `complete` comes last: it says that no shard is missing.
@@ -171,20 +173,13 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Man
     return make_shards(out, name, manifest, list(paths))
 
 
-def verify_folder(folder: Path) -> None:
-    """Check every byte of a folder of shards. Raises UserError for any problem."""
-    problems = shards.verify(folder)
-    require(not problems, "\n".join(problems))
-    hashes = "hashes" if shards.read_manifest(folder) else f"sizes and ids (without {shards.MANIFEST} no hashes)"
-    print0(f"{folder}: every shard is intact by its {hashes}")
-
-
 def main() -> None:
     start_time = time.monotonic()
     args = tyro.cli(Args, description=__doc__)
     if args.verify:
-        verify_folder(args.verify)
-        return
+        problems = shards.verify(args.verify)
+        require(not problems, "\n".join(problems))
+        return print0(f"{args.verify}: every shard is intact (without a {shards.MANIFEST}, by its size and ids alone)")
 
     # Flags that cannot work are refused before anything is made.
     require(args.source, "--source needs a name or files")

@@ -104,8 +104,7 @@ def main() -> None:
 
     # Score; under torchrun the ranks share the rows.
     examples = load_examples(args.data, args.limit)
-    settings = {"--dtype": args.dtype, "--limit": str(args.limit)}  # the same on all ranks, or refused
-    with distributed.session(args.device, settings=settings) as rt:
+    with distributed.session(args.device) as rt:
         rt = machine.choose_precision(rt, args.dtype)
         model = open_model(args.model).to(rt.device)
 

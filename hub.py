@@ -108,16 +108,14 @@ def list_files(api: HfApi, repo: str, kind: str, revision: str = "main") -> tupl
 def fetch(api: HfApi, repo: str, kind: str, commit: str, wanted: dict[str, RepoFile], out: Path) -> None:
     """Download files of one commit into the folder `out`, and check them. A file that is there already is never
     replaced: it must be the same."""
-    missing = [name for name in wanted if not (out / name).exists()]
-    for name in wanted.keys() - missing:
-        fix = "pull into an empty folder, or move the file away"
-        require(is_same(out / name, wanted[name]), f"{out} has a different {name} than {repo}; {fix}")
+    for name, file in wanted.items():
+        is_free = not (out / name).exists() or is_same(out / name, file)
+        require(is_free, f"{out} has a different {name} than {repo}; pull into an empty folder, or move the file away")
 
-    if missing:
-        paths = [glob.escape(name) for name in missing]
-        api.snapshot_download(repo, repo_type=kind, revision=commit, local_dir=out, allow_patterns=paths)
-    for name in missing:
-        if not is_same(out / name, wanted[name]):
+    names = [glob.escape(name) for name in wanted]
+    api.snapshot_download(repo, repo_type=kind, revision=commit, local_dir=out, allow_patterns=names)
+    for name, file in wanted.items():
+        if not is_same(out / name, file):
             (out / name).unlink()
             raise UserError(f"{name} of {repo} arrived damaged; pull again")
 
@@ -169,10 +167,10 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> Non
 
         # The shards there must be those of both manifests, there and here.
         manifest = read_remote_manifest(api, repo, commit) if shards.MANIFEST in files else None
-        for name, found in {repo: manifest, str(data_dir): shards.read_manifest(data_dir)}.items():
-            is_same_set = found is None or all(sha256.get(shard.file) == shard.sha256 for shard in found.shards)
-            fix = "push it again, or pull into an empty folder"
-            require(is_same_set, f"{repo} has other shards than the {shards.MANIFEST} of {name}; {fix}")
+        listed = [shard for found in (manifest, shards.read_manifest(data_dir)) if found for shard in found.shards]
+        is_same_set = all(sha256.get(shard.file) == shard.sha256 for shard in listed)
+        fix = "push it again, or pull into an empty folder"
+        require(is_same_set, f"{repo} has other shards than its {shards.MANIFEST} or that of {data_dir}; {fix}")
 
         # With a limit, leave out the later shards for training, unless they are here already.
         names = [name for name in files if shards.SHARD_NAME.fullmatch(name)]
@@ -181,8 +179,7 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> Non
         train = sorted(name for name in names if shards.SHARD_NAME.fullmatch(name)["split"] == "train")
         require(train, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
         if limit_shards:
-            later = {name for name in train[limit_shards:] if not (data_dir / name).exists()}
-            names = [name for name in names if name not in later]
+            names = [name for name in names if name not in train[limit_shards:] or (data_dir / name).exists()]
 
         # The manifest comes last, with the shards that are here: it says that the folder is complete.
         fetch(api, repo, "dataset", commit, {name: files[name] for name in names}, data_dir)

@@ -10,8 +10,6 @@ while a run is still writing, without a display, and without importing torch. If
 tokens per step, the x axis counts tokens. plots.ipynb calls read_curves and draw.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,20 +19,17 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import tyro
 
-from system.cli import UserError, print0, printable, require, run_cli
+from system.cli import UserError, print0, require, run_cli
 from system.files import atomic_write
 from training import metrics
-from training.reference import DATASETS, TOKENS_PER_STEP, Reference, find_reference, read_references
+from training.reference import DATASETS, Reference, find_reference, read_references
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 
-# OpenAI's models, drawn as horizontal lines by the title of the panel: the loss on FineWeb-Edu's val shard (from
-# build-nanogpt's notebook), and acc_norm in completion style.
-OPENAI_LEVELS = {
-    "Loss": {"OpenAI GPT-2 124M on FineWeb-Edu": 3.2924},
-    "HellaSwag": {"OpenAI GPT-2 124M": 0.2955, "OpenAI GPT-2 1558M": 0.4893},
-}
+# OpenAI's GPT-2 124M, drawn as a horizontal line: its loss on FineWeb-Edu's val shard (from build-nanogpt's notebook),
+# and its acc_norm in completion style.
+OPENAI_124M = {"Loss": 3.2924, "HellaSwag": 0.2955}
 
 # What build-nanogpt (first line) and llm.c (second line) call our metrics.
 OTHER_LOG_KEYS = {
@@ -66,8 +61,6 @@ class PlottedRun(NamedTuple):
     name: str
     color: str
     curves: Curves
-    step_size: int | None  # tokens; None if it is not known
-    scale: float = 1  # how much of the x axis a step is
 
 
 # ------------------------------------------------------------------------- reading
@@ -105,14 +98,6 @@ def read_other_log(path: Path) -> Iterator[dict[str, float]]:
             measured = re.findall(r"\b([a-z]+)[ :](\d+\.\d+|nan|inf)(?=\s)", line)
             values = {OTHER_LOG_KEYS[key]: float(value) for key, value in measured if key in OTHER_LOG_KEYS}
             yield {"step": int(step[1]), **values}
-
-
-def read_run(folder: Path, color: str) -> PlottedRun:
-    """A run from its folder. The log of another trainer does not state the size of a step."""
-    size = metrics.read_config(folder).get("total_batch_size")
-    if not isinstance(size, int) or not 0 < size < 2**53:  # the file may have been edited
-        size = None
-    return PlottedRun(printable("/".join(folder.parts[-2:])), color, read_curves(folder), size)
 
 
 def write_tensorboard(run_dir: Path) -> Path:
@@ -157,13 +142,12 @@ def plot_curve(ax, run: PlottedRun, key: str) -> None:
     """Draw a curve; one with a value at every step faintly and, over it, its moving median over a fortieth of it."""
     steps, values = run.curves[key]
     label = f"{run.name} {key}: {values[-1]:.4g} at step {steps[-1]:,}"
-    x = steps * run.scale
     if key in EVALUATIONS:
-        ax.plot(x, values, color=run.color, label=label, **EVALUATION_STYLE)
+        ax.plot(steps, values, color=run.color, label=label, **EVALUATION_STYLE)
         return
     window = 1 if key == "lr" else 2 * (len(values) // 80) + 1  # a learning rate has no noise
-    ax.plot(x, values, color=run.color, alpha=0.2, lw=0.7, zorder=1)
-    ax.plot(x, moving_median(values, window), color=run.color, lw=1.6, label=label)
+    ax.plot(steps, values, color=run.color, alpha=0.2, lw=0.7, zorder=1)
+    ax.plot(steps, moving_median(values, window), color=run.color, lw=1.6, label=label)
 
 
 def fit_y_axis(ax) -> None:
@@ -177,17 +161,9 @@ def fit_y_axis(ax) -> None:
         ax.set_ylim(low - padding, high + padding)
 
 
-def draw_level(ax, name: str, level: float) -> None:
-    """A horizontal line, if the curves have come near it: one far from every run would flatten them."""
-    low, high = ax.get_ylim()
-    if low - (high - low) < level < high + (high - low):
-        ax.axhline(level, color=GREY, ls=":", lw=1.2, label=f"{name}: {level}")
-        ax.set_ylim(min(low, level * 0.99), max(high, level * 1.01))
-
-
-def draw_reference(ax, title: str, reference: Reference, scale: float) -> None:
+def draw_reference(ax, title: str, reference: Reference) -> None:
     """The range of the public runs as far as the x axis goes: of losses the healthy one, with its margin."""
-    visible = (reference.step > 0) & (reference.step * scale <= ax.get_xlim()[1])
+    visible = (reference.step > 0) & (reference.step <= ax.get_xlim()[1])
     steps = reference.step[visible]
     if title == "Loss":
         low, high = np.array([reference.expected_range(step) for step in steps]).reshape(-1, 2).T
@@ -195,13 +171,12 @@ def draw_reference(ax, title: str, reference: Reference, scale: float) -> None:
         low, high = reference.hellaswag_low[visible], reference.hellaswag_high[visible]
     data = DATASETS[reference.preset]
     label = f"{reference.preset}, {reference.max_steps:,} steps on {data}: public runs ({reference.runs})"
-    ax.fill_between(steps * scale, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
+    ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
     ax.set_ylim(bottom=np.nanmin([ax.get_ylim()[0], *low]))
 
 
-def draw_panel(ax, title: str, runs: list[PlottedRun], references: list[Reference], scale: float) -> None:
-    """The curves of one panel, and the figures of others beside them. scale: how much of the x axis a reference's step
-    is."""
+def draw_panel(ax, title: str, runs: list[PlottedRun], references: list[Reference]) -> None:
+    """The curves of one panel, and the figures of others beside them."""
     y_label, keys = PANELS[title]
     for run in runs:
         for key in keys:
@@ -219,10 +194,12 @@ def draw_panel(ax, title: str, runs: list[PlottedRun], references: list[Referenc
 
     if title in WIDE:
         for reference in references:
-            draw_reference(ax, title, reference, scale)
+            draw_reference(ax, title, reference)
+        # With a loss on other data, a line would mean nothing.
         if references or title == "HellaSwag":
-            for name, level in OPENAI_LEVELS[title].items():
-                draw_level(ax, name, level)
+            level = OPENAI_124M[title]
+            ax.axhline(level, color=GREY, ls=":", lw=1.2, label=f"OpenAI GPT-2 124M: {level}")
+            ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
         ax.legend(fontsize=9)
     ax.set(title=title, ylabel=y_label)
     ax.xaxis.set_major_formatter("{x:,.10g}")
@@ -243,18 +220,11 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     from matplotlib.figure import Figure  # pyplot's would need a display
 
     dirs = list(dict.fromkeys(Path(d).resolve() for d in run_dirs))
-    runs = [read_run(folder, f"C{i % 10}") for i, folder in enumerate(dirs)]
+    runs = [PlottedRun("/".join(d.parts[-2:]), f"C{i % 10}", read_curves(d)) for i, d in enumerate(dirs)]
     references = []
     if reference:
         chosen = [choose_reference(folder, run.name) for folder, run in zip(dirs, runs, strict=True)]
         references = list(dict.fromkeys(chosen))  # each once, in the order of the runs
-
-    # The x axis of every panel: steps or, if the runs have steps of different sizes, tokens. It ends with the last run.
-    x_label, scale = "step", 1.0
-    sizes = {run.step_size for run in runs} | {TOKENS_PER_STEP for _ in references}
-    if len(sizes) > 1 and None not in sizes:
-        x_label, scale = "million tokens", TOKENS_PER_STEP / 1e6
-        runs = [run._replace(scale=run.step_size / 1e6) for run in runs]
 
     # A row for each wide panel and one for the rest, which share its columns evenly. Panels without data are left out.
     titles = [title for title, (_, keys) in PANELS.items() if any(run.curves.keys() & set(keys) for run in runs)]
@@ -264,10 +234,10 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
 
     figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")
-    last_x = max(steps[-1] * run.scale for run in runs for steps, _ in run.curves.values())
+    last_step = max(steps[-1] for run in runs for steps, _ in run.curves.values())
     for title, ax in figure.subplot_mosaic(grid, height_ratios=heights).items():
-        ax.set(xlim=(0, max(1, last_x) * 1.01), xlabel=x_label)
-        draw_panel(ax, title, runs, references, scale)
+        ax.set(xlim=(0, max(1, last_step) * 1.01), xlabel="step")
+        draw_panel(ax, title, runs, references)
 
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,6 @@ KEEP_ON_FAILURE=${KEEP_ON_FAILURE:-0}   # 1: keep the machine if training has fa
 set -euo pipefail
 
 # ---- helpers ----
-
 die() { echo "error: $*" >&2; exit 1; }
 log() { printf '%s train.sh: %s\n' "$(date '+%F %T')" "$*" || true; } # || true: a full disk must not end this script
 compute() { awk "BEGIN {printf \"$1\", $2}"; }                         # compute %d "2.5 * 3600"
@@ -126,7 +125,6 @@ launch() { # [PRESET] [--flag value ...], or CHECKPOINT.pt [EPOCHS] [--flag valu
     [[ -e $OUT/train.log && ! -L $OUT/train.log ]] || ln -sfn "${log_file##*/}" "$OUT/train.log"
     at_end="this machine STAYS$(describe_cost)"
     [[ $REMOVE_POD == 0 ]] || at_end="this machine is removed if the weights are safe, else: ${STOP_CMD:-$at_end}"
-    [[ $REMOVE_POD == 0 ]] || at_end+="; after a mistake in the first ten minutes it stays"
     log "at the end: ${PUSH_TO:+push to $PUSH_TO, for at most $PUSH_RETRY_HOURS hours; }$at_end" >>"$log_file"
 
     # The supervisor is this script in a session of its own, which a logout does not end.
@@ -171,7 +169,7 @@ run() {
 
 # Run the trainer until it finishes, is stopped, has an error of the user's, or has failed too often. Sets outcome.
 train() { # ARGUMENTS
-    local first_weights seconds='' flags exit_code status failures=0
+    local first_weights seconds=31536000 left flags exit_code status failures=0
     first_weights=$(find_newest_weights)
     [[ -z $BUDGET_USD ]] || seconds=$(compute %d "$BUDGET_USD / ($NPROC * $GPU_HOUR_USD) * 3600")
 
@@ -179,11 +177,14 @@ train() { # ARGUMENTS
         # A restart resumes from this run's own checkpoint, whatever the command names, with what is left of the budget.
         flags=()
         [[ $(find_newest_weights) == "$first_weights" ]] || flags+=(--resume "$OUT")
-        [[ -z $seconds ]] || flags+=(--time-limit "$((seconds > SECONDS ? seconds - SECONDS : 1))")
+        left=$((seconds > SECONDS ? seconds - SECONDS : 1))
+        [[ -z $BUDGET_USD ]] || flags+=(--time-limit "$left")
         log "start $((failures + 1)): $NPROC process(es), train_gpt2.py $* ${flags[*]}"
         rm -f "$OUT/status.json" || true
-        run env TRAIN_STATUS_FILE="$OUT/status.json" "$PY" -m torch.distributed.run --standalone \
-            "--nproc_per_node=$NPROC" "$HERE/train_gpt2.py" "$@" "${flags[@]}" && exit_code=0 || exit_code=$?
+        # A trainer that hangs does not see its time limit: half an hour later it is ended.
+        run timeout --foreground -k 900 $((left + 1800)) env TRAIN_STATUS_FILE="$OUT/status.json" \
+            "$PY" -m torch.distributed.run --standalone "--nproc_per_node=$NPROC" "$HERE/train_gpt2.py" \
+            "$@" "${flags[@]}" && exit_code=0 || exit_code=$?
         while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal has ended `wait`: it still saves
 
         status=$(read_status)
@@ -197,7 +198,7 @@ train() { # ARGUMENTS
             *)
                 failures=$((failures + 1))
                 log "failure $failures, exit code $exit_code; MAX_RESTARTS is $MAX_RESTARTS"
-                ((failures <= MAX_RESTARTS)) || outcome="failed: exit code $exit_code, no restarts left"
+                ((failures <= MAX_RESTARTS && SECONDS < seconds)) || outcome="failed: exit code $exit_code, no restart"
                 run sleep "$RESTART_DELAY" || true ;;
         esac
     done
@@ -278,7 +279,6 @@ supervise() { # ARGUMENTS
 }
 
 # ---- main ----
-
 hash flock setsid realpath || die "on Linux install util-linux and coreutils; elsewhere run python train_gpt2.py itself"
 HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # The project's Python or, where it was installed otherwise, that of the shell.

@@ -39,6 +39,7 @@ from training.evaluator import Evaluator, num_val_sequences, validate
 from training.metrics import MetricsLogger, RunState, best_step
 from training.open_model import open_model
 from training.presets import parse
+from training.schedule import set_learning_rates
 from training.step import Forward, TrainStep, UpdateRefused
 from training.stop import Stopped, StopRequest
 
@@ -58,7 +59,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
     # are reported before any weights are downloaded.
     saved = resume.find_checkpoint(cfg)
     find_shards(cfg.data_dir, "train")
-    cfg, model = resume.open_network(cfg, rt, saved)
+    cfg, model = resume.open_network(cfg, saved)
     data, val_data = open_data(cfg)
     run = resume.start_or_resume(cfg, rt, data, saved)
     if run.is_complete:
@@ -108,7 +109,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
                 batch = next(batches)
                 start_time = time.perf_counter()
                 result = train_step.compute_gradients(batch, stop.is_requested())
-                lr = train_step.set_learning_rates(run.step, run.max_steps)
+                lr = set_learning_rates(train_step.optimizers, run.step, run.max_steps, cfg)
                 if result.is_finite:
                     train_step.update()
                 else:
@@ -203,7 +204,7 @@ def check(cfg: TrainConfig) -> None:
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
     preset fixes the number of steps. Nothing is saved. Every rank must call it."""
-    cfg, model = resume.open_network(cfg, rt, saved=None)
+    cfg, model = resume.open_network(cfg, saved=None)
     data = None
     if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
         data, _ = open_data(cfg)

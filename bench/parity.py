@@ -48,7 +48,7 @@ from system.cli import require
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader, to_device
-from training import muon
+from training import muon, schedule
 from training import step as step_module
 from training.presets import parse
 
@@ -209,7 +209,7 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
     for step in range(cfg.max_steps):
         result = train_step.compute_gradients(next(batches))
         curve.append(StepRecord(result.loss, result.norm))
-        train_step.set_learning_rates(step, cfg.max_steps)
+        schedule.set_learning_rates(train_step.optimizers, step, cfg.max_steps, cfg)
         train_step.update()
     return curve
 

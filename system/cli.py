@@ -27,8 +27,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 # Checked on import, because other modules import fcntl and resource, which Windows does not have.
 if os.name == "nt":
@@ -46,6 +46,19 @@ def require(condition: object, message: str) -> None:
     """Raise UserError(message) unless `condition` is true. Every setting, row and file of a user is checked with it."""
     if not condition:
         raise UserError(message)
+
+
+@contextmanager
+def explain_errors(problem: str, fix: str) -> Iterator[None]:
+    """Turn whatever is raised in this block into a UserError with its words. For files that may come from anywhere: the
+    libraries that read them raise a dozen kinds of errors for damaged ones."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"{problem}: {e}") from None
+    except Exception as e:
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise UserError(f"{problem} ({reason}); {fix}") from None
 
 
 # ------------------------------------------------------------------------- start and end of a process
@@ -161,9 +174,16 @@ def env_rank() -> int:
 
 
 def print0(*args: object) -> None:
-    """Print on rank 0 only, without control codes, flushed at once."""
-    if env_rank() == 0:
+    """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
+    full disk nor a terminal that is gone ends a run."""
+    if env_rank() > 0:
+        return
+    try:
         print(printable(" ".join(map(str, args))), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 # ------------------------------------------------------------------------- units

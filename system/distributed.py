@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 from zlib import crc32
 
@@ -96,19 +95,16 @@ class Runtime:
         return values
 
     def check_equal(self, facts: dict[str, str], fix: str) -> None:
-        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs, and
-        which ranks have which value: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call
-        it."""
-        hosts, every_fact = zip(*self.gather((socket.gethostname(), facts)), strict=True)
+        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs from
+        rank 0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call it."""
+        found = self.gather((socket.gethostname(), facts))
+        host_0, facts_0 = found[0]
         differences = []
-        for name in dict.fromkeys(chain(*every_fact)):
-            ranks_by_value: dict[str, list[str]] = {}
-            for rank, its_facts in enumerate(every_fact):
-                value = its_facts.get(name, "none")
-                ranks_by_value.setdefault(value, []).append(f"{rank} ({hosts[rank]})")
-            if len(ranks_by_value) > 1:
-                values = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items()]
-                differences.append(f"{name} is {', but '.join(values)}")
+        for rank, (host, its_facts) in enumerate(found):
+            for name in facts_0 | its_facts:
+                value_0, value = facts_0.get(name), its_facts.get(name)
+                if value != value_0:
+                    differences.append(f"{name} is {value_0} on rank 0 ({host_0}), but {value} on rank {rank} ({host})")
         require(not differences, f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
 
 
@@ -134,8 +130,6 @@ def session(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    problem = f"--device {device} is one device, which ranks cannot share"
-    require(ranks_here == 1 or ":" not in device, f"{problem}; use --device {device.partition(':')[0]}")
     dev = machine.choose_device(device, local_rank)
     rt = Runtime(dev, torch.float32, env_rank(), world_size)
 

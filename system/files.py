@@ -71,24 +71,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Where the file system has no flock, as on some Lustre mounts, the file itself is the lock, and names its process:
     filelock takes over that of a process of this machine that has died.
     """
-    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
-    except (PermissionError, FileExistsError, NotADirectoryError) as e:
-        raise UserError(f"cannot write to {folder}: {e.strerror}; choose another folder") from None
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{folder} is not a folder; choose another") from None
     except Timeout:
         left = f", or remove {folder}/.lock if that process is gone" if isinstance(lock, SoftFileLock) else ""
         problem = f"{folder} is in use by another process"
         raise UserError(f"{problem}; wait for it or choose another folder{left}") from None
     try:
         yield
-    except BaseException:
-        # A mistyped --out-dir should not leave an empty folder.
-        if is_new and os.listdir(folder) == [".lock"]:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
     finally:
         lock.release()
 

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import platform
-import re
 import resource
 import shutil
 import subprocess
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from torch.utils._pytree import tree_map_only
 
 from system.cli import UserError, env_rank, print0, require
 
@@ -112,7 +112,13 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     problem = f"rank {env_rank()} needs cuda:{index} but this machine has {count} GPUs"
     require(index < count, f"{problem}; use --nproc_per_node={count}")
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as e:
+        fix = f"for a card older than Turing: {OLDER_DRIVER_COMMAND}"
+        raise UserError(f"torch {torch.__version__} cannot use the {device_name(device)} ({e!s:.99}); {fix}") from None
+    return device
 
 
 def device_name(device: torch.device) -> str:
@@ -133,16 +139,10 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
-    # Only Linux lists the CPU's features in a file; elsewhere float32 is used.
-    try:
-        with open("/proc/cpuinfo") as f:
-            flags = f.read()
-    except OSError:
-        return False
-    return any(re.search(rf"\b{flag}\b", flags) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def supported_dtypes(device: torch.device) -> list[torch.dtype]:
@@ -241,22 +241,18 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def copy_to_host(tree: Any, copies: dict) -> Any:
-    """Copy nested containers, with every tensor in host memory. `copies` has the tensors that are copied already:
-    entries that share storage, such as a tied head and its embedding, also share it in the copy and in the file."""
-    # The copy is detached: it must not keep a graph alive.
-    if isinstance(tree, torch.Tensor):
-        key = (tree.data_ptr(), tree.shape, tree.dtype, str(tree.device))
+def copy_to_host(tree: Any) -> Any:
+    """Copy nested containers, with every tensor in host memory. Entries that share storage, such as a tied head and its
+    embedding, also share it in the copy and in the file."""
+    copies = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.data_ptr(), tensor.shape, tensor.device)
         if key not in copies:
-            copies[key] = tree.detach().to("cpu", copy=True)
+            copies[key] = tensor.detach().to("cpu", copy=True)  # detached: it must not keep a graph alive
         return copies[key]
 
-    # Containers are copied as they are, because training continues to change the originals.
-    if isinstance(tree, dict):
-        return {key: copy_to_host(value, copies) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [copy_to_host(value, copies) for value in tree]
-    return tree
+    return tree_map_only(torch.Tensor, copy, tree)
 
 
 # ------------------------------------------------------------------------- compiler and versions
@@ -265,6 +261,9 @@ def copy_to_host(tree: Any, copies: dict) -> Any:
 def missing_compiler(device: torch.device) -> str:
     """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++, for a GPU Triton's
     launchers are C; both include Python's headers."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
+        return "support for GPUs before Volta in Triton"
+
     # Which compiler is needed, and whether one is on PATH. An environment variable may name it, as in CXX=clang++.
     if device.type == "cpu":
         names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"

@@ -63,9 +63,7 @@ def test_the_train_state_comes_back(tmp_path):
         assert state["model_file"] == tmp_path / "model_00007.pt"
 
 
-@pytest.mark.parametrize(
-    "change", [{"max_steps": 10**400}, {"max_steps": 0}, {"step": -1}, {"evaluated": None}], ids=str
-)
+@pytest.mark.parametrize("change", [{"max_steps": 10**400}, {"max_steps": 0}, {"step": -1}, {"data": None}], ids=str)
 def test_a_train_state_of_another_kind_is_refused(tmp_path, change):
     """A step that is impossible, or an entry of another type."""
     save(tmp_path, 7)

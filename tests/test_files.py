@@ -88,18 +88,6 @@ def test_a_folder_is_one_process_until_it_is_killed(tmp_path, start_script):
         pass
 
 
-def test_an_error_leaves_no_empty_folder(tmp_path):
-    """As of a mistyped --out-dir. What was written stays."""
-    (tmp_path / "old").mkdir()
-    for name in ("typo", "old", "used"):
-        with pytest.raises(UserError), lock_folder(tmp_path / name):
-            if name == "used":
-                (tmp_path / name / "file").touch()
-            raise UserError
-
-    assert sorted(os.listdir(tmp_path)) == ["old", "used"]
-
-
 # ------------------------------------------------------------------------- room
 
 

@@ -36,7 +36,7 @@ from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
-from training import convert, hellaswag_eval, resume
+from training import convert, hellaswag_eval, resume, schedule
 from training.metrics import RunState
 from training.open_model import open_model
 from training.step import TrainStep
@@ -94,12 +94,12 @@ def read_optim(path: Path) -> bytes:
     cfg = parse_config("quickstart", *TINY_FLAGS, "--out-dir", path.parent, "--resume", "auto")
     saved = resume.find_checkpoint(cfg)
     assert saved
-    cfg, model = resume.open_network(cfg, CPU, saved)
-    run = RunState.from_state_dict(saved, cfg.max_steps, saved["data"])
+    cfg, model = resume.open_network(cfg, saved)
+    run = RunState(cfg.max_steps, saved["data"], saved["step"])
     resume.check_drift(cfg, saved, run)
     train_step = TrainStep(cfg, CPU, model, saved)
     state = to_bytes(train_step.state_dict())
-    train_step.set_learning_rates(run.step, run.max_steps)
+    schedule.set_learning_rates(train_step.optimizers, run.step, run.max_steps, cfg)
     sum(p.sum() for p in model.parameters()).backward()
     train_step.update()
     return state
@@ -119,8 +119,8 @@ FORMATS = {
     "data/toy_train_000001.npy": read_data,
     "data/manifest.json": read_data,
     "bin/toy_train_000001.bin": read_data,
-    "run/metrics.jsonl": lambda path: plots.read_run(path.parent, "C0"),
-    "run/config.json": lambda path: plots.read_run(path.parent, "C0"),
+    "run/metrics.jsonl": lambda path: plots.read_curves(path.parent),
+    "run/config.json": lambda path: plots.read_curves(path.parent),
     "rows/rows.jsonl": hellaswag_eval.load_examples,
     "text/a.jsonl": read_documents,
     "text/a.parquet": read_documents,

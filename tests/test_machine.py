@@ -51,11 +51,22 @@ def test_a_rank_has_the_gpu_of_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
     assert machine.choose_device("auto", local_rank=1) == torch.device("cuda", 1)
     assert machine.choose_device("cuda:0", local_rank=1) == torch.device("cuda", 0)
     assert used == [1, 0]
     with pytest.raises(UserError, match="cuda:2"):
         machine.choose_device("auto", local_rank=2)
+
+    def fail(size, device):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    # torch finds a V100, but was built without code for it.
+    monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
+    with pytest.raises(UserError, match=r"V100 .*no kernel image.*TORCH_BUILD=cu126"):
+        machine.choose_device("auto")
 
 
 @pytest.mark.parametrize("version, device", [("2.13.1", "cpu"), ("2.14.0", "mps")])
@@ -67,8 +78,11 @@ def test_a_mac_gpu_needs_a_torch_that_is_right(monkeypatch, version, device):
 
 @pytest.mark.parametrize("device, programs, missing", [
     ("cpu", ["gcc"], "g++"), ("cpu", ["my++"], ""), ("cuda", ["g++", "my++"], "gcc"), ("cuda", ["gcc"], ""),
+    ("cuda:6", ["gcc"], "Volta"),
 ])  # fmt: skip
 def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, programs, missing):
+    """The sixth GPU is a GTX 1080."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1) if device.index == 6 else (7, 0))
     monkeypatch.setenv("CXX", "my++")
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})

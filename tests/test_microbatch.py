@@ -8,7 +8,7 @@ from helpers import CPU, parse_config
 
 from model import GPT
 from system.cli import UserError
-from training import microbatch, step
+from training import microbatch, schedule, step
 from training.presets import PRESETS
 from training.step import TrainStep
 
@@ -100,7 +100,7 @@ def test_the_passes_leave_no_trace(tiny_args):
             assert all(p.grad is None for p in train_step.model.parameters())
         for number in range(2):
             train_step.compute_gradients(batch)
-            train_step.set_learning_rates(number, 12)
+            schedule.set_learning_rates(train_step.optimizers, number, 12, cfg)
             train_step.update()
         return train_step.weights.state_dict()
 

@@ -257,7 +257,7 @@ def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, run_rank
     output = run_ranks(2, "train_gpt2.py", *flags, prepare=prepare, fails=True)
 
     assert named in output
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def change_a_weight_of_rank_1() -> None:

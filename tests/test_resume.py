@@ -15,7 +15,6 @@ from system.cli import UserError
 from system.files import lock_folder
 from training import checkpoint, evaluator
 from training.open_model import open_model
-from training.step import TrainStep
 from training.stop import StopRequest
 
 # ------------------------------------------------------------------------- stopped and resumed
@@ -30,11 +29,11 @@ INTERRUPTIONS = [
     (evaluator, "to_device", 3, 0),
     (evaluator.Evaluator, "sample_text", 1, 1),
     # after the ranks have agreed on step 2: step 3 is the next to look, and step 4 the next to be saved
-    (TrainStep, "set_learning_rates", 2, 4),
+    (train_gpt2, "set_learning_rates", 2, 4),
     # in the last batch of an evaluation
     (evaluator, "to_device", 8, 4),
     # after the last step before an evaluation: the evaluation is the next to look, before its first batch
-    (TrainStep, "set_learning_rates", 4, 8),
+    (train_gpt2, "set_learning_rates", 4, 8),
     # in the evaluation of the last step: nothing but that is left
     (evaluator, "to_device", 10, 12),
 ]

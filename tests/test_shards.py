@@ -49,7 +49,7 @@ def test_a_shard_is_numpys_or_llm_cs_file(tmp_path, suffix, expected):
 
 
 @pytest.mark.parametrize("name, content, value", [
-    ("cut.npy", NPY[:-1], "70,000 tokens"),
+    ("cut.npy", NPY[:-1], "file size"),
     ("float.npy", make_npy(np.ones(10, np.float32)), "float32"),
     ("swapped.npy", make_npy(np.ones(10, ">u2")), ">u2"),
     ("square.npy", make_npy(np.ones((5, 2), np.uint16)), "(5, 2)"),
@@ -94,7 +94,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 def test_reading_stops_at_the_limit():
     chunks = iter([Chunk(["a b c"], [True], 0)] * 9)  # of 4 tokens, with EOT
-    list(shards.fill_shards(chunks, Manifest({}, "npy", 4, limit_tokens=8), lambda _: None))
+    list(shards.fill_shards(chunks, Manifest({}, "npy", 4, limit_tokens=8)))
     assert len(list(chunks)) == 6
 
 
@@ -104,11 +104,10 @@ def test_reading_stops_at_the_limit():
 def hostile_manifests(good):
     """Yields texts of manifests that must be refused: `good` with one harm each, or no manifest at all."""
     yield from ("", "[]", "{}")
-    for key, value in (("extra", 1), ("version", 2), ("tokenizer", "gpt4"), ("format", "pt"), ("source", [])):
+    for key, value in (("extra", 1), ("version", 2), ("tokenizer", "gpt4"), ("format", "pt")):
         yield json.dumps({**good, key: value})
 
-    # A shard twice; names that lead elsewhere; hashes that are none.
-    yield json.dumps({**good, "shards": good["shards"] + good["shards"][:1]})
+    # Names that lead elsewhere; hashes that are none.
     for key, values in {
         "file": ["../x_train_000001.npy", "/x_train_000001.npy", "a\\x_train_000001.npy", "manifest.json", "", None, 3,
                  "x_train_000001.npy\n", "x\0_train_000001.npy"],
@@ -116,12 +115,6 @@ def hostile_manifests(good):
     }.items():  # fmt: skip
         for value in values:
             yield json.dumps({**good, "shards": [{**good["shards"][0], key: value}]})
-
-    # A source whose fields are no text, and whose files lead elsewhere.
-    for key in ("name", "subset", "column", "revision"):
-        yield json.dumps({**good, "source": {**good["source"], key: 3}})
-    for path in ("../a", "/etc/passwd", "a/../../b", "..", "", "a\\b", "a\0b", None, 7):
-        yield json.dumps({**good, "source": {**good["source"], "files": [{"path": path, "bytes": 1}]}})
 
 
 def test_hostile_manifests_are_refused(tmp_path):
@@ -160,11 +153,7 @@ def test_verify_checks_ids_and_completeness(tmp_path):
     shards.write_manifest(folder, replace(manifest, complete=False))
     assert len(shards.verify(folder)) == 1
 
-    # A manifest that lies about the number of tokens; then none, and an id above the vocabulary.
-    first = replace(manifest.shards[0], tokens=999)
-    shards.write_manifest(folder, replace(manifest, shards=[first, *manifest.shards[1:]]))
-    (problem,) = shards.verify(folder)
-    assert "1000" in problem and "999" in problem
+    # Without a manifest, an id above the vocabulary.
     (folder / "manifest.json").unlink()
     assert shards.verify(folder) == []
     shards.write_shard(folder / manifest.shards[0].file, np.array([50256, 50257]))

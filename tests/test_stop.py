@@ -27,6 +27,18 @@ def test_a_time_limit_of_zero_is_none(limit, is_over):
     assert request.is_requested() == is_over
 
 
+@pytest.mark.parametrize("before, noted", [(signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)], ids=["plain", "nohup"])
+def test_a_closed_terminal_asks_for_a_stop(before, noted):
+    """Unless it is ignored: under nohup training goes on."""
+    request, own = StopRequest(), signal.signal(signal.SIGHUP, before)
+    try:
+        with request.handle_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, own)
+    assert request.signal == noted
+
+
 def signal_rank_1_in(module, name) -> None:
     """A `prepare` for ranks of which the second gets a SIGTERM whenever it calls this function."""
     function = getattr(sys.modules[module], name)
@@ -56,7 +68,6 @@ def test_signal_to_one_rank_ends_all_before_a_step(tiny_args, tmp_path, run_rank
 
     assert "another rank" in output and output.count("a call of") == 1  # and no second batch
     assert count_lines(run / "metrics.jsonl") == 0
-    assert not checkpoint.read_train_state(run)["evaluated"]
     train_quickstart(flags, run, "--resume", "auto")
     assert [line.keys() >= {"val_loss", "hellaswag_acc"} for line in load_metrics(run)] == [True, True]
 

@@ -232,6 +232,19 @@ def test_the_budget_is_the_time_limit_of_all_starts(pod):
     assert "--gpu-hour-usd 2.5" in pod.read("starts")
 
 
+def test_the_budget_ends_a_trainer_that_hangs(rented):
+    """Half an hour past the budget, here at once. Nothing is restarted once the budget is over."""
+    shorter = '#!/bin/bash\n[[ $4 != 9000 ]] || set -- "${@:1:3}" 0.3 "${@:5}"\nexec /usr/bin/timeout "$@"\n'
+    rented.add_tool("timeout", shorter)
+    rented.start(BUDGET_USD="10", GPU_HOUR_USD="2.5", PLAN="hang")
+    assert "ended early" in rented.wait_until_ended()
+    assert rented.read("removed") == "pod delete pod7\n"
+
+    rented.start(BUDGET_USD="0.0001", GPU_HOUR_USD="2.5", PLAN="crash", check=False)
+    rented.wait_until_ended()
+    assert len(rented.read("starts").splitlines()) == 2
+
+
 # ------------------------------------------------------------------------- push, and give the machine back
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from system.cli import UserError, print0, require
+from system.cli import explain_errors, print0, require
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
@@ -88,21 +88,15 @@ def read_jsonl(path: Path, field: str) -> Texts:
     """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped."""
     with open_decompressed(path) as file:
         for number, line in enumerate(file, 1):
-            if not line.isspace():
-                yield parse_line(line, field, number), True
-
-
-def parse_line(line: bytes, field: str, number: int) -> str:
-    """The text in `field` of the JSON object in a line."""
-    try:
-        text = json.loads(line)[field]
-        if text is None:
-            return ""
-        # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    except Exception:
-        problem = f"line {number} is not an object with text in {field!r}: {line[:80]!r}"
-        raise UserError(f"{problem}; choose another field with --text-column") from None
+            if line.isspace():
+                continue
+            problem = f"line {number} is not an object with text in {field!r}: {line[:80]!r}"
+            with explain_errors(problem, "choose another field with --text-column"):
+                text = json.loads(line)[field]
+                text = "" if text is None else text
+                # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            yield text, True
 
 
 def read_text(path: Path, _column: str) -> Texts:
@@ -110,20 +104,17 @@ def read_text(path: Path, _column: str) -> Texts:
     pending = ""  # text after the last cut
     begins = True
     with open_text(path) as file:
-        while block := file.read(CHUNK_BYTES):
+        while block := file.read(PIECE_CHARACTERS):
             if begins and SEPARATOR in block:
                 fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
                 print0(f"warning: {path} has {SEPARATOR} in it, which is read as text; {fix}")
-
-            # A long text without spaces has no cut yet: searching all of it again would take quadratic time.
-            searched = max(0, len(pending) - 1)
-            pending += block
-            start = 0
-            while cut := SAFE_CUT.search(pending, max(start + PIECE_CHARACTERS, searched)):
-                yield pending[start : cut.end()], begins
-                begins = False
-                start = cut.end()
-            pending = pending[start:]
+            cut = SAFE_CUT.search(block)
+            if not cut:  # a long text without spaces
+                pending += block
+                continue
+            yield pending + block[: cut.end()], begins
+            pending = block[cut.end() :]
+            begins = False
     yield pending, begins
 
 
@@ -131,18 +122,14 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
     """A file of UTF-8 text with `separator` between its documents. Line breaks beside it belong to it; a document
     without text is left out. The longest document has to fit into memory."""
     pending = ""  # text after the last separator
-    is_split = False
     with open_text(path) as file:
         while block := file.read(CHUNK_BYTES):
             *ended, pending = (pending + block).split(separator)
-            is_split |= bool(ended)
             for document in ended:
                 if document := document.strip("\r\n"):
                     yield document, True
     if document := pending.strip("\r\n"):
         yield document, True
-        if not is_split:
-            print0(f"warning: {path} has no {separator!r}, so it is one document")
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
@@ -246,8 +233,5 @@ def read_file(path: Path, index: int, column: str, split_on: str | None = None) 
     reader = choose_reader(path)
     if split_on and reader is read_text:
         reader = partial(read_separated_text, split_on)
-    try:
+    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
         yield from make_chunks(reader(path, column), index)
-    except Exception as e:  # every library raises errors of its own for a damaged file
-        reason = " ".join(str(e).split())[:500]
-        raise UserError(f"cannot read {path}: {reason}") from e

@@ -178,8 +178,7 @@ class Loader:
         # tokens themselves are read later.
         self.paths = shards.find_shards(data_dir, split)
         self.tokens = [shards.count_tokens(path) for path in self.paths]
-        self.manifest = shards.read_manifest(data_dir)
-        self.sha256 = {shard.file: shard.sha256 for shard in self.manifest.shards} if self.manifest else {}
+        self.sha256 = shards.read_hashes(data_dir)
 
         # A sequence needs one token more than T, the last target; n tokens hold (n - 1) // T sequences.
         sequences_per_shard = [max(0, n - 1) // T for n in self.tokens]

@@ -16,20 +16,20 @@ fineweb_train_000001.bin. Every header is checked against the file's size, and n
 """
 
 import hashlib
-import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from system.cli import UserError, require
+from system.cli import UserError, explain_errors, require
 from system.files import atomic_write
 from tokens.documents import Chunk
-from tokens.prefetch import prefetch
 from tokens.tokenizer import EOT, bulk_encoder
 
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
@@ -38,14 +38,11 @@ MANIFEST = "manifest.json"
 SHARD_NAME = re.compile(
     r"(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?\.(npy|bin)"
 )
-# A path that stays inside its folder: not absolute, without ".." and without control characters or backslashes.
-RELATIVE_PATH = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0-\x1f\x7f-\x9f\\]+")
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR_FOLDER = "run the command that made or pulled the folder again"
 REPAIR = f"remove it, and {REPAIR_FOLDER}"
 BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
 BIN_HEADER_WORDS = 256  # of int32
-MAX_HEADER_BYTES = 1 << 16  # more than numpy accepts, whatever length a header states
 
 
 # ------------------------------------------------------------------------- which files
@@ -70,10 +67,9 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
     the manifest is missing."""
     paths = shard_files(data_dir)
-    manifest = read_manifest(data_dir)
-    for shard in manifest.shards if manifest else []:
-        is_there = Path(data_dir, shard.file).is_file()
-        require(is_there, f"{data_dir} has no {shard.file}, which {MANIFEST} lists; {REPAIR_FOLDER}")
+    for name in read_hashes(data_dir):
+        is_there = Path(data_dir, name).is_file()
+        require(is_there, f"{data_dir} has no {name}, which {MANIFEST} lists; {REPAIR_FOLDER}")
     paths = [path for path in paths if SHARD_NAME.fullmatch(path.name)["split"] == split]
     fix = "name a folder that fineweb.py has made"
     require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
@@ -83,60 +79,40 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
 # ------------------------------------------------------------------------- one file
 
 
-def parse_npy_header(head: bytes) -> tuple[int, int]:
-    """(byte offset of the first token, number of tokens) that numpy's header states. It is parsed as literals."""
-    header = io.BytesIO(head)
-    version = np.lib.format.read_magic(header)
-    require(version == (1, 0), f"its version is {version}, not the one that numpy writes")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-    is_token_array = dtype == np.dtype("<u2") and len(shape) == 1
-    require(is_token_array, f"it holds {dtype} of shape {shape}, not uint16 with one dimension")
-    return header.tell(), int(shape[0])
-
-
-def make_npy_header(tokens: np.ndarray) -> bytes:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
-    return header.getvalue()
-
-
-def parse_bin_header(head: bytes) -> tuple[int, int]:
-    """(byte offset of the first token, number of tokens) that llm.c's header states."""
-    words = np.frombuffer(head[: 4 * BIN_HEADER_WORDS], dtype="<i4")
-    found = words[:2].tolist()
+def map_bin(path: Path) -> np.memmap:
+    """The tokens of llm.c's format, as np.load maps those of numpy's."""
+    header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
+    found = header[:2].tolist()
     require(found == [BIN_MAGIC, BIN_VERSION], f"its first words are {found}, not {[BIN_MAGIC, BIN_VERSION]}")
-    return 4 * BIN_HEADER_WORDS, int(words[2])
+    return np.memmap(path, "<u2", "r", header.nbytes, int(header[2]))
 
 
-def make_bin_header(tokens: np.ndarray) -> bytes:
-    words = np.zeros(BIN_HEADER_WORDS, dtype="<i4")
-    words[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
-    return words.tobytes()
+def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
+    header = np.zeros(BIN_HEADER_WORDS, "<i4")
+    header[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
+    file.write(header)
+    file.write(tokens)
 
 
-FORMATS = {".npy": (parse_npy_header, make_npy_header), ".bin": (parse_bin_header, make_bin_header)}
+# How a format is mapped, and how it is written.
+FORMATS = {".npy": (partial(np.load, mmap_mode="r"), np.save), ".bin": (map_bin, write_bin)}
 
 
-def parse_header(path: Path, head: bytes, size: int) -> tuple[int, int]:
-    """(byte offset of the first token, number of tokens) of a complete shard of `size` bytes. Raises UserError."""
-    try:
-        parse, _ = FORMATS[path.suffix]
-        offset, count = parse(head)
-        expected = offset + 2 * count
-        promise = f"its header promises {count:,} tokens ({expected:,} bytes) but it has {size:,} bytes"
-        require(count > 0 and size == expected, promise)
-    except Exception as e:  # numpy raises a dozen kinds for headers that are damaged
-        rule = "a shard is a uint16 .npy with one dimension, or an llm.c .bin"
-        raise UserError(f"{path} is not a shard: {str(e)[:300]} ({rule}); {REPAIR}") from None
-    return offset, count
+def map_shard(path: Path) -> np.memmap:
+    """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
+    with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", REPAIR):
+        map_tokens, _ = FORMATS[path.suffix]
+        tokens = map_tokens(path)
+        require(tokens.dtype == "<u2" and tokens.ndim == 1, f"it holds {tokens.dtype} of shape {tokens.shape}")
+        size = path.stat().st_size
+        promise = f"its header promises {len(tokens):,} tokens but it has {size:,} bytes"
+        require(len(tokens) and size == tokens.offset + tokens.nbytes, promise)
+    return tokens
 
 
 def count_tokens(path: str | Path) -> int:
     """Number of tokens in a shard, from its header, checked against the file's size. Raises UserError."""
-    path = Path(path)
-    with open(path, "rb") as f:
-        head = f.read(MAX_HEADER_BYTES)
-    return parse_header(path, head, path.stat().st_size)[1]
+    return len(map_shard(Path(path)))
 
 
 def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
@@ -146,8 +122,8 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     Not memory-mapped: a mapped file that is truncated, or whose volume fails, ends the process with SIGBUS.
     """
     path = Path(path)
+    offset = map_shard(path).offset
     data = path.read_bytes()
-    offset, _ = parse_header(path, data[:MAX_HEADER_BYTES], len(data))
     # A bit that flipped on disk leaves the size as it was: only the hash can tell.
     if sha256:
         actual = hashlib.sha256(data).hexdigest()
@@ -158,19 +134,12 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
     """Write (n,) token ids as .npy or .bin, by suffix, all or nothing; returns the sha256 of the file."""
     path = Path(path)
-    tokens = np.ascontiguousarray(tokens)
-    assert tokens.ndim == 1 and 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
-    tokens = tokens.astype("<u2", copy=False)
-
-    # Write and hash from memory: the file is not read again.
-    _, make_header = FORMATS[path.suffix]
-    header = make_header(tokens)
+    assert 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
+    _, write = FORMATS[path.suffix]
     with atomic_write(path) as f:
-        f.write(header)
-        f.write(tokens.data)
-    digest = hashlib.sha256(header)
-    digest.update(tokens.data)
-    return digest.hexdigest()
+        write(f, tokens.astype("<u2", copy=False))
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -> None:
@@ -224,36 +193,27 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     if not path.exists():
         return None
     content = path.read_bytes()
-    try:
+    with explain_errors(f"{path} is not a manifest of this program", "move it away, or get the folder again"):
         # A missing or unknown field is an error of the dataclass.
         raw = json.loads(content)
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-        check_manifest(manifest)
-    except Exception as e:  # of many kinds for content that is not a manifest
-        problem = f"{path} is not a manifest of this program ({type(e).__name__}: {str(e)[:300]})"
-        raise UserError(f"{problem}; move it away, or get the folder again") from None
+        is_known = manifest.version == 1 and manifest.tokenizer == "gpt2" and f".{manifest.format}" in FORMATS
+        require(is_known, "only version 1, tokenizer gpt2 and the formats npy and bin are supported")
+        for shard in manifest.shards:
+            require(SHA256.fullmatch(shard.sha256) and SHARD_NAME.fullmatch(shard.file), "a shard is malformed")
     return manifest
 
 
-def check_manifest(manifest: Manifest) -> None:
-    """Raise UserError, or another error for fields of the wrong type, unless every field that is used is usable."""
-    is_known = manifest.version == 1 and manifest.tokenizer == "gpt2" and f".{manifest.format}" in FORMATS
-    require(is_known, "only version 1, tokenizer gpt2 and the formats npy and bin are supported")
-    names = [shard.file for shard in manifest.shards]
-    require(len(set(names)) == len(names), "a shard is listed twice")
-    for shard in manifest.shards:
-        require(SHA256.fullmatch(shard.sha256) and SHARD_NAME.fullmatch(shard.file), "a shard is malformed")
-    for file in manifest.source["files"]:
-        require(RELATIVE_PATH.fullmatch(file["path"]), "the path of a source file leads out of the folder")
-    for key in ("name", "subset", "column", "revision"):
-        require(isinstance(manifest.source[key], str), f"{key} of the source is not text")
+def read_hashes(data_dir: str | Path) -> dict[str, str]:
+    """{file: sha256} of the shards in a folder's manifest; empty without a manifest."""
+    manifest = read_manifest(data_dir)
+    return {shard.file: shard.sha256 for shard in manifest.shards} if manifest else {}
 
 
 def fingerprint(data_dir: str | Path) -> str:
     """Short hash of a folder's contents: names, token counts and, from a manifest, sha256s. Reads only headers."""
-    manifest = read_manifest(data_dir)
-    sha256_by_file = {shard.file: shard.sha256 for shard in manifest.shards} if manifest else {}
-    rows = [(path.name, count_tokens(path), sha256_by_file.get(path.name)) for path in shard_files(data_dir)]
+    hashes = read_hashes(data_dir)
+    rows = [(path.name, count_tokens(path), hashes.get(path.name)) for path in shard_files(data_dir)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
@@ -263,18 +223,14 @@ def verify(data_dir: str | Path) -> list[str]:
     manifest = read_manifest(data_dir)
     paths = {path.name: path for path in shard_files(data_dir)}
     require(paths or manifest, f"{data_dir} has no shard")
-    listed = {shard.file: shard for shard in manifest.shards} if manifest else {}
-    problems = [f"{Path(data_dir) / name} is missing" for name in listed if name not in paths]
+    hashes = read_hashes(data_dir)
+    problems = [f"{Path(data_dir) / name} is missing" for name in hashes if name not in paths]
     if manifest and not manifest.complete:
         problems.append(f"{MANIFEST} is not finished; run the same fineweb.py command again")
     for name, path in paths.items():
-        shard = listed.get(name)
         try:
-            require(shard or not manifest, f"{path} is not in {MANIFEST}; move it away")
-            tokens = read_shard(path, shard and shard.sha256)
-            check_ids(tokens, path)
-            stated = shard.tokens if shard else len(tokens)
-            require(len(tokens) == stated, f"{path} has {len(tokens)} tokens, but {MANIFEST} says {stated}")
+            require(name in hashes or not manifest, f"{path} is not in {MANIFEST}; move it away")
+            check_ids(read_shard(path, hashes.get(name)), path)
         except UserError as e:
             problems.append(str(e))
     return problems
@@ -305,20 +261,17 @@ def encode(encoder, chunk: Chunk) -> np.ndarray:
     return np.insert(np.asarray(encoded.content.data, np.uint16), offsets[np.array(chunk.begins)], EOT)
 
 
-def fill_shards(
-    chunks: Iterable[Chunk], manifest: Manifest, report: Callable[[int], None]
-) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
+def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
     """The shards after those of the manifest, up to its limit_tokens: the tokens (n,) uint16 and the `end` of each."""
     encoder = bulk_encoder()
-    done = sum(shard.tokens for shard in manifest.shards)
-    limit = manifest.limit_tokens or sys.maxsize
+    left = (manifest.limit_tokens or sys.maxsize) - sum(shard.tokens for shard in manifest.shards)
     skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file that shards have
-    shard = np.empty(min(manifest.shard_tokens, limit), np.uint16)
+    shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
     filled = 0
     end = {"file": -1, "token": 0}  # how far the stream has been cut
 
     for chunk in chunks:
-        if done >= limit:
+        if left <= 0:
             break
         ids = encode(encoder, chunk)
         if chunk.file != end["file"]:
@@ -326,44 +279,34 @@ def fill_shards(
         skipped = min(skip, len(ids))
         skip -= skipped
         end["token"] += skipped
-        ids = ids[skipped : skipped + limit - done]
+        ids = ids[skipped : skipped + left]
         while len(ids):
             # What fits into this shard, and the rest.
             part, ids = np.split(ids, [len(shard) - filled])
             shard[filled : filled + len(part)] = part
             filled += len(part)
-            done += len(part)
+            left -= len(part)
             end["token"] += len(part)
             if filled == len(shard):
                 yield shard, dict(end)
                 shard = np.empty_like(shard)  # the last one may still be written
                 filled = 0
-        report(done)
 
     # The rest of the stream makes a last, shorter shard.
     if filled:
         yield shard[:filled], end
 
 
-def write_shards(
-    chunks: Iterable[Chunk], out: Path, name: str, manifest: Manifest, report: Callable[[int], None]
-) -> Manifest:
-    """Tokenize chunks into shards NAME_val_000000, NAME_train_000001, ... in the folder `out`.
-
-    chunks: begin with the file in which the last shard of `manifest` ends.
-    manifest: of the shards that exist; new ones are appended, up to its limit_tokens.
-    report: is called after each chunk with the number of tokens so far.
-    Returns the manifest with the new shards. Raises OSError if a shard cannot be written.
-    """
-    for tokens, end in prefetch(fill_shards(chunks, manifest, report), 1):
-        # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists
-        # the shard, and it is written again.
-        index = len(manifest.shards)
-        split = "train" if index else "val"
-        path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
-        sha256 = write_shard(path, tokens)
-        documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT
-        shard = Shard(path.name, len(tokens), documents, sha256, end)
-        manifest = replace(manifest, shards=[*manifest.shards, shard])
-        write_manifest(out, manifest)
+def add_shard(out: Path, name: str, manifest: Manifest, tokens: np.ndarray, end: dict[str, int]) -> Manifest:
+    """Write the next shard, NAME_val_000000 or NAME_train_000001, ..., and the manifest, which is returned with it."""
+    # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists the
+    # shard, and it is written again.
+    index = len(manifest.shards)
+    split = "train" if index else "val"
+    path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
+    sha256 = write_shard(path, tokens)
+    documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT
+    shard = Shard(path.name, len(tokens), documents, sha256, end)
+    manifest = replace(manifest, shards=[*manifest.shards, shard])
+    write_manifest(out, manifest)
     return manifest

@@ -22,13 +22,12 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 
-from system.cli import UserError, require
+from system.cli import explain_errors, require
 from system.hub_client import open_hub
-from tokens import documents, shards
+from tokens import documents
 from tokens.documents import Chunk
 from tokens.prefetch import prefetch
 
@@ -42,7 +41,6 @@ HUB_DATASETS = {  # name: (dataset, prefix of the paths of its files)
 TEXT_BUILDERS = ("parquet", "json", "csv", "arrow", "text", "webdataset")
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-CONTROL_CHARACTERS = r"[\0-\x1f\x7f-\x9f\\]"
 FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 
 
@@ -72,7 +70,7 @@ def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
         require(are_files, f"--source {pattern}: not a file; give files or globs, or {known}")
         for path in map(Path, matches):
             documents.choose_reader(path)  # raises UserError
-            files[path] = re.sub(CONTROL_CHARACTERS, "_", path.name)  # the manifest's names are printed
+            files[path] = path.name
     return find_common_name(list(files)), files
 
 
@@ -140,8 +138,7 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
         revision = api.dataset_info(repo, expand=["sha"]).sha
         folder = choice["subset"].rpartition("/")[0] or None
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
-        # Folders have no size; a path that leads out of the download folder is left out.
-        sizes = {f.path: f.size for f in tree if hasattr(f, "size") and shards.RELATIVE_PATH.fullmatch(f.path)}
+        sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if is_path:
         paths = sorted(p for p in sizes if p.startswith(choice["subset"]) and p.endswith(".parquet"))
         fix = "give another path, or leave out --subset to stream other formats"
@@ -162,23 +159,11 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
 
 def load_builder(repo: str, config: str, revision: str):
     """The builder of `datasets` for a configuration. It runs no code of the dataset."""
-    with explain_errors(repo):
+    with explain_errors(f"`datasets` cannot read {repo}", "choose another --subset"):
         builder = documents.import_datasets().load_dataset_builder(repo, config or None, revision=revision)
     known = ", ".join(TEXT_BUILDERS)
     require(builder.name in TEXT_BUILDERS, f"the format of {repo} is {builder.name}; text is read from {known}")
     return builder
-
-
-@contextmanager
-def explain_errors(repo: str) -> Iterator[None]:
-    """Turn an error of `datasets` into a UserError with its own words."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as e:  # of many kinds, because anyone may have written the card and the files
-        message = " ".join(str(e).split())[:500]
-        raise UserError(f"`datasets` cannot read {repo} ({type(e).__name__}): {message}") from None
 
 
 # ------------------------------------------------------------------------- the text of a source
@@ -207,7 +192,7 @@ def read_source(source: dict, paths: list[Path], first_file: int, downloads: Pat
 def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
     """Chunks of a split that `datasets` streams, file by file."""
     builder = load_builder(source["name"], source["subset"], source["revision"])
-    with explain_errors(source["name"]):
+    with explain_errors(f"`datasets` cannot read {source['name']}", "choose another --subset"):
         rows = documents.stream_rows(builder, source["split"], source["column"])
         for index in range(first_file, rows.num_shards):
             texts = documents.find_texts(rows.shard(rows.num_shards, index), source["column"])

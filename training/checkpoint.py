@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from model import GPT, GPTConfig
-from system.cli import UserError, print0, require
+from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
 from system.machine import copy_to_host
 from training.metrics import best_step
@@ -62,8 +62,6 @@ TRAIN_STATE_TYPES = {
     "max_steps": int,
     "config": dict,
     "data": str,
-    "record": dict,
-    "evaluated": bool,
     "optimizers": list,
 }
 MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
@@ -139,13 +137,10 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
     weights = content.pop("model")
-    try:
+    fix = "use an earlier checkpoint, or the model.py it was made with"
+    with explain_errors(f"{path}: the weights do not fit the config stored with them", fix):
         config = GPTConfig.from_dict(content["config"])
         return GPT.from_state_dict(config, weights).eval(), content
-    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as e:
-        reason = " ".join(str(e).split())[:300]
-        fix = "use an earlier checkpoint, or the model.py it was made with"
-        raise UserError(f"{path}: the weights do not fit the config stored with them ({reason}); {fix}") from None
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:
@@ -261,7 +256,7 @@ class CheckpointWriter:
         once this has returned. `train` is the train state, whose tensors are copies already (TrainStep.state_dict)."""
         # Training waits for the write before and for this copy. The thread shares no tensor with training.
         self.join()
-        contents = (copy_to_host(model, {}), {"format": FORMAT, **train})
+        contents = (copy_to_host(model), {"format": FORMAT, **train})
         self.thread = threading.Thread(target=self._write, args=(step, *contents))
         self.thread.start()
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from tyro.conf import Suppress
 
 from model import GPTConfig
-from system.cli import UserError, parse_duration, require
+from system.cli import explain_errors, parse_duration, require
 
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
 
@@ -190,12 +190,10 @@ class TrainConfig:
         """The config stored in a checkpoint. Fields unknown to this version are dropped, new ones get defaults. Raises
         UserError for values that are not valid here."""
         # `saved` comes from a file, so it may be anything.
-        try:
+        with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
             values = {name: saved[name] for name in RULES if name in saved}
             values["model"] = GPTConfig.from_dict(saved.get("model", {}))
             return TrainConfig(**values)
-        except Exception as e:
-            raise UserError(f"the config saved in the checkpoint is not valid here: {e!s:.300}") from None
 
 
 # {field: its Rule}

@@ -20,12 +20,9 @@ model.py, wrapped by the class in training/modeling_gpt.py. The weights have the
 A round trip preserves float32 weights bit for bit.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
-import shlex
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,7 +32,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.cli import UserError, require
+from system.cli import explain_errors, require
 from system.hub_client import open_hub
 from tokens import tokenizer
 
@@ -89,7 +86,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     if not folder.is_dir():
         folder = download_model(str(name_or_dir))
 
-    try:
+    with explain_errors(f"{folder} holds no network of model.py", "download or export it again"):
         hf_config = json.loads((folder / "config.json").read_text())
         weights = read_weights(folder)
         if hf_config["model_type"] == CODE_TYPE:
@@ -102,10 +99,6 @@ def load_hf(name_or_dir: str | Path) -> GPT:
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
         weights = {name: weight.float() for name, weight in weights.items()}
         return GPT.from_state_dict(config, weights).eval()
-    except Exception as e:  # json, safetensors, torch, zip and pickle each raise their own kinds
-        reason = " ".join(str(e).split())[:300]
-        problem = f"{folder} holds no network of model.py ({type(e).__name__}: {reason})"
-        raise UserError(f"{problem}; download or export it again") from None
 
 
 def download_model(name: str) -> Path:
@@ -179,20 +172,16 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
         if name in weights:
             weights[name] = weights[name][: config.vocab_size]
 
-    # All or nothing: write into a folder beside the target, then rename it.
     needs_code = not is_gpt2(config)
     save = save_with_code if needs_code else save_gpt2
-    part = out_dir.with_name(f".{out_dir.name}.part")
-    fix = f"if none is running, one was killed: rm -r {shlex.quote(str(part))}"
-    require(not part.exists(), f"{part} is of an export that is not finished; {fix}")
-    part.mkdir(parents=True)
+    out_dir.mkdir(parents=True)
     try:
-        save(config, weights, part)
+        save(config, weights, out_dir)
         if config.vocab_size == VOCAB_SIZE:
-            save_hf_tokenizer(part, config.block_size)
-        part.rename(out_dir)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+            save_hf_tokenizer(out_dir, config.block_size)
+    except BaseException:
+        shutil.rmtree(out_dir)
+        raise
     return needs_code
 
 
@@ -274,17 +263,13 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     from the config in the file. Raises UserError if the file is anything else.
     """
     require(Path(path).is_file(), f"no file {path}")
-    try:
+    with explain_errors(f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"):
         # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
         unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         replaced = [(PickledConfig, name) for name in unsafe_names if name.endswith("Config")]
         with torch.serialization.safe_globals(replaced):
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return build_old(saved)
-    except Exception as e:  # torch raises many kinds of errors for malformed files
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        problem = "is not a build-nanogpt or nanoGPT checkpoint, and nothing in it was run"
-        raise UserError(f"{path} {problem} ({reason})") from None
 
 
 def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:

@@ -87,11 +87,11 @@ class Evaluator:
         sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         idx = torch.tensor([self.prompt], device=rt.device)  # (1, T)
         columns = []  # the new ids, NUM_SAMPLES at a time
-        with rt.autocast():
-            for new_ids in stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES):
-                if stop_requested():
-                    break
-                columns.append(new_ids.tolist())
+        # Without autocast: OpenAI's weights give logits near -100, where bfloat16 steps by 0.5.
+        for new_ids in stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES):
+            if stop_requested():
+                break
+            columns.append(new_ids.tolist())
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
         return "\n".join(f"sample {i}: {text}" for i, text in enumerate(texts))

@@ -33,13 +33,11 @@ because the context, which the endings share, is read once:
       <pad>      x     x    x                         x
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +46,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from model import GPT, GPTConfig, softcap
-from system.cli import UserError, print0, require
+from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
 from tokens import tokenizer
 from training.head import cast_head
@@ -78,20 +76,16 @@ class Example:
 
 
 def render(row: dict) -> Example:
-    """Tokenize one row of the data set. Each ending follows the context after a space."""
+    """Tokenize one row of the data set. Each ending follows the context after a space. Raises KeyError, TypeError or
+    ValueError for anything else."""
     encode = tokenizer.encoding().encode_ordinary
+    context = encode(row["ctx"])
     endings = [encode(" " + ending) for ending in row["endings"]]
-    return Example(encode(row["ctx"]), endings, int(row["label"]))
-
-
-def is_row(row: dict) -> bool:
-    """Whether a row has what `render` needs. Without a context nothing would predict the first token of an ending, and
-    an empty ending has no loss per token."""
-    context, endings = row["ctx"], row["endings"]
-    if not isinstance(endings, list) or len(endings) != NUM_ENDINGS:
-        return False
-    are_texts = all(isinstance(text, str) and text.strip() for text in (context, *endings))
-    return are_texts and str(row["label"]) in ("0", "1", "2", "3")  # the original has numbers, the Hub's copy text
+    label = int(row["label"])  # the original has numbers, the Hub's copy text
+    # Without a context nothing would predict the first token of an ending.
+    if not context or len(endings) != NUM_ENDINGS or label not in range(NUM_ENDINGS):
+        raise ValueError("it has no context, not four endings, or another label than 0 to 3")
+    return Example(context, endings, label)
 
 
 def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Example]:
@@ -100,20 +94,14 @@ def load_examples(path: str | Path = DEFAULT_PATH, limit: int = 0) -> list[Examp
     path = Path(path)
     download_command = f"python hellaswag.py --data {shlex.quote(str(path))}"
     require(path.is_file(), f"no HellaSwag rows at {path}; download them with: {download_command}")
-    numbered_lines = enumerate(path.read_bytes().split(b"\n"), 1)
-    numbered_lines = [(number, line) for number, line in numbered_lines if line.strip()]
+    lines = path.read_bytes().splitlines()
+    require(lines, f"{path} has no rows; remove it and run: {download_command}")
 
     examples = []
-    for number, line in numbered_lines[: limit or None]:
-        try:
-            row = json.loads(line)
-            is_good = is_row(row)
-        except (ValueError, RecursionError, KeyError, TypeError):  # not JSON, or nested very deeply, or no such field
-            is_good = False
-        rule = "must be JSON with 'ctx' (text), 'endings' (four texts) and 'label' (0 to 3)"
-        require(is_good, f"{path} line {number} {rule}; fix it, or remove the file and run: {download_command}")
-        examples.append(render(row))
-    require(examples, f"{path} has no rows; remove it and run: {download_command}")
+    for number, line in enumerate(lines[: limit or None], 1):
+        rule = "is not JSON with 'ctx' (text), 'endings' (four texts) and 'label' (0 to 3)"
+        with explain_errors(f"{path} line {number} {rule}", f"fix it, or remove the file and run: {download_command}"):
+            examples.append(render(json.loads(line)))
     return examples
 
 
@@ -146,14 +134,6 @@ def available_examples(data: str, config: GPTConfig) -> list[Example]:
 # ------------------------------------------------------------------------- batches
 
 
-class PrefixTree(NamedTuple):
-    """An example as one row of a batch; see the picture at the top of this module."""
-
-    length: int  # positions, rounded up to a multiple of LENGTH_MULTIPLE
-    index: int  # which example
-    context: list[int]  # the tokens of its context, cut at the start to fit the model
-
-
 class Batch(NamedTuple):
     """N prefix trees of up to T positions, whose endings have M tokens in all. Tensors of int64 on the CPU."""
 
@@ -166,43 +146,42 @@ class Batch(NamedTuple):
     ending_numbers: torch.Tensor  # (M,): which of the batch's 4 * N endings the target belongs to
 
 
-def plan_batches(examples: list[Example], block_size: int, max_positions: int) -> list[list[PrefixTree]]:
-    """Sort all examples by length and cut them into batches of at most max_positions positions, padding included, or
-    of one example. A context too long for the model loses its beginning."""
-    trees = []
-    for index, example in enumerate(examples):
-        # The context and the longest ending must fit the model together. The ending's last token is not read.
-        longest = max(len(ending) for ending in example.endings)
-        context = example.context[-(block_size + 1 - longest) :]
+def cut_context(example: Example, block_size: int) -> Example:
+    """The example with as much of the end of its context as the model can read together with the longest ending, whose
+    last token is not read."""
+    longest = max(map(len, example.endings))
+    return replace(example, context=example.context[-(block_size + 1 - longest) :])
 
-        # The context is stored once, each ending without its last token.
-        positions = len(context) + sum(len(ending) - 1 for ending in example.endings)
-        length = math.ceil(positions / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        trees.append(PrefixTree(length, index, context))
 
+def row_length(example: Example) -> int:
+    """Positions of an example's row, rounded up: the context once, each ending without its last token."""
+    positions = len(example.context) + sum(len(ending) - 1 for ending in example.endings)
+    return math.ceil(positions / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
+def plan_batches(examples: list[Example], max_positions: int) -> list[list[int]]:
+    """The indices of all examples, in batches of one example or at most max_positions positions, padding included."""
     # Longest first: neighbours have about the same length, and if the first batch fits in memory, all do.
-    trees.sort(key=lambda tree: (tree.length, tree.index), reverse=True)
-
-    # All rows of a batch are as long as its first, whose length decides how many fit.
+    order = sorted(range(len(examples)), key=lambda i: row_length(examples[i]), reverse=True)
     batches = []
-    start = 0
-    while start < len(trees):
-        size = max(1, max_positions // trees[start].length)
-        batches.append(trees[start : start + size])
-        start += size
+    while order:
+        # All rows of a batch are as long as its first, whose length decides how many fit.
+        size = max(1, max_positions // row_length(examples[order[0]]))
+        batches.append(order[:size])
+        order = order[size:]
     return batches
 
 
-def make_batch(trees: list[PrefixTree], examples: list[Example]) -> Batch:
-    """The tensors of one batch of plan_batches."""
-    T = trees[0].length  # the first tree is the longest
+def make_batch(examples: list[Example]) -> Batch:
+    """The tensors of one batch, whose first example is the longest."""
+    T = row_length(examples[0])
     batch = Batch([], [], [], [], [], [], [])  # lists, which are quicker to extend than tensors
-    for row, tree in enumerate(trees):
-        n = len(tree.context)
-        ids = list(tree.context)
+    for row, example in enumerate(examples):
+        n = len(example.context)
+        ids = list(example.context)
         positions = list(range(n))
         parts = [CONTEXT] * n
-        for number, ending in enumerate(examples[tree.index].endings):
+        for number, ending in enumerate(example.endings):
             # What is read of an ending is all but its last token. Its positions continue those of the context.
             start = len(ids)
             ids += ending[:-1]
@@ -253,11 +232,12 @@ def score(
 
     # A GPU needs large batches. A CPU is fastest when a batch and its logits fit in its cache.
     is_gpu = rt.device.type == "cuda"
-    max_positions = 65_536 if is_gpu else 512
-    logits_at_once = 8_192 if is_gpu else 128
+    max_positions = 16_384 if is_gpu else 512
+    logits_at_once = 2_048 if is_gpu else 128
 
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
-    batches = plan_batches(examples, model.config.block_size, max_positions)
+    examples = [cut_context(example, model.config.block_size) for example in examples]
+    batches = plan_batches(examples, max_positions)
     losses = torch.zeros(len(examples), NUM_ENDINGS)
     with torch.no_grad(), rt.autocast():
         head = cast_head(model.lm_head.weight, model.lm_head.bias, model.config.softcap, model.config.vocab_size)
@@ -266,9 +246,9 @@ def score(
             check()
             number = first + rt.rank
             if number < len(batches):
-                trees = batches[number]
-                indices = [tree.index for tree in trees]
-                losses[indices] = batch_losses(model, head, make_batch(trees, examples), rt.device, logits_at_once)
+                indices = batches[number]
+                batch = make_batch([examples[i] for i in indices])
+                losses[indices] = batch_losses(model, head, batch, rt.device, logits_at_once)
 
     # An example's losses are zero on all ranks but one, so the sum is exact.
     return rt.all_reduce(losses.to(rt.device)).cpu()

@@ -18,7 +18,9 @@ import math
 import os
 import secrets
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,17 +95,12 @@ class RunState:
     # Where the run is. `measured` is the line of metrics.jsonl for this step, as far as it is known; `evaluated` says
     # whether the evaluations of this step are done, so that a resumed run does not repeat them.
     step: int = 0
-    measured: dict[str, Any] = field(default_factory=lambda: {"step": 0})
     evaluated: bool = False
-
-    # The newest step saved in this run's folder.
-    last_saved_step: int | None = None
-
-    # The step at which this process started or resumed the run.
-    start_step: int = field(init=False)
+    last_saved_step: int | None = None  # in this run's folder
 
     def __post_init__(self):
-        self.start_step = self.step
+        self.start_step = self.step  # at which this process started or resumed the run
+        self.measured: dict[str, Any] = {"step": self.step}
 
     @property
     def is_at_end(self) -> bool:
@@ -133,22 +130,19 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of a checkpoint's train state that describe the run's progress."""
-        # These names are part of the checkpoint format, `record` and `data` included.
-        return {
-            "step": self.step,
-            "record": dict(self.measured),
-            "evaluated": self.evaluated,
-            "max_steps": self.max_steps,
-            "data": self.data_id,
-        }
-
-    @classmethod
-    def from_state_dict(cls, saved: dict[str, Any], max_steps: int, data_id: str) -> RunState:
-        """The progress that state_dict returned, in a run that may now have another length."""
-        return cls(max_steps, data_id, saved["step"], saved["record"] | {"step": saved["step"]}, saved["evaluated"])
+        return {"step": self.step, "max_steps": self.max_steps, "data": self.data_id}
 
 
 # ------------------------------------------------------------------------- writing
+
+
+@contextmanager
+def losing_metrics() -> Iterator[None]:
+    """A full disk costs lines of the log, but not the run."""
+    try:
+        yield
+    except OSError as e:
+        print0(f"warning: metrics could not be written ({e})")
 
 
 class MetricsLogger:
@@ -164,31 +158,26 @@ class MetricsLogger:
         self.flops_per_token = train_step.model.flops_per_token(self.cfg.sequence_length)
         self.peak_flops = total_peak_flops(self.rt)
         self.start_time = time.monotonic()
-        self.last_print_time = -math.inf
-        self.steps_timed = 0
         self.average_s = 0.0
         if not self.rt.is_main:
             return
 
         # Drop the lines of steps that this run will repeat. The new file replaces the old one at once.
         path = self.cfg.run_dir / "metrics.jsonl"
-        rows = read_metrics(path)
-        kept = [json.dumps(row) + "\n" for row in rows if row["step"] < run.start_step]
+        kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] < run.start_step]
         with atomic_write(path) as f:
             f.write("".join(kept).encode())
 
         # Unbuffered: each line is one write of the operating system, which a kill of this process cannot take back.
         self.file = open(path, "ab", buffering=0)
-        self.last_logged_step = max((row["step"] for row in rows), default=-1)
-        self.tracker = TRACKERS[self.cfg.tracker](self.cfg, run.start_step, self.last_logged_step)
+        self.tracker = TRACKERS[self.cfg.tracker](self.cfg, run.start_step)
 
     def log_step(self, run: RunState, result: StepResult, lr: float, seconds: float) -> None:
-        """Log the step that has just been done in `seconds`: its line in metrics.jsonl and, at most about once a
-        second, on the console. `lr` is the scheduled value of --max-lr."""
+        """Log the step that has just been done in `seconds`: its line in metrics.jsonl and on the console. `lr` is the
+        scheduled value of --max-lr."""
         # The moving average of the time of a step, for the ETA. The first steps compile, so it starts after them.
-        is_steady = self.steps_timed >= 3
+        is_steady = run.step >= run.start_step + 3
         self.average_s = 0.9 * self.average_s + 0.1 * seconds if is_steady else seconds
-        self.steps_timed += 1
 
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
         tokens_per_second = self.cfg.total_batch_size / seconds
@@ -201,11 +190,7 @@ class MetricsLogger:
         run.measured |= {"step_ms": seconds * 1e3, "tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(run.measured)
 
-        # The first step and the last are always shown.
-        now = time.monotonic()
-        if now - self.last_print_time >= 1 or run.step >= run.max_steps - 1:
-            self.last_print_time = now
-            print0(self._console_line(run))
+        print0(self._console_line(run))
 
     def _console_line(self, run: RunState) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
@@ -217,7 +202,7 @@ class MetricsLogger:
         if row["mfu"]:
             parts.append(f"mfu: {row['mfu']:.1%}")
         # The time of the first step is not representative. The step of this line is done, but not counted yet.
-        if self.steps_timed > 1:
+        if run.step > run.start_step:
             eta_s = self.average_s * (run.max_steps - run.step - 1)
             parts.append(f"eta: {format_duration(eta_s)}")
         if self.cfg.gpu_hour_usd:
@@ -232,24 +217,24 @@ class MetricsLogger:
         # JSON has no NaN and no infinity, which a refused update may contain: write null.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in measured.items()}
         line = json.dumps(row).encode() + b"\n"
-        self.file.write(line)
         values = {k: v for k, v in measured.items() if k != "step" and v is not None}
-        self.tracker.log(measured["step"], values)
+        with losing_metrics():
+            self.file.write(line)
+            self.tracker.log(measured["step"], values)
 
     def log_text(self, step: int, text: str) -> None:
         """Send samples, if there are any, to the console and the tracker."""
-        if not text:
-            return
-        print0(text)
-        # A resumed run repeats samples that the tracker has already.
-        if step > self.last_logged_step:
-            self.tracker.log(step, {"samples": text})
+        if text:
+            print0(text)
+            with losing_metrics():
+                self.tracker.log(step, {"samples": text})
 
     def flush(self) -> None:
         """Bring everything to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
         checkpoint writes the later lines again, but not the earlier ones."""
-        os.fsync(self.file.fileno())
-        self.tracker.flush()
+        with losing_metrics():
+            os.fsync(self.file.fileno())
+            self.tracker.flush()
 
     def close(self) -> None:
         """Close the file and the tracker. Every rank may call it."""
@@ -267,9 +252,8 @@ class Tracker:
     A resumed run repeats the steps after its checkpoint, which the tracker has been sent already.
     """
 
-    def __init__(self, cfg: TrainConfig, start_step: int, last_logged_step: int):
-        """For a run that starts or resumes at `start_step`. last_logged_step: the newest in metrics.jsonl; -1 if there
-        is none."""
+    def __init__(self, cfg: TrainConfig, start_step: int):
+        """For a run that starts or resumes at `start_step`."""
 
     def log(self, step: int, values: dict[str, float | str]) -> None:
         """Add a point at `step` to the curve of each number in `values`, {key of metrics.jsonl: value}; show texts."""
@@ -291,7 +275,7 @@ def tensorboard_tag(key: str) -> str:
 class TensorBoardTracker(Tracker):
     """Writes RUN_DIR/tensorboard."""
 
-    def __init__(self, cfg: TrainConfig, start_step: int, last_logged_step: int):
+    def __init__(self, cfg: TrainConfig, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the points of the steps that a resumed run repeats.
@@ -314,15 +298,13 @@ class TensorBoardTracker(Tracker):
 class WandbTracker(Tracker):
     """Sends to Weights & Biases: project WANDB_PROJECT (default gpt2), name WANDB_NAME (default the run folder's)."""
 
-    def __init__(self, cfg: TrainConfig, start_step: int, last_logged_step: int):
+    def __init__(self, cfg: TrainConfig, start_step: int):
         import wandb
 
         # The id, kept with the run, by which a resumed run continues its curves at wandb, which cannot withdraw points.
         id_file = cfg.run_dir / "wandb_id"
-        self.first_step = last_logged_step + 1
         if start_step == 0 or not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
-            self.first_step = start_step
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "gpt2",
             id=id_file.read_text(),
@@ -333,8 +315,7 @@ class WandbTracker(Tracker):
         )
 
     def log(self, step: int, values: dict[str, float | str]) -> None:
-        if step >= self.first_step:
-            self.run.log(values, step=step)
+        self.run.log(values, step=step)  # wandb itself leaves out steps that it has been sent already
 
     def close(self) -> None:
         self.run.finish()

@@ -5,8 +5,6 @@
 Called by training/step.py.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@
 It is separate from training/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from model import GPT

@@ -7,8 +7,6 @@ Called by training/step.py. The algorithms are torch's AdamW and training/muon.p
 TrainConfig.optimizer, its class in OPTIMIZERS, its parameters in parameter_groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -211,7 +209,7 @@ def copy_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict[str, Any] 
     # A sharded state is gathered, which makes the copy: a second one would be 12 GB for GPT-2 1558M.
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
-    return copy_to_host(optimizer.state_dict(), {}) if rt.is_main else None
+    return copy_to_host(optimizer.state_dict()) if rt.is_main else None
 
 
 def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
@@ -223,8 +221,5 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
             # AdamW's step count is a single number; all else has the shape of its parameter.
             if any(t.numel() != 1 and t.shape != params[i].shape for t in tensors.values()):
                 raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
-
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        own_groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+        optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})

@@ -7,8 +7,6 @@
 Called by train_gpt2.py. tests/test_plan.py compares the predictions with published runs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -22,6 +20,7 @@ from system.cli import format_cost, format_duration, print0, require
 from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
+from tokens.shards import read_manifest
 from training import checkpoint, optim
 from training.cards import CARDS, find_cards, total_peak_flops
 from training.config import TrainConfig
@@ -65,7 +64,8 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
         return print0(f"data {cfg.data_dir}: this folder does not exist yet")
     epochs = total_tokens / (data.order.sequences_per_epoch * T)
     print0(f"data {cfg.data_dir}: {len(data.paths)} train shards, {sum(data.tokens):,} tokens; {epochs:.2f} epochs")
-    if data.manifest and not data.manifest.complete:
+    manifest = read_manifest(cfg.data_dir)
+    if manifest and not manifest.complete:
         fix = "finish it first (fineweb.py), because a run cannot resume when its data have changed"
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
 

@@ -7,8 +7,6 @@ training/evaluator.py prints that line after each validation; plots.py --referen
 Nothing here needs torch.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from functools import cache

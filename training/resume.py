@@ -8,8 +8,6 @@ Called by train_gpt2.py before anything is built. A resumed run gives the same b
 whatever would silently change its result is refused, and so are ranks that would train different runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex
@@ -68,11 +66,12 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
 # ------------------------------------------------------------------------- the network
 
 
-def open_network(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT]:
+def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT]:
     """The config with the network that is really trained, and the network with the weights that this start begins with:
     those of the checkpoint, of --init-from, or random ones from the seed, which only rank 0 has. From here on use
     `cfg.model`. Raises UserError if the weights are of another network than asked for."""
-    # A resumed run keeps the network of the weights that it began with.
+    # A resumed run began with what its checkpoint says, and keeps its network. If --model flags ask for another one,
+    # check_drift compares them; only the vocabulary comes from the checkpoint.
     if saved:
         old = TrainConfig.from_dict(saved["config"])
         if old.init_from != "scratch":
@@ -80,14 +79,10 @@ def open_network(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None) ->
         print0(f"resumed from {saved['model_file']}")
         return cfg, open_model(saved["model_file"])
 
-    # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards. TrainStep sends
-    # those of rank 0 to the others, whose own take neither time nor memory: torch.empty maps pages that nobody fills.
-    if cfg.init_from == "scratch" and rt.is_main:
+    # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.
+    if cfg.init_from == "scratch":
         torch.manual_seed(cfg.seed)
         return cfg, GPT(cfg.model)
-    if cfg.init_from == "scratch":
-        shapes = {name: p.shape for name, p in GPT.without_memory(cfg.model).state_dict().items()}
-        return cfg, GPT.from_state_dict(cfg.model, {name: torch.empty(shape) for name, shape in shapes.items()})
 
     # A new run begins with these weights. The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets
     # pad them to a round number.
@@ -111,7 +106,7 @@ def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str
     check_ranks_agree(cfg, rt, saved, run, data)
     if saved:
         check_drift(cfg, saved, run)
-        run = RunState.from_state_dict(saved, run.max_steps, run.data_id)
+        run = RunState(run.max_steps, run.data_id, saved["step"])
 
     # A checkpoint is written before its step is evaluated: metrics.jsonl shows whether it has been evaluated since, and
     # the result.
@@ -159,9 +154,7 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
-    # If there is a manifest, the fingerprint covers the sha256 of each shard.
-    manifest = "with" if data.manifest else "without"
-    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.tokens):,} tokens, {manifest} a manifest)"
+    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.tokens):,} tokens)"
     rows = "none"
     path = Path(cfg.hellaswag_data or hellaswag_eval.DEFAULT_PATH)
     if cfg.hellaswag_every and path.is_file():

@@ -2,7 +2,7 @@
 
     train_step = TrainStep(cfg, rt, model)
     result = train_step.compute_gradients(batch)            # all micro-batches, reduced over the ranks, clipped
-    lr = train_step.set_learning_rates(step, max_steps)
+    lr = set_learning_rates(train_step.optimizers, step, max_steps, cfg)     # training/schedule.py
     if result.is_finite:
         train_step.update()
     else:
@@ -17,8 +17,6 @@ Called by train_gpt2.py for training, by training/plan.py to measure a step, and
     update                              AdamW and Muon; copy the master weights to the model (bfloat16)
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -27,10 +25,10 @@ from torch import Tensor, nn
 
 from model import GPT
 from system import machine
-from system.cli import UserError, print0
+from system.cli import explain_errors, print0
 from system.distributed import Runtime
 from tokens.loader import to_device
-from training import head, optim, schedule
+from training import head, optim
 from training.config import TrainConfig
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 
@@ -124,10 +122,6 @@ class TrainStep:
             nn.utils.clip_grads_with_norm_(weights, self.cfg.grad_clip, norm)
         return norm
 
-    def set_learning_rates(self, step: int, max_steps: int) -> float:
-        """Set the learning rates for `step`; return the scheduled value of --max-lr, the rate that is logged."""
-        return schedule.set_learning_rates(self.optimizers, step, max_steps, self.cfg)
-
     def update(self) -> None:
         """Apply the gradients. On a GPU the work is still running when this returns."""
         for optimizer in self.optimizers:
@@ -165,10 +159,9 @@ class TrainStep:
 
     def _run_passes(self, B: int) -> None:
         """Forward and backward with micro-batches of B sequences of zeros, to see whether they fit in memory: two of
-        them, if a step has as many, because the second runs beside the gradients of the first."""
-        micro_steps = min(2, self.cfg.sequences_per_step // self.rt.world_size // B)
+        them, because the second runs beside the gradients of the first, or beside DDP's buckets."""
         try:
-            for tokens in torch.zeros(micro_steps, B, self.cfg.sequence_length + 1, dtype=torch.uint16):
+            for tokens in torch.zeros(2, B, self.cfg.sequence_length + 1, dtype=torch.uint16):
                 x, y = to_device(tokens, self.rt.device)  # (B, T) each
                 with self.rt.autocast():
                     loss = self.forward(x, y)
@@ -188,14 +181,11 @@ class TrainStep:
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Load what state_dict returned. Raises UserError if it does not fit."""
-        try:
+        problem = f"the train state of step {saved['step']} does not fit this run"
+        with explain_errors(problem, "start a new run from its weights with --init-from"):
             optim.load_state(self.optimizers, saved["optimizers"])
             if saved["scaler"]:
                 self.scaler.load_state_dict(saved["scaler"])
-        except Exception as e:  # torch raises many exception types
-            reason = f"{type(e).__name__}: {e!s:.200}"
-            problem = f"the train state of step {saved['step']} does not fit this run ({reason})"
-            raise UserError(f"{problem}; start a new run from its weights with --init-from") from None
 
 
 class Forward(nn.Module):

@@ -9,8 +9,6 @@ Called by train_gpt2.py, which saves the run and exits with code 0. `check` is f
 request travels with the loss, in the collective of training/step.py.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -62,8 +60,8 @@ class StopRequest:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT ask for a stop inside this context. The first one is noted, and the run saves itself
-        at the end of the step. One that comes later ends the process as usual, without saving."""
+        """Let SIGTERM, SIGINT and SIGHUP ask for a stop inside this context. The first one is noted, and the run saves
+        itself at the end of the step. One that comes later ends the process as usual, without saving."""
 
         def handler(number: int, frame: Any) -> None:
             if self.signal is not None and time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
@@ -78,7 +76,11 @@ class StopRequest:
                     with suppress(OSError):
                         os.write(1, message.encode())
 
-        previous = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+        # SIGHUP: the terminal is gone, and torchrun passes that on even under nohup.
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, handler) for number in numbers}
         try:
             yield
         finally:
