@@ -6,8 +6,7 @@
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
 Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
-while a run is still writing, without a display, and without importing torch. If the runs have different numbers of
-tokens per step, the x axis counts tokens. plots.ipynb calls read_curves and draw.
+while a run is still writing, without a display, and without importing torch. plots.ipynb calls read_curves and draw.
 """
 
 import re

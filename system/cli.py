@@ -175,15 +175,10 @@ def env_rank() -> int:
 
 def print0(*args: object) -> None:
     """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
-    full disk nor a terminal that is gone ends a run."""
-    if env_rank() > 0:
-        return
-    try:
-        print(printable(" ".join(map(str, args))), flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass
+    full disk nor a reader that is gone ends a run."""
+    if env_rank() == 0:
+        with suppress(OSError):
+            print(printable(" ".join(map(str, args))), flush=True)
 
 
 # ------------------------------------------------------------------------- units

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import TRICKY_TEXTS, same_bits
 from networks import make_network
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from model import GPTConfig
 from system.cli import UserError
@@ -204,19 +204,17 @@ def test_weights_in_several_files_are_read(small_export, tmp_path):
     hf_model = AutoModelForCausalLM.from_pretrained(small_export)
     hf_model.save_pretrained(tmp_path / "in parts", max_shard_size="50KB")
     assert (tmp_path / "in parts/model.safetensors.index.json").is_file()
-    (tmp_path / "in parts/pytorch_model.bin").write_bytes(b"not read where there are safetensors")
 
     assert same_bits(open_model(tmp_path / "in parts").state_dict(), open_model(small_export).state_dict())
 
 
-def test_pytorch_model_bin_with_old_names_is_read(small_export):
+def test_weights_with_old_names_are_read(small_export):
     """As the first GPT-2 files: without the prefix, and with causal masks among the weights. In half precision."""
     expected = open_model(small_export).half().float()
     weights = load_file(small_export / "model.safetensors")
     weights = {name.removeprefix("transformer."): weight.half() for name, weight in weights.items()}
     weights |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
-    torch.save(weights, small_export / "pytorch_model.bin")
-    (small_export / "model.safetensors").unlink()
+    save_file(weights, small_export / "model.safetensors")
 
     assert same_bits(open_model(small_export).state_dict(), expected.state_dict())
 

@@ -63,9 +63,6 @@ def good(tmp_path_factory, one_run) -> Path:
 
     model = GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
     convert.save_hf(model, root / "hf/safe")
-    shutil.copytree(root / "hf/safe", root / "hf/pickled")
-    torch.save(dict(model.state_dict()), root / "hf/pickled/pytorch_model.bin")
-    (root / "hf/pickled/model.safetensors").unlink()
     old = {"model": model.state_dict(), "model_args": {**vars(model.config), "dropout": 0.0}, "iter_num": 5}
     torch.save(old, root / "old/ckpt.pt")
     return root
@@ -126,7 +123,6 @@ FORMATS = {
     "text/a.parquet": read_documents,
     "hf/safe/config.json": read_model,
     "hf/safe/model.safetensors": read_model,
-    "hf/pickled/pytorch_model.bin": read_model,
     "old/ckpt.pt": read_model,
 }
 # Formats in which each byte counts: CRC and sha256 find whatever has changed.
@@ -189,7 +185,7 @@ def mutate_content(rng: random.Random, path: str, data: bytes) -> bytes:
     """A sound file that holds something else."""
     if path.endswith((".json", ".jsonl")):
         return mutate_json(rng, data)
-    if path.endswith((".pt", "pytorch_model.bin")):
+    if path.endswith(".pt"):
         return to_bytes(mutate_tree(rng, torch.load(io.BytesIO(data), weights_only=True)))
     if path.endswith(".safetensors"):
         # 8 bytes with the length of a JSON header, the header, tensors.

@@ -36,8 +36,7 @@ from system.cli import explain_errors, require
 from system.hub_client import open_hub
 from tokens import tokenizer
 
-# Where transformers stores weights, in one file or in parts; the pickled files are those of old repositories.
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
+WEIGHT_FILES = "model*.safetensors"  # where transformers stores weights, in one file or in parts
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -70,8 +69,7 @@ CODE_PREFIX = "network."
 
 def find_weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights of a folder as transformers saves it; empty for any other folder."""
-    safe, pickled = (sorted(folder.glob(pattern)) for pattern in WEIGHT_FILES)
-    return safe or pickled
+    return sorted(folder.glob(WEIGHT_FILES))
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
@@ -105,11 +103,7 @@ def download_model(name: str) -> Path:
     """Download the config and the weights of a repository, and nothing else, into the Hub's cache; returns the folder.
     Raises UserError."""
     with open_hub() as api:
-        for pattern in WEIGHT_FILES:
-            folder = Path(api.snapshot_download(name, allow_patterns=["config.json", pattern]))
-            if find_weight_files(folder):
-                break
-    return folder
+        return Path(api.snapshot_download(name, allow_patterns=["config.json", WEIGHT_FILES]))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -118,10 +112,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     weights = {}
     for path in find_weight_files(folder):
-        if path.suffix == ".safetensors":
-            weights |= load_file(path)
-        else:
-            weights |= torch.load(path, map_location="cpu", weights_only=True)
+        weights |= load_file(path)
     require(weights, "it has no weights (model.safetensors)")
     return {name: weight for name, weight in weights.items() if not name.endswith(MASK_BUFFERS)}
 
