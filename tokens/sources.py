@@ -159,7 +159,7 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
 
 def load_builder(repo: str, config: str, revision: str):
     """The builder of `datasets` for a configuration. It runs no code of the dataset."""
-    with explain_errors(f"`datasets` cannot read {repo}", "choose another --subset"):
+    with explain_errors(f"`datasets` cannot read {repo}", "check its name, --subset and the network"):
         builder = documents.import_datasets().load_dataset_builder(repo, config or None, revision=revision)
     known = ", ".join(TEXT_BUILDERS)
     require(builder.name in TEXT_BUILDERS, f"the format of {repo} is {builder.name}; text is read from {known}")
@@ -192,7 +192,7 @@ def read_source(source: dict, paths: list[Path], first_file: int, downloads: Pat
 def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
     """Chunks of a split that `datasets` streams, file by file."""
     builder = load_builder(source["name"], source["subset"], source["revision"])
-    with explain_errors(f"`datasets` cannot read {source['name']}", "choose another --subset"):
+    with explain_errors(f"`datasets` cannot read {source['name']}", "check its name, --subset and the network"):
         rows = documents.stream_rows(builder, source["split"], source["column"])
         for index in range(first_file, rows.num_shards):
             texts = documents.find_texts(rows.shard(rows.num_shards, index), source["column"])

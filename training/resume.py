@@ -1,7 +1,7 @@
 """Starting or resuming a run: which checkpoint it continues from, and what may differ from the run that made it.
 
     saved = find_checkpoint(cfg)                   # the train state that --resume names, or None
-    cfg, model = open_network(cfg, rt, saved)      # the network that is really trained, with its first weights
+    cfg, model = open_network(cfg, saved)          # the network that is really trained, with its first weights
     run = start_or_resume(cfg, rt, data, saved)    # how far the run is; all ranks have found the same
 
 Called by train_gpt2.py before anything is built. A resumed run gives the same bits as a run that was never stopped;
@@ -68,10 +68,9 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
 
 def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT]:
     """The config with the network that is really trained, and the network with the weights that this start begins with:
-    those of the checkpoint, of --init-from, or random ones from the seed, which only rank 0 has. From here on use
-    `cfg.model`. Raises UserError if the weights are of another network than asked for."""
-    # A resumed run began with what its checkpoint says, and keeps its network. If --model flags ask for another one,
-    # check_drift compares them; only the vocabulary comes from the checkpoint.
+    those of the checkpoint, of --init-from, or random ones from the seed. From here on use `cfg.model`. Raises
+    UserError if the weights are of another network than asked for."""
+    # A resumed run keeps the network of the weights that it began with.
     if saved:
         old = TrainConfig.from_dict(saved["config"])
         if old.init_from != "scratch":
