@@ -179,7 +179,8 @@ def main() -> None:
     if args.verify:
         problems = shards.verify(args.verify)
         require(not problems, "\n".join(problems))
-        return print0(f"{args.verify}: every shard is intact (without a {shards.MANIFEST}, by its size and ids alone)")
+        by = shards.MANIFEST if shards.read_manifest(args.verify) else f"its size and ids (without {shards.MANIFEST})"
+        return print0(f"{args.verify}: every shard is intact by {by}")
 
     # Flags that cannot work are refused before anything is made.
     require(args.source, "--source needs a name or files")

@@ -70,7 +70,7 @@ def read_curves(run_dir: str | Path) -> Curves:
     A line cut off by a crash, or still being written, is skipped. Raises UserError if there is nothing to read."""
     logs = {"metrics.jsonl": metrics.read_metrics, "log.txt": read_other_log, "main.log": read_other_log}
     paths = [path for path in (Path(run_dir) / name for name in logs) if path.is_file()]
-    require(paths, f"no metrics.jsonl in {run_dir}; give the --out-dir of a run: python plots.py log/quickstart")
+    require(paths, f"no metrics.jsonl in {run_dir}; give the folder of a run: python plots.py log/quickstart")
     rows = logs[paths[0].name](paths[0])
 
     # Several lines may have the same step. If a key has several values, the last one counts.
@@ -115,14 +115,16 @@ def write_tensorboard(run_dir: Path) -> Path:
     return out
 
 
-def choose_reference(folder: Path, name: str) -> Reference:
-    """The public runs drawn behind a run: those of its preset, steps and tokens per step, or else gpt2-124m's."""
-    config = metrics.read_config(folder)  # empty for a log of another trainer
-    recipe = (config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
-    reference = find_reference(*recipe)
-    if config and not reference:
-        print0(f"warning: no public run has the preset, steps and tokens per step of {name}: gpt2-124m's are shown")
-    return reference or read_references()[0]
+def choose_reference(folder: Path) -> Reference | None:
+    """The public runs drawn behind a run: those of its preset, steps and tokens per step, if there are any. The log of
+    another trainer states none of these: it gets gpt2-124m's."""
+    config = metrics.read_config(folder)
+    if not config:
+        return read_references()[0]
+    found = find_reference(config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
+    if not found:
+        print0(f"{folder}: no public run has its preset, steps and tokens per step")
+    return found
 
 
 # ------------------------------------------------------------------------- drawing
@@ -222,8 +224,8 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     runs = [PlottedRun("/".join(d.parts[-2:]), f"C{i % 10}", read_curves(d)) for i, d in enumerate(dirs)]
     references = []
     if reference:
-        chosen = [choose_reference(folder, run.name) for folder, run in zip(dirs, runs, strict=True)]
-        references = list(dict.fromkeys(chosen))  # each once, in the order of the runs
+        found = dict.fromkeys(map(choose_reference, dirs))  # each once, in the order of the runs
+        references = [reference for reference in found if reference]
 
     # A row for each wide panel and one for the rest, which share its columns evenly. Panels without data are left out.
     titles = [title for title, (_, keys) in PANELS.items() if any(run.curves.keys() & set(keys) for run in runs)]

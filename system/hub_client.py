@@ -47,7 +47,7 @@ def open_hub() -> Iterator[HfApi]:
         errors.LocalTokenNotFoundError,
         errors.OfflineModeIsEnabled,
     ) as error:
-        message = " ".join(f"{constants.ENDPOINT}: {error}".split())
+        message = " ".join(f"{constants.ENDPOINT}: {error}".split()).rstrip(".")
         message = message.replace(get_token() or "\0", "***")
         fix = "is the name right, and does the network work? A private repository needs HF_TOKEN, a mirror HF_ENDPOINT"
         raise UserError(f"{message[:400]}; {fix}") from None

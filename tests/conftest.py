@@ -13,6 +13,7 @@ script that must end with one clear message.
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,22 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import processes
 import pytest
 from helpers import ROOT, TINY_FLAGS, train_quickstart, write_random_walk_shards
+
+
+@pytest.fixture(scope="session", autouse=True)
+def offline():
+    """Nothing here needs the network: in this process and its forks, Python connects to this machine alone."""
+    connect = socket.socket.connect
+
+    def connect_here(self, address):
+        is_here = isinstance(address, str | bytes) or address[0] in ("127.0.0.1", "::1", "localhost")
+        assert is_here, f"a test wants to connect to {address}"
+        return connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_here)
+        yield
+
 
 # ------------------------------------------------------------------------- data
 

@@ -28,7 +28,7 @@ MODERN = dataclasses.replace(
 def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GPT:
     """Write a complete checkpoint of `model` (default: a new small one) and wait for it; returns the model."""
     model = model or GPT(SMALL)
-    state = {"step": step, "max_steps": 9, "config": {}, "data": "", "record": {}, "evaluated": False}
+    state = {"step": step, "max_steps": 9, "config": {}, "data": ""}
     state["optimizers"] = [torch.ones(3)]
     with checkpoint.CheckpointWriter(folder, keep) as writer:
         writer.save(step, checkpoint.model_file(model, step), state)
@@ -205,6 +205,15 @@ def test_a_failed_write_loses_nothing(tmp_path, monkeypatch):
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
     writer.finish()
     assert checkpoint.complete_steps(tmp_path) == [1, 4]
+
+
+def test_a_run_without_its_last_checkpoint_has_failed(tiny_args, tmp_path, monkeypatch):
+    def fail(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", fail)
+    with pytest.raises(UserError, match="No space left.*newest complete step: None"):
+        train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "run")
 
 
 def test_weights_that_are_not_finite_replace_nothing(tmp_path):

@@ -84,14 +84,15 @@ def test_golden_numbers_and_bytes(tmp_path, name):
         assert found[key] == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4)), key
 
 
-def make_table() -> None:
-    """Write golden.json, a line for each case."""
+def make_table(known: dict) -> None:
+    """Write golden.json, a line for each case; those that are `known` stay as they are."""
     lines = []
     for name, measure in MEASURES.items():
         with tempfile.TemporaryDirectory() as folder:
-            lines.append(f"{json.dumps(name)}: {json.dumps(measure(name, Path(folder)))}")
+            found = known.get(name) or measure(name, Path(folder))
+        lines.append(f"{json.dumps(name)}: {json.dumps(found)}")
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
-    make_table()
+    make_table(json.loads(GOLDEN.read_text()))

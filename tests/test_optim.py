@@ -46,9 +46,6 @@ def weights_after_three_steps(cfg):
     return {name: p.detach().clone() for name, p in weights.named.items()}
 
 
-# ------------------------------------------------------------------------- which parameters
-
-
 # ------------------------------------------------------------------------- what the updates are
 
 OWN_SETTINGS = {"max_lr": 1e-2, "min_lr": 1e-3, "muon_lr": 1e-2, "warmup_steps": 1}
@@ -56,8 +53,9 @@ OWN_SETTINGS = {"max_lr": 1e-2, "min_lr": 1e-3, "muon_lr": 1e-2, "warmup_steps":
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_rate_and_decay_come_from_the_group(name):
-    """Of every parameter, which is in one group."""
+    """Of every parameter, which is in one group; and the optimizer that was asked for has some of them."""
     cfg = dataclasses.replace(BASE, optimizer=name, model=dataclasses.replace(SMALL, tied_head=False), **OWN_SETTINGS)
+    assert optim.OPTIMIZERS[name].optimizer_class in [type(optimizer) for optimizer in build(cfg)[1]]
     before = {n: p.detach().clone() for n, p in build(cfg)[0].named.items()}
     without_rate = weights_after_three_steps(dataclasses.replace(cfg, max_lr=0.0, min_lr=0.0, muon_lr=0.0))
     assert all(torch.equal(without_rate[n], before[n]) for n in before)

@@ -166,6 +166,10 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run,
     flags = ["--resume", trained_run / "model_00012.pt", "--max-steps", "13", "--seed", "1", "--allow-drift"]
     train_quickstart(tiny_args, tmp_path / "fork", *flags)
 
+    # A flag left out may not end the run early.
+    with pytest.raises(UserError, match="max_steps: 12 -> 11"):
+        train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
+
     # The network cannot change at all, nor its vocabulary: the checkpoints would name a network that is not theirs.
     for flag, change in (("--model.n-head 4", "n_head: 2 -> 4"), ("--model.vocab-size 512", "vocab_size: 256 -> 512")):
         with pytest.raises(UserError, match=f"model.{change}"):

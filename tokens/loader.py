@@ -1,6 +1,6 @@
 """The order of data: which sequences each step reads, and their tokens on the device.
 
-train_gpt2.py opens one Loader per split; training/step.py and training/evaluator.py read from it.
+train_gpt2.py opens one Loader per split, and reads the batches; training/evaluator.py reads the val split.
 
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
     for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
@@ -189,7 +189,7 @@ class Loader:
         require(
             self.order.sequences_per_epoch,
             f"the largest {split} shard in {data_dir} has {max(self.tokens)} tokens, fewer than a sequence of {T} + 1; "
-            "use a smaller --sequence-length, or larger shards (fineweb.py --shard-size)",
+            "use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)",
         )
 
         # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.

@@ -55,8 +55,8 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
         f"steps {run.step} to {run.max_steps} of {cfg.total_batch_size:,} tokens "
         f"(ranks x micro-steps x sequences x T: {split}); {total_tokens:,} tokens"
     )
-    muon = f"muon {cfg.muon_lr:g} for the blocks' matrices, " if cfg.optimizer == "muon" else ""
-    print0(f"optimizer {muon}adamw {cfg.max_lr:g}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
+    names = " and ".join(optim.parameter_groups(train_step.weights.named, cfg))
+    print0(f"optimizer {names}, --max-lr {cfg.max_lr:g}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
     if cfg.warmup_steps > run.max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {run.max_steps} steps: the rate never reaches its peak")
 
@@ -151,7 +151,9 @@ def predict(cfg: TrainConfig) -> str:
     cards = find_cards(cfg.card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)
-    max_steps = cfg.max_steps or cfg.epochs * cfg.steps_per_epoch or 1000
+    max_steps = cfg.max_steps or cfg.epochs * cfg.steps_per_epoch
+    assumed = "" if max_steps else "how many steps the data have is not known: 1000 are assumed\n"
+    max_steps = max_steps or 1000
     step_s = predict_step_s(cfg, cards)
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
 
@@ -163,7 +165,7 @@ def predict(cfg: TrainConfig) -> str:
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
-        f"{describe_speed(cfg, model, step_s, max_steps, len(cards), peak_flops)}\n"
+        f"{describe_speed(cfg, model, step_s, max_steps, len(cards), peak_flops)}\n{assumed}"
         "of the published runs, half are within 15%, all within 40% (docs/renting.md); to measure, use --dry-run there"
     )
 

@@ -170,6 +170,9 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
     old = TrainConfig.from_dict(saved["config"])
     harmless, refused = config_drift(old, cfg)
 
+    # A flag that was left out would end the run early, at a lower rate from here on.
+    if run.max_steps < saved["max_steps"]:
+        refused.append(f"max_steps: {saved['max_steps']} -> {run.max_steps}")
     if saved["data"] != run.data_id:
         refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order")
 
