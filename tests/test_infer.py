@@ -157,6 +157,15 @@ def test_bfloat16_samples_ignore_what_logits_share():
     assert torch.equal(rounded.argmax(-1), exact.argmax(-1))
 
 
+def test_a_tied_embedding_stays_as_it_is():
+    model = make_network()
+    embedding = model.transformer.wte.weight
+    with torch.no_grad():
+        embedding += 1
+    expected = embedding.detach().bfloat16()
+    assert torch.equal(infer.prepare(model, torch.device("cpu"), torch.bfloat16).transformer.wte.weight, expected)
+
+
 @pytest.mark.parametrize("running_threads, spins", [(1, True), (os.cpu_count() + 1, False)])
 def test_threads_spin_only_on_an_idle_machine(running_threads, spins, monkeypatch, tmp_path):
     load = tmp_path / "loadavg"  # as /proc/loadavg
