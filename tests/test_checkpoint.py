@@ -212,7 +212,7 @@ def test_a_run_without_its_last_checkpoint_has_failed(tiny_args, tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write", fail)
-    with pytest.raises(UserError, match="No space left.*newest complete step: None"):
+    with pytest.raises(UserError, match=r"No space left.*newest complete step: None"):
         train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "run")
 
 
