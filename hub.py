@@ -108,14 +108,15 @@ def list_files(api: HfApi, repo: str, kind: str, revision: str = "main") -> tupl
 def fetch(api: HfApi, repo: str, kind: str, commit: str, wanted: dict[str, RepoFile], out: Path) -> None:
     """Download files of one commit into the folder `out`, and check them. A file that is there already is never
     replaced: it must be the same."""
-    for name, file in wanted.items():
-        is_free = not (out / name).exists() or is_same(out / name, file)
-        require(is_free, f"{out} has a different {name} than {repo}; pull into an empty folder, or move the file away")
+    missing = [name for name in wanted if not (out / name).exists()]
+    for name in wanted.keys() - missing:
+        fix = "pull into an empty folder, or move the file away"
+        require(is_same(out / name, wanted[name]), f"{out} has a different {name} than {repo}; {fix}")
 
-    names = [glob.escape(name) for name in wanted]
+    names = [glob.escape(name) for name in missing]
     api.snapshot_download(repo, repo_type=kind, revision=commit, local_dir=out, allow_patterns=names)
-    for name, file in wanted.items():
-        if not is_same(out / name, file):
+    for name in missing:
+        if not is_same(out / name, wanted[name]):
             (out / name).unlink()
             raise UserError(f"{name} of {repo} arrived damaged; pull again")
 

@@ -139,10 +139,12 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    # The flags avx512_bf16, amx_bf16, bf16. Only Linux lists them in a file; elsewhere float32 is used.
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "bf16" in cpuinfo.read_text()
 
 
 def supported_dtypes(device: torch.device) -> list[torch.dtype]:

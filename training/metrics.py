@@ -78,8 +78,8 @@ def best_step(run_dir: Path, steps: list[int]) -> int | None:
 
 @dataclass
 class RunState:
-    """The progress of a run, which every checkpoint stores, so that a resumed run repeats nothing. `step` counts the
-    optimizer steps done. The training loop moves it from step to step:
+    """The progress of a run. `step` counts the optimizer steps done; checkpoints store it, and metrics.jsonl the rest.
+    The training loop moves it from step to step:
 
         step = 500      the weights have had 500 updates
         save            last_saved_step = 500
