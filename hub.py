@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from lifecycle import metrics
 from model import GPT
 from system.cli import UserError, print0, require, run_cli
 from system.files import lock_folder
-from system.hub_client import open_hub
+from system.huggingface import open_hub
 from tokens import shards
-from training import checkpoint, convert, metrics
+from weights import checkpoint, convert
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile

@@ -181,7 +181,7 @@ def main() -> None:
 
     from model import Sampler, stream
     from system.machine import choose_device, device_name, dtype_name, supported_dtypes
-    from training.open_model import open_model
+    from weights.open_model import open_model
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
     device = choose_device(args.device)

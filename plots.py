@@ -18,10 +18,10 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import tyro
 
+from lifecycle import metrics
+from lifecycle.reference import DATASETS, Reference, find_reference, read_references
 from system.cli import UserError, print0, require, run_cli
 from system.files import atomic_write
-from training import metrics
-from training.reference import DATASETS, Reference, find_reference, read_references
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -214,7 +214,7 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     Args:
         run_dirs: their folders; the same folder twice is one run.
         out: the image; its suffix sets the format.
-        reference: draw the public runs of their recipes (training/reference.py) behind them.
+        reference: draw the public runs of their recipes (lifecycle/reference.py) behind them.
 
     Returns `out`. Raises UserError if there is nothing to draw, or no image of this format can be written.
     """

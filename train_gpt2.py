@@ -10,7 +10,7 @@ each batch. Four objects are passed around:
 
 cfg         every setting: the preset, changed by the flags (training/config.py)
 rt          this rank: its number, device and precision, and the collectives (system/distributed.py)
-run         the progress: the step, what was measured there (training/metrics.py)
+run         the progress: the step, what was measured there (lifecycle/metrics.py)
 train_step  the model and everything that updates it (training/step.py)
 """
 
@@ -27,21 +27,23 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
+import hellaswag
+from lifecycle import plan, resume
+from lifecycle.evaluator import Evaluator, num_val_sequences, validate
+from lifecycle.metrics import MetricsLogger, RunState, best_step
+from lifecycle.stop import Stopped, StopRequest
 from system import distributed, machine
 from system.cli import UserError, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import Loader
 from tokens.shards import find_shards
-from training import checkpoint, hellaswag_eval, plan, resume
 from training.config import TrainConfig, settings_by_flag
-from training.evaluator import Evaluator, num_val_sequences, validate
-from training.metrics import MetricsLogger, RunState, best_step
-from training.open_model import open_model
 from training.presets import parse
 from training.schedule import set_learning_rates
 from training.step import Forward, TrainStep, UpdateRefused
-from training.stop import Stopped, StopRequest
+from weights import checkpoint
+from weights.open_model import open_model
 
 
 class Ending(NamedTuple):
@@ -73,14 +75,15 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
     if rt.is_main:
         plan.check_disk(train_step, run)
         plan.write_config(train_step, run)
-    evaluator = Evaluator(train_step, data, val_data, run.max_steps)
+    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
+    evaluator = Evaluator(train_step, data, val_data, score_hellaswag, run.max_steps)
     metrics = MetricsLogger(train_step, run)
     batches = data.batches(
         run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
     )
 
     # A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for it.
-    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep) as writer:
+    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, best=partial(best_step, cfg.run_dir)) as writer:
         save = partial(save_checkpoint, train_step, run, metrics, writer)
         stop_requested = rt.any_rank(stop.signal)  # during start-up, and perhaps to one rank alone
         ending = None
@@ -235,9 +238,9 @@ def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
     print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
-    examples = hellaswag_eval.available_examples(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else []
-    if examples:
-        print0(hellaswag_eval.summary_line(hellaswag_eval.evaluate(model, examples, rt)))
+    score = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
+    if score:
+        print0(hellaswag.summary_line(score(model, rt, lambda: None)))
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from typing import Any
 
 import tyro
 
+import hellaswag
 from bench import turns
-from training import hellaswag_eval
 
 WAYS = ("samples", "transformers", "samples-loop", "hellaswag", "hellaswag-loop", "hellaswag-float32")
 TOP_K = 50
@@ -37,7 +37,7 @@ class Args:
     samples: int = 4
     new_tokens: int = 128
     prompt_tokens: int = 8
-    data: Path = hellaswag_eval.DEFAULT_PATH
+    data: Path = hellaswag.DEFAULT_PATH
     """HellaSwag rows; `python hellaswag.py` downloads them."""
     limit: int = 48
     """Rows to score."""
@@ -68,7 +68,7 @@ def make_transformers(args: Args, model: Any, idx: Any, rt: Any) -> Callable[[in
     import torch
     import transformers
 
-    from training.convert import save_hf
+    from weights.convert import save_hf
 
     # The same weights, by way of an export.
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ SAMPLERS = {"samples": make_samples, "transformers": make_transformers, "samples
 
 
 def score_in_batches(model: Any, examples: list, rt: Any) -> Any:
-    return hellaswag_eval.score(model, examples, rt)
+    return hellaswag.score(model, examples, rt)
 
 
 def score_one_at_a_time(model: Any, examples: list, rt: Any) -> Any:
@@ -166,10 +166,10 @@ def measure(args: Args, way: str) -> dict:
         torch.manual_seed(0)
         model = GPT(GPTConfig()).to(rt.device)
         if way in SCORERS:
-            examples = hellaswag_eval.load_examples(args.data, args.limit)
+            examples = hellaswag.load_examples(args.data, args.limit)
             SCORERS[way](model, examples[:4], rt)
             ms, losses = timed(lambda: SCORERS[way](model, examples, rt))
-            predictions = hellaswag_eval.normalize(losses, examples).argmin(1)  # (n, 4) -> (n,)
+            predictions = hellaswag.normalize(losses, examples).argmin(1)  # (n, 4) -> (n,)
             return {"ms": ms, "done": len(examples), "predictions": predictions.tolist()}
 
         # One random prompt for all samples. `auto` is what infer.py would take.

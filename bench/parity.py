@@ -14,7 +14,7 @@ small steps on a CPU:
     this project's preset and flags --> Loader, TrainStep, from the same weights --> curve B
 
 A curve has the loss and the gradient norm of every step. The script runs completely: its own model, data loader, loop,
-clipping, optimizers and schedule; bench/references.py has the edits that make it small and quiet. If both sides start
+clipping, optimizers and schedule; bench/programs.py has the edits that make it small and quiet. If both sides start
 from the same weights, read the same tokens and do the same arithmetic, A and B differ by float32 rounding alone. Any
 other difference grows from step to step: weights that decay by mistake, a rate that is 1% off.
 
@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bench import peers, turns
-from bench.references import REFERENCES, Reference, Size
+from bench.programs import REFERENCES, Reference, Size
 from model import GPT
 from system.cli import require
 from system.distributed import Runtime

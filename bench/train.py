@@ -96,7 +96,7 @@ def run_ours(args: Args, name: str, steps: int) -> dict:
         os.chdir(name)
         sys.path.insert(0, str(Path.cwd()))
     import train_gpt2
-    from training.metrics import read_metrics
+    from lifecycle.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as out_dir:
         no_periods = "--val-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0".split()

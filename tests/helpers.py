@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 import torch
 
 import train_gpt2
+from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
-from training import checkpoint
 from training.config import TrainConfig
-from training.open_model import open_model
 from training.presets import parse
-from training.stop import StopRequest
+from weights import checkpoint
+from weights.open_model import open_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Runtime(torch.device("cpu"), torch.float32)  # one rank on the CPU: the runtime of the runs in this process
@@ -66,7 +66,7 @@ def choices(config_class, field) -> tuple:
 
 
 def load_metrics(run) -> list[dict]:
-    """The lines of a run's metrics.jsonl. Unlike training.metrics it fails at a line that is not JSON."""
+    """The lines of a run's metrics.jsonl. Unlike lifecycle.metrics it fails at a line that is not JSON."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -23,7 +23,7 @@ import torch
 from helpers import ROOT, TINY_FLAGS
 
 from model import GPT, GPTConfig
-from training import checkpoint
+from weights import checkpoint
 
 # 1: one line on stderr begins with "error:". 2: the parser does not know a word, or there is no such network.
 TABLE = """

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import CPU
 
+from lifecycle import cards
 from system.cli import UserError
 from system.distributed import Runtime
-from training import cards
 
 # Names as the driver spells them, and their peak in TFLOP/s; None: not known, though it looks like a known one.
 PEAKS = {

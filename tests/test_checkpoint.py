@@ -6,16 +6,18 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 import dataclasses
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import same_bits, train_quickstart
 
+from lifecycle.metrics import best_step
 from model import GPT, GPTConfig
 from system.cli import UserError
-from training import checkpoint
-from training.open_model import open_model
+from weights import checkpoint
+from weights.open_model import open_model
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
@@ -30,7 +32,7 @@ def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GP
     model = model or GPT(SMALL)
     state = {"step": step, "max_steps": 9, "config": {}, "data": ""}
     state["optimizers"] = [torch.ones(3)]
-    with checkpoint.CheckpointWriter(folder, keep) as writer:
+    with checkpoint.CheckpointWriter(folder, keep, best=partial(best_step, folder)) as writer:
         writer.save(step, checkpoint.model_file(model, step), state)
         writer.finish()
     return model

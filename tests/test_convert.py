@@ -1,4 +1,4 @@
-"""Models in other layouts (training/convert.py), and opening any model (training/open_model.py).
+"""Models in other layouts (weights/convert.py), and opening any model (weights/open_model.py).
 
 Equal bits, equal logits, and a clear refusal of what no network here computes. That no code in a stranger's file runs
 is in test_hostile.py, and what other runtimes make of an export in test_runtimes.py.
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from model import GPTConfig
 from system.cli import UserError
 from tokens import tokenizer
-from training import convert
-from training.open_model import open_model
 from training.presets import PRESETS
+from weights import convert
+from weights.open_model import open_model
 
 # The networks of the presets: the class by which transformers runs each, and its GPTConfig.
 RECORD8, SPEEDRUN = PRESETS["record8-124m"].model, PRESETS["speedrun-124m"].model

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
+from lifecycle import evaluator
+from lifecycle.metrics import RunState
 from model import GPT
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
-from training import evaluator
-from training.metrics import RunState
 from training.presets import PRESETS
 from training.step import Forward
 
@@ -61,7 +61,7 @@ def validate_once(words, monkeypatch, capsys) -> str:
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=None, forward=None, micro_batch_size=4)
     capsys.readouterr()
-    found = evaluator.Evaluator(train_step, object(), object(), max_steps=19_073)
+    found = evaluator.Evaluator(train_step, object(), object(), None, max_steps=19_073)
     assert found.evaluate(RunState(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
     return capsys.readouterr().out
 

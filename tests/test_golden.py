@@ -28,11 +28,11 @@ from helpers import (
 
 import fineweb
 import train_gpt2
+from lifecycle.stop import StopRequest
 from tokens import shards
 from training import muon
 from training.config import TrainConfig
 from training.presets import PRESETS
-from training.stop import StopRequest
 
 GOLDEN = ROOT / "tests" / "golden.json"
 

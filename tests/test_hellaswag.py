@@ -1,4 +1,4 @@
-"""hellaswag.py and its scorer, training/hellaswag_eval.py: the scores are those of a plain scorer that reads one ending
+"""hellaswag.py and its scorer, hellaswag.py: the scores are those of a plain scorer that reads one ending
 at a time, on one rank or several. test_runtimes.py compares them with the LM Evaluation Harness."""
 
 import itertools
@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from helpers import make_hellaswag_rows, write_jsonl
 
 import hellaswag
+from hellaswag import Example
 from model import GPT, GPTConfig
 from system import machine
 from system.cli import UserError
 from system.distributed import Runtime
 from tokens import tokenizer
-from training import checkpoint, hellaswag_eval
-from training.hellaswag_eval import Example
+from weights import checkpoint
 
 CPU = torch.device("cpu")
 ONE_RANK = Runtime(CPU, torch.float32)
@@ -78,17 +78,17 @@ def score_plainly(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("options", [{}, {"tied_head": False, "positions": "rope", "norm": "rmsnorm", "qk_norm": True}])
 def test_scores_equal_the_plain_scorer(options, tmp_path):
     rows = [row | {"label": str(row["label"])} for row in make_hellaswag_rows(12)]  # text, as in the Hub's copy
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
+    examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
     model = make_model(**options)
     sums, means = score_plainly(model, rows)
 
-    losses = hellaswag_eval.score(model, examples, ONE_RANK)
-    result = hellaswag_eval.evaluate(model, examples, ONE_RANK)
+    losses = hellaswag.score(model, examples, ONE_RANK)
+    result = hellaswag.evaluate(model, examples, "cpu")
 
     # Losses to rounding; predictions row for row.
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
     assert torch.equal(losses.argmin(1), sums.argmin(1))
-    assert torch.equal(hellaswag_eval.normalize(losses, examples).argmin(1), means.argmin(1))
+    assert torch.equal(hellaswag.normalize(losses, examples).argmin(1), means.argmin(1))
     labels = torch.tensor([int(row["label"]) for row in rows])
     acc_norm = (means.argmin(1) == labels).double().mean().item()
     assert result["acc"] == (sums.argmin(1) == labels).double().mean().item()
@@ -99,14 +99,14 @@ def test_scores_equal_the_plain_scorer(options, tmp_path):
 
 def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch):
     """Of 5 ranks some have nothing to score, and still reduce, and check whether to stop."""
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(18)))
-    one_rank = hellaswag_eval.score(model, examples, ONE_RANK)
+    examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(18)))
+    one_rank = hellaswag.score(model, examples, ONE_RANK)
     contributions, checks = [], []
     monkeypatch.setattr(Runtime, "all_reduce", lambda self, tensor: contributions.append(tensor) or tensor)
 
     for rank in range(5):
         rt = Runtime(CPU, torch.float32, rank, world_size=5)
-        hellaswag_eval.score(model, examples, rt, check=lambda rank=rank: checks.append(rank))
+        hellaswag.score(model, examples, rt, check=lambda rank=rank: checks.append(rank))
 
     assert torch.equal(sum(contributions), one_rank)
     assert len(set(map(checks.count, range(5)))) == 1
@@ -114,22 +114,22 @@ def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch):
 
 def test_bfloat16_is_blind_to_what_logits_share(tmp_path):
     """As in test_head.py: -100 in every logit moves no score."""
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(6)))
+    examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(6)))
     model = GPT(GPTConfig(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)).eval()
     torch.nn.init.ones_(model.transformer.ln_f.bias)
     rt = Runtime(torch.device("cpu"), torch.bfloat16)
-    before = hellaswag_eval.score(model, examples, rt)
+    before = hellaswag.score(model, examples, rt)
     with torch.no_grad():
         model.lm_head.weight -= 100 / 64
-    torch.testing.assert_close(hellaswag_eval.score(model, examples, rt), before, atol=0.05, rtol=0)
+    torch.testing.assert_close(hellaswag.score(model, examples, rt), before, atol=0.05, rtol=0)
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):
     small = make_model(block_size=32)
     row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": ["cat " * n for n in (3, 5, 7, 9)]}
-    examples = hellaswag_eval.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
 
-    losses = hellaswag_eval.score(small, examples, ONE_RANK)
+    losses = hellaswag.score(small, examples, ONE_RANK)
 
     # Each " dog" is one token. With the longest ending, whose last token is not read, they fill the 32 positions.
     longest = max(len(ending) for ending in examples[0].endings)
@@ -147,9 +147,9 @@ def test_shapes_are_few_and_batches_within_bounds():
         context_length, *ending_lengths = torch.randint(1, 60, (5,), generator=generator).tolist()
         examples.append(Example([1] * context_length, [[2] * n for n in ending_lengths], 0))
 
-    plan = hellaswag_eval.plan_batches(examples, max_positions=256)
+    plan = hellaswag.plan_batches(examples, max_positions=256)
     assert sorted(itertools.chain(*plan)) == list(range(400))
-    batches = [hellaswag_eval.make_batch([examples[i] for i in indices]) for indices in plan]
+    batches = [hellaswag.make_batch([examples[i] for i in indices]) for indices in plan]
 
     assert all(batch.ids.numel() <= 256 or len(batch.ids) == 1 for batch in batches)
     assert len({batch.ids.shape for batch in batches}) < 50
@@ -160,7 +160,8 @@ def test_shapes_are_few_and_batches_within_bounds():
 
 @pytest.mark.parametrize("name, size, why_not", [
     ("rows.jsonl", {"block_size": 25}, ""), ("rows.jsonl", {"block_size": 24}, "reads 24"),
-    ("rows.jsonl", {"vocab_size": 50256}, "50256"), ("", {}, "data/hellaswag"),
+    ("rows.jsonl", {"vocab_size": 50256}, "50256"),
+    ("data/hellaswag/hellaswag_val.jsonl", {}, "data/hellaswag"),
 ])  # fmt: skip
 def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, name, size, why_not):
     """Or trains without HellaSwag, and prints why."""
@@ -168,10 +169,10 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
     ending = "cat" + " cat" * 24  # 25 tokens
     write_jsonl(tmp_path / "rows.jsonl", [ROW | {"endings": [ending] * 4}])
 
-    examples = hellaswag_eval.available_examples(name, GPTConfig(**size))
+    scorer = hellaswag.make_scorer(name, GPTConfig(**size))
 
     printed = capsys.readouterr().out
-    assert len(examples) == (0 if why_not else 1)
+    assert (scorer is None) == bool(why_not)
     assert why_not in printed and bool(printed) == bool(why_not)
 
 
@@ -182,7 +183,7 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
 def test_a_bad_row_is_refused(bad, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [ROW, bad])
     with pytest.raises(UserError, match="line 2 "):
-        hellaswag_eval.load_examples(path)
+        hellaswag.load_examples(path)
 
 
 # ------------------------------------------------------------------------- the command line
@@ -198,10 +199,10 @@ def only_rank_1_lacks_bfloat16():
 def test_unlike_ranks_score_in_one_precision(run_ranks, model, tmp_path):
     """-m and -d are the short flags of build-nanogpt's hellaswag.py."""
     data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
-    examples = hellaswag_eval.load_examples(data, 16)
+    examples = hellaswag.load_examples(data, 16)
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    expected_losses = hellaswag_eval.score(model, examples, ONE_RANK)
-    expected = hellaswag_eval.summarize(expected_losses, examples)
+    expected_losses = hellaswag.score(model, examples, ONE_RANK)
+    expected = hellaswag.summarize(expected_losses, examples)
 
     flags = ("-m", tmp_path, "-d", "cpu", "--data", data, "--limit", 16, "--per-example", tmp_path / "out")
     output = run_ranks(2, "hellaswag.py", *flags, prepare=only_rank_1_lacks_bfloat16)
@@ -214,7 +215,7 @@ def test_unlike_ranks_score_in_one_precision(run_ranks, model, tmp_path):
     # bfloat16 would change the losses by about 1%.
     losses, means = (torch.tensor([row[key] for row in rows]) for key in ("losses", "losses_norm"))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(means, hellaswag_eval.normalize(expected_losses, examples), rtol=1e-5, atol=0)
+    torch.testing.assert_close(means, hellaswag.normalize(expected_losses, examples), rtol=1e-5, atol=0)
 
 
 # ------------------------------------------------------------------------- the download

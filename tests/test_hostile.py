@@ -31,15 +31,18 @@ from helpers import (
     write_parquet,
 )
 
+import hellaswag
 import plots
+from lifecycle import resume
+from lifecycle.metrics import RunState
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
-from training import convert, hellaswag_eval, resume, schedule
-from training.metrics import RunState
-from training.open_model import open_model
+from training import schedule
 from training.step import TrainStep
+from weights import convert
+from weights.open_model import open_model
 
 INPUTS = int(os.environ.get("HOSTILE_INPUTS", 10))  # for each format
 TEXTS = [f"document {i} of words, ünïcode 🙂 and\nlines " * (i % 5) for i in range(40)]
@@ -118,7 +121,7 @@ FORMATS = {
     "bin/toy_train_000001.bin": read_data,
     "run/metrics.jsonl": lambda path: plots.read_curves(path.parent),
     "run/config.json": lambda path: plots.read_curves(path.parent),
-    "rows/rows.jsonl": hellaswag_eval.load_examples,
+    "rows/rows.jsonl": hellaswag.load_examples,
     "text/a.jsonl": read_documents,
     "text/a.parquet": read_documents,
     "hf/safe/config.json": read_model,

@@ -20,10 +20,10 @@ from helpers import load_curve, load_weights, make_shards, same_bits
 import hub as hub_script
 from system.cli import UserError
 from system.files import lock_folder
-from system.hub_client import open_hub
+from system.huggingface import open_hub
 from tokens import shards
-from training import checkpoint
-from training.open_model import open_model
+from weights import checkpoint
+from weights.open_model import open_model
 
 
 @pytest.fixture

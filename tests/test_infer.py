@@ -12,9 +12,9 @@ from networks import make_network
 import infer
 from system import cli, machine
 from tokens import tokenizer
-from training import convert
-from training.open_model import open_model
 from training.presets import PRESETS
+from weights import convert
+from weights.open_model import open_model
 
 
 @pytest.fixture(scope="module")

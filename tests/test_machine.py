@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from system import machine
 from system.cli import UserError
 from system.distributed import Runtime
-from training import checkpoint
+from weights import checkpoint
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from helpers import CPU, load_metrics, parse_config
 
+from lifecycle import cards
+from lifecycle.metrics import MetricsLogger, RunState
 from model import GPT, GPTConfig
 from system.distributed import Runtime
-from training import cards
-from training.metrics import MetricsLogger, RunState
 from training.step import StepResult
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)

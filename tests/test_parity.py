@@ -4,7 +4,7 @@ import pytest
 from helpers import make_shards
 
 from bench import parity
-from bench.references import Reference, Size
+from bench.programs import Reference, Size
 from system.cli import UserError
 
 # A reference in a page: this project's network, trained by a loop of its own, at GPT-2's size until it is edited.

@@ -11,13 +11,14 @@ import torch
 from helpers import CPU, ROOT, choices, parse_config, train_quickstart
 
 import train_gpt2
+from lifecycle import plan
+from lifecycle.cards import find_cards
+from lifecycle.metrics import RunState
 from model import GPT
 from system.cli import UserError
 from system.distributed import Runtime
-from training import optim, plan
-from training.cards import find_cards
+from training import optim
 from training.config import TrainConfig
-from training.metrics import RunState
 from training.presets import PRESETS
 
 

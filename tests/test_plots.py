@@ -11,8 +11,8 @@ import pytest
 from helpers import ROOT, write_jsonl
 
 import plots
+from lifecycle.reference import read_references
 from system.cli import UserError
-from training.reference import read_references
 
 REFERENCE = read_references()[0]  # gpt2-124m's
 

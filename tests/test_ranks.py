@@ -29,13 +29,15 @@ from helpers import (
 )
 
 import train_gpt2
+from lifecycle import resume
+from lifecycle.metrics import RunState
 from model import GPT
 from system import distributed
 from system.distributed import Runtime
 from tokens import shards
-from training import checkpoint, optim, resume
-from training.metrics import RunState
+from training import optim
 from training.step import TrainStep
+from weights import checkpoint
 
 # ------------------------------------------------------------------------- the same result
 

@@ -1,4 +1,4 @@
-"""training/reference.py tells a healthy run from a sick one."""
+"""lifecycle/reference.py tells a healthy run from a sick one."""
 
 import math
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lifecycle.reference import DATASETS, find_reference, read_references
 from training.presets import PRESETS
-from training.reference import DATASETS, find_reference, read_references
 
 REFERENCE = read_references()[0]  # gpt2-124m's
 judge = REFERENCE.judge

@@ -10,12 +10,13 @@ from corpora import read_bytes
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 import train_gpt2
+from lifecycle import evaluator
+from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
 from system.cli import UserError
 from system.files import lock_folder
-from training import checkpoint, evaluator
-from training.open_model import open_model
-from training.stop import StopRequest
+from weights import checkpoint
+from weights.open_model import open_model
 
 # ------------------------------------------------------------------------- stopped and resumed
 

@@ -13,8 +13,8 @@ from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, par
 
 from model import GPT
 from system.cli import UserError
-from training import checkpoint
 from training.step import TrainStep
+from weights import checkpoint
 
 
 def test_gradients_are_reduced_once_a_step(tiny_args):

@@ -11,8 +11,9 @@ import pytest
 from helpers import ROOT, load_metrics, make_hellaswag_rows, train_quickstart, write_jsonl
 from processes import rank_pids, start_torchrun, wait_for
 
-from training import checkpoint, stop
-from training.stop import StopRequest
+from lifecycle import stop
+from lifecycle.stop import StopRequest
+from weights import checkpoint
 
 
 def count_lines(path) -> int:
@@ -52,7 +53,7 @@ def signal_rank_1_in(module, name) -> None:
     setattr(sys.modules[module], name, signalled)
 
 
-PLACES = ["train_gpt2 open_data", "training.evaluator to_device", "training.hellaswag_eval batch_losses"]
+PLACES = ["train_gpt2 open_data", "lifecycle.evaluator to_device", "hellaswag batch_losses"]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -17,12 +17,13 @@ from helpers import (
     write_jsonl,
 )
 
+import hellaswag
 import train_gpt2
+from lifecycle.evaluator import Evaluator
+from lifecycle.stop import StopRequest
 from model import GPT
 from tokens import shards
-from training import checkpoint, hellaswag_eval
-from training.evaluator import Evaluator
-from training.stop import StopRequest
+from weights import checkpoint
 
 
 def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch):
@@ -110,7 +111,7 @@ def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatc
         *"--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 1 --model.n-embd 8".split(),
     ]
     eager = load_curve(train_quickstart(flags, tmp_path / "eager"))
-    count_frames(hellaswag_eval, "evaluate")
+    count_frames(hellaswag, "score")
     count_frames(Evaluator, "sample_text")
 
     evaluations = ["--hellaswag-every", "2", "--hellaswag-data", rows, "--sample-every", "2"]

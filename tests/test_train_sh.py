@@ -20,7 +20,7 @@ from helpers import ROOT, TINY_FLAGS, assert_curves_close, load_curve, make_shar
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
-from training import checkpoint
+from weights import checkpoint
 
 has_util_linux = shutil.which("setsid") and shutil.which("flock")
 pytestmark = pytest.mark.skipif(not has_util_linux, reason="needs util-linux")

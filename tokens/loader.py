@@ -1,6 +1,6 @@
 """The order of data: which sequences each step reads, and their tokens on the device.
 
-train_gpt2.py opens one Loader per split, and reads the batches; training/evaluator.py reads the val split.
+train_gpt2.py opens one Loader per split, and reads the batches; lifecycle/evaluator.py reads the val split.
 
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
     for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16

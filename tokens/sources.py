@@ -26,7 +26,7 @@ from glob import glob
 from pathlib import Path
 
 from system.cli import explain_errors, require
-from system.hub_client import open_hub
+from system.huggingface import open_hub
 from tokens import documents
 from tokens.documents import Chunk
 from tokens.prefetch import prefetch

@@ -1,1 +1,1 @@
-"""A run: its settings, steps, evaluations, metrics and checkpoints."""
+"""What a step is, and nothing else: its settings, forward pass, optimizers, rates and micro-batches."""

@@ -26,6 +26,7 @@ from tyro.conf import Suppress
 from model import GPTConfig
 from system.cli import explain_errors, parse_duration, require
 
+HELLASWAG_DATA = "data/hellaswag/hellaswag_val.jsonl"  # where hellaswag.py puts the rows
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
 
 
@@ -100,7 +101,7 @@ class TrainConfig:
     val_every: Free[int] = 250  # steps between measurements of the validation loss
     val_tokens: Free[int] = 10_485_760  # tokens to validate on, from the start of the val split
     hellaswag_every: Free[int] = 250  # steps between HellaSwag scores
-    hellaswag_data: Local[str] = ""  # HellaSwag rows (.jsonl); default: where hellaswag.py puts them
+    hellaswag_data: Local[str] = HELLASWAG_DATA  # HellaSwag rows, a .jsonl file
     sample_every: Free[int] = 250  # steps between samples
     # text to continue; @val: the first words of the val split
     sample_prompt: Local[str] = "Hello, I'm a language model,"
@@ -192,6 +193,7 @@ class TrainConfig:
         # `saved` comes from a file, so it may be anything.
         with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
             values = {name: saved[name] for name in RULES if name in saved}
+            values["hellaswag_data"] = saved.get("hellaswag_data") or HELLASWAG_DATA  # older checkpoints have ""
             values["model"] = GPTConfig.from_dict(saved.get("model", {}))
             return TrainConfig(**values)
 

@@ -8,7 +8,7 @@
     else:
         train_step.refuse_update(step, result)
 
-Called by train_gpt2.py for training, by training/plan.py to measure a step, and by the benches. The order of a step:
+Called by train_gpt2.py for training, by lifecycle/plan.py to measure a step, and by the benches. The order of a step:
 
     for each micro-batch (B, T + 1)     forward with autocast; loss / micro_steps; backward adds to the gradients
     the last backward                   DDP averages the gradients over the ranks

@@ -37,7 +37,7 @@ from corpora import read_bytes
 from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shards
 from processes import Script, forkserver_context, start, start_ranks
 
-from training import checkpoint
+from weights import checkpoint
 
 LAST_STEP = 40
 RUN_FLAGS = ["--device", "cpu", "--max-steps", str(LAST_STEP), "--save-every", "2", "--shuffle", "--resume", "auto"]

@@ -16,14 +16,14 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from lifecycle import reference
+from lifecycle.metrics import RunState
 from model import VOCAB_SIZE, Sampler, stream
 from system.cli import print0, printable
 from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
-from training import hellaswag_eval, reference
 from training.config import RULES, TrainConfig, config_drift, flag
-from training.metrics import RunState
 from training.presets import PRESETS
 from training.step import Forward, TrainStep
 
@@ -35,13 +35,19 @@ class Evaluator:
     """Runs the evaluations that are due. HellaSwag and samples call the model itself, because their shapes vary;
     validation calls the compiled forward pass."""
 
-    def __init__(self, train_step: TrainStep, data: Loader, val_data: Loader | None, max_steps: int):
+    def __init__(
+        self,
+        train_step: TrainStep,
+        data: Loader,
+        val_data: Loader | None,
+        score_hellaswag: Callable | None,
+        max_steps: int,
+    ):
         cfg = train_step.cfg
         self.cfg, self.rt, self.train_step = cfg, train_step.rt, train_step
         self.val_data = val_data
 
-        # Without rows, or with a model that cannot read them, HellaSwag is off, and the reason is printed.
-        self.examples = hellaswag_eval.available_examples(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else []
+        self.score_hellaswag = score_hellaswag
 
         self.reference = choose_reference(cfg, max_steps) if val_data else None
 
@@ -68,9 +74,9 @@ class Evaluator:
             results["val_loss"] = loss
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
-        if self.examples and run.is_due(cfg.hellaswag_every):
-            score = hellaswag_eval.evaluate(train_step.model, self.examples, rt, check=check_stop)
-            print0(f"{step} | {hellaswag_eval.summary_line(score)}")
+        if self.score_hellaswag and run.is_due(cfg.hellaswag_every):
+            score = self.score_hellaswag(train_step.model, rt, check_stop)
+            print0(f"{step} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results
 

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
+from lifecycle.metrics import RunState, read_metrics
 from model import GPT
 from system.cli import UserError, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
-from training import checkpoint, hellaswag_eval, schedule
+from training import schedule
 from training.config import TrainConfig, config_drift
-from training.metrics import RunState, read_metrics
-from training.open_model import open_model
 from training.presets import is_network_from_init
+from weights import checkpoint
+from weights.open_model import open_model
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -155,7 +156,7 @@ def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
     shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.tokens):,} tokens)"
     rows = "none"
-    path = Path(cfg.hellaswag_data or hellaswag_eval.DEFAULT_PATH)
+    path = Path(cfg.hellaswag_data)
     if cfg.hellaswag_every and path.is_file():
         rows = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return {"the data": shards, "the HellaSwag file": rows}

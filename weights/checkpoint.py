@@ -3,7 +3,7 @@
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
     OUT/optim_{step:05d}.pt   optimizers, step, the run's config: what else resuming needs
 
-Training writes through CheckpointWriter; infer.py, hellaswag.py and hub.py read through training/open_model.py:
+Training writes through CheckpointWriter; infer.py, hellaswag.py and hub.py read through weights/open_model.py:
 
     with CheckpointWriter("log/gpt2-124m", keep=2) as writer:
         writer.save(500, model_file(model, 500), train_state)   # returns once both are copied to host memory
@@ -36,7 +36,7 @@ import re
 import shlex
 import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -48,7 +48,6 @@ from model import GPT, GPTConfig
 from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
 from system.machine import copy_to_host
-from training.metrics import best_step
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -239,9 +238,13 @@ class CheckpointWriter:
     docstring.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int = 0):
+    def __init__(
+        self, run_dir: str | Path, keep: int = 0, best: Callable[[list[int]], int | None] = lambda steps: None
+    ):
+        """best: which of these steps, if any, is never deleted."""
         self.run_dir = Path(run_dir)
         self.keep = keep
+        self.best = best
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None  # of the last write; set by the thread
 
@@ -304,6 +307,6 @@ class CheckpointWriter:
         too_old = set(steps[: -self.keep])
 
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
-        for old_step in too_old - {best_step(self.run_dir, steps)}:
+        for old_step in too_old - {self.best(steps)}:
             model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()

@@ -4,10 +4,10 @@
     save_hf(model, "out/my-gpt2")      # AutoModelForCausalLM and AutoTokenizer read this folder
     model, step = load_old("old.pt")   # from build-nanogpt or nanoGPT; no pickled code is run
 
-Called by training/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`.
+Called by weights/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`.
 
 transformers has a class for OpenAI's network, and writes that itself. Any other network is exported with its code:
-model.py, wrapped by the class in training/modeling_gpt.py. The weights have the names of model.py, but:
+model.py, wrapped by the class in weights/modeling_gpt.py. The weights have the names of model.py, but:
 
     model.py                             GPT2LMHeadModel   with code: GPTForCausalLM
     -----------------------------------  ----------------  -------------------------
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from model import GPT, VOCAB_SIZE, GPTConfig
 from system.cli import explain_errors, require
-from system.hub_client import open_hub
+from system.huggingface import open_hub
 from tokens import tokenizer
 
 WEIGHT_FILES = "model*.safetensors"  # where transformers stores weights, in one file or in parts

@@ -14,6 +14,8 @@ from collections import Counter
 
 import torch
 
+from lifecycle.cards import CARDS, find_cards, total_peak_flops
+from lifecycle.metrics import RunState
 from model import GPT
 from system import machine
 from system.cli import format_cost, format_duration, print0, require
@@ -21,13 +23,12 @@ from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
 from tokens.shards import read_manifest
-from training import checkpoint, optim
-from training.cards import CARDS, find_cards, total_peak_flops
+from training import optim
 from training.config import TrainConfig
-from training.metrics import RunState
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
 from training.step import TrainStep
+from weights import checkpoint
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
 WEIGHT_AND_GRADIENT_BYTES = 8

@@ -5,14 +5,14 @@
     model = open_model("exports/gpt2-mine")              # a Hugging Face folder, e.g. from: python hub.py export
     model = open_model("gpt2")                           # a name on the Hub: gpt2, gpt2-medium, OWNER/NAME
 
-It is separate from training/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
+It is separate from weights/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
 """
 
 from pathlib import Path
 
 from model import GPT
 from system.cli import require
-from training import checkpoint, convert
+from weights import checkpoint, convert
 
 
 def open_model(name: str | Path) -> GPT:

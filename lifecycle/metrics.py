@@ -4,7 +4,7 @@
     metrics.log_step(run, result, lr, seconds)
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
-Called by train_gpt2.py. plots.py, hub.py and training/resume.py read what a run has written; importing this module
+Called by train_gpt2.py. plots.py, hub.py and lifecycle/resume.py read what a run has written; importing this module
 imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the same step:
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lifecycle.cards import total_peak_flops
 from system.cli import format_cost, format_duration, print0
 from system.files import atomic_write
-from training.cards import total_peak_flops
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
