@@ -193,7 +193,6 @@ class TrainConfig:
         # `saved` comes from a file, so it may be anything.
         with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
             values = {name: saved[name] for name in RULES if name in saved}
-            values["hellaswag_data"] = saved.get("hellaswag_data") or HELLASWAG_DATA  # older checkpoints have ""
             values["model"] = GPTConfig.from_dict(saved.get("model", {}))
             return TrainConfig(**values)
 

@@ -18,7 +18,7 @@ import tyro
 
 from model import GPTConfig
 from system.cli import env_rank, print0, require
-from training.config import TrainConfig
+from training.config import HELLASWAG_DATA, TrainConfig
 
 OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
@@ -148,7 +148,9 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if not has_preset and early.resume not in ("none", "auto"):
         path = Path(early.resume)
         run_dir = path if path.is_dir() else path.parent
-        defaults = replace(TrainConfig.from_dict(read_saved_config(early.resume)), out_dir=str(run_dir))
+        saved = TrainConfig.from_dict(read_saved_config(early.resume))
+        rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
+        defaults = replace(saved, out_dir=str(run_dir), hellaswag_data=rows)
     if early.epochs and not early.max_steps:
         defaults = replace(defaults, max_steps=0)
 
