@@ -65,7 +65,7 @@ from system import distributed, machine
 from system.distributed import Runtime
 from tokens import tokenizer
 from training.config import HELLASWAG_DATA
-from training.head import cast_head
+from training.forward import cast_head
 from weights.open_model import open_model
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"

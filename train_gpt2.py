@@ -4,243 +4,346 @@ python train_gpt2.py quickstart                                            # min
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
 python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
 
-Begin with `train`: it is the whole run, and the functions below it are its parts. `main`, at the end, chooses between
-training and the modes that do not train. Under torchrun, every rank (process) executes this file, on its own share of
-each batch. Four objects are passed around:
+`train` is the loop of train_gpt2_plain.py, with what a long run needs around it. Each addition is marked:
 
-cfg         every setting: the preset, changed by the flags (training/config.py)
-rt          this rank: its number, device and precision, and the collectives (system/distributed.py)
-run         the progress: the step, what was measured there (lifecycle/metrics.py)
-train_step  the model and everything that updates it (training/step.py)
+    [memory]   master weights behind the optimizers, the micro-batch that fits, the head in chunks
+    [speed]    compiled blocks, batches that a thread reads ahead, checkpoints that a thread writes
+    [resume]   the step, the optimizers and the loss scale of a checkpoint; nothing else is remembered
+    [ranks]    one collective carries the loss, stop requests and norms that are not finite
+    [stop]     a signal or --time-limit ends the run where it can be resumed
+
+Under torchrun, every rank (process) executes this file, on its own share of each batch. The names in `train`:
+
+    cfg      every setting: the preset, changed by the flags (training/config.py)
+    rt       this rank: its number, device and precision, and the collectives (system/distributed.py)
+    model    the network (model.py); `forward` computes its loss (training/forward.py)
 """
 
+import math
 import shlex
 import sys
 import time
+from argparse import ArgumentParser
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from system import cli
 
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
+import tyro
+from torch import Tensor, nn
 
 import hellaswag
 from lifecycle import plan, resume
-from lifecycle.evaluator import Evaluator, num_val_sequences, validate
-from lifecycle.metrics import MetricsLogger, RunState, best_step
+from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
+from lifecycle.metrics import MetricsLogger, best_step
 from lifecycle.stop import Stopped, StopRequest
+from model import GPT
 from system import distributed, machine
-from system.cli import UserError, format_duration, print0, require
+from system.cli import UserError, env_rank, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import lock_folder
-from tokens.loader import Loader
-from tokens.shards import find_shards
-from training.config import TrainConfig, settings_by_flag
-from training.presets import parse
+from tokens.loader import to_device
+from training import optim
+from training.config import HELLASWAG_DATA, Mark, TrainConfig, has_mark, settings_by_flag
+from training.forward import Forward, make_forward, wrap_in_ddp
+from training.microbatch import choose_micro_batch_size, explain_out_of_memory
+from training.presets import OTHER_TRAINERS, PRESETS
 from training.schedule import set_learning_rates
-from training.step import Forward, TrainStep, UpdateRefused
 from weights import checkpoint
-from weights.open_model import open_model
 
 
-class Ending(NamedTuple):
-    """How a run ended: "finished", "stopped" (by `reason`; saved, to be resumed) or "refused" (an update; saved)."""
+def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
+    """One run, from its first or resumed step to its last, or until `stop` is requested: returns who asked, or "" if
+    the run has finished. Raises UserError if the run cannot start or resume as asked, if an update is refused, or if
+    the last checkpoint cannot be written. Every rank must call it."""
+    # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten.
+    cfg, model, data, val_data, saved = resume.open_run(cfg, rt)
+    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
+    step = start = saved["step"] if saved else 0
+    if resume.is_complete(cfg, rt, step, max_steps):
+        print0(f"the run is complete at step {step}; to train on, raise --max-steps")
+        return ""
 
-    status: str
-    message: str
-    reason: str = ""
-
-
-def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> Ending:
-    """One run, from its first or resumed step to its last, or until `stop` is requested. Raises UserError if the run
-    cannot start or resume as asked, or if the last checkpoint cannot be written. Every rank must call it."""
-    # What the run continues from, its network and its data. A run that exists is never overwritten, and missing data
-    # are reported before any weights are downloaded.
-    saved = resume.find_checkpoint(cfg)
-    find_shards(cfg.data_dir, "train")
-    cfg, model = resume.open_network(cfg, saved)
-    data, val_data = open_data(cfg)
-    run = resume.start_or_resume(cfg, rt, data, saved)
-    if run.is_complete:
-        return Ending("finished", f"the run is complete at step {run.step}; to train on, raise --max-steps")
-
-    # The model with all that updates it, the evaluations, the log, and this rank's batches: (micro_steps, B, T + 1)
-    # tokens for each step from here on.
+    # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
     rt = machine.choose_precision(rt, cfg.dtype, saved and saved.get("dtype"))
-    train_step = TrainStep(cfg, rt, model, saved)
-    plan.print_plan(train_step, data, run)
-    if rt.is_main:
-        plan.check_disk(train_step, run)
-        plan.write_config(train_step, run)
-    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
-    evaluator = Evaluator(train_step, data, val_data, score_hellaswag, run.max_steps)
-    metrics = MetricsLogger(train_step, run)
-    batches = data.batches(
-        run.step, cfg.sequences_per_step, train_step.micro_batch_size, rt, fixed=cfg.overfit_single_batch
-    )
+    forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
+    saved_step = resume.load_state(cfg, rt, saved, optimizers, scaler)  # the step that the run folder has already
+    del saved
 
-    # A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for it.
-    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, best=partial(best_step, cfg.run_dir)) as writer:
-        save = partial(save_checkpoint, train_step, run, metrics, writer)
-        stop_requested = rt.any_rank(stop.signal)  # during start-up, and perhaps to one rank alone
-        ending = None
+    plan.print_plan(cfg, rt, model, data, B, step, max_steps)
+    if rt.is_main:
+        plan.check_disk(cfg, model, step, max_steps)
+        plan.write_config(cfg, rt, max_steps)
+
+    # The evaluations, the log, and this rank's batches: (micro_steps, B, T + 1) tokens for each step from here on.
+    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
+    evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
+    metrics = MetricsLogger(cfg, rt, model, start, max_steps)
+    batches = data.batches(step, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
+
+    # [speed] A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for
+    # it.
+    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, lambda steps: best_step(cfg.run_dir, steps)) as writer:
+
+        def save() -> None:
+            """Save this step, unless the run folder has it. Every rank must call it."""
+            nonlocal saved_step
+            if step == saved_step:
+                return
+            # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for it
+            # in the collectives below, which are patient; the others give up after ten minutes.
+            writer.join()
+            weights = optim.float32_state_dict(model)
+            resume.check_weights_agree(rt, weights, step)
+            state = resume.train_state(cfg, rt, step, max_steps, data.fingerprint(), optimizers, scaler)
+            if rt.is_main:
+                # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
+                metrics.flush()
+                writer.save(step, checkpoint.model_file(model, step, preset=cfg.preset) | {"model": weights}, state)
+            saved_step = step
+
+        refused = ""  # what was wrong with an update that ends the run
+        was_stopped = False
+        refused_steps = 0
+        is_updating = False
         try:
-            # Save and evaluate if that is due at run.step, then train one step. So step 0 evaluates the untrained
-            # network, and the last iteration ends before it trains.
+            stop.check(rt)  # a signal that came during the start
             while True:
-                # All ranks leave at the same step: they learned of the request in the last step's collective.
+                # `row` becomes the line of metrics.jsonl for this step.
+                row = {"step": step}
+
+                # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
+                if step == max_steps or (step > start and is_due(step, cfg.save_every, max_steps)):
+                    save()
+
+                # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
+                row |= evaluator.measure(step, stop)
+                metrics.log_text(step, evaluator.sample_text(step, stop))
+                if step == max_steps:
+                    metrics.write(row)
+                    break
+
+                # Forward and backward. Only this and the update are timed, without the wait for the batch. On a GPU the
+                # update is still running when the time is taken, which then counts toward the next step.
+                batch = next(batches)
+                start_time = time.perf_counter()
+                loss, norm, is_finite, stop_requested = compute_gradients(
+                    batch, ddp_forward, optimizers, scaler, cfg, rt, stop.is_requested
+                )
+
+                # [stop] The gradients are dropped: a resumed run computes this step again, to the same bits.
                 if stop_requested:
                     raise Stopped
 
-                # Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
-                if run.is_save_due(cfg.save_every):
-                    save()
-                if not run.evaluated:
-                    # The first evaluation ignores the time limit, so that every start does at least one step.
-                    check_stop = partial(stop.check, rt, timed=run.step > run.start_step)
-                    run.measured |= evaluator.evaluate(run, check_stop)
-                    run.evaluated = True
-                    metrics.log_text(run.step, evaluator.sample_text(run, stop.is_requested))
-                if run.is_at_end:
-                    break
-
-                # Gradients that are not finite are dropped. Only this is timed, without the wait for the batch. On a
-                # GPU the update is still running at the end; its time counts toward the next step.
-                batch = next(batches)
-                start_time = time.perf_counter()
-                result = train_step.compute_gradients(batch, stop.is_requested())
-                lr = set_learning_rates(train_step.optimizers, run.step, run.max_steps, cfg)
-                if result.is_finite:
-                    train_step.update()
+                # Rate and update. Gradients that are not finite are dropped.
+                lr = set_learning_rates(optimizers, step, max_steps, cfg)
+                if is_finite:
+                    is_updating = True
+                    for optimizer in optimizers:
+                        scaler.step(optimizer)
+                    is_updating = False
+                elif math.isfinite(loss) and scaler.get_scale() > 1:
+                    # With float16, infinite gradients are expected now and then: the loss scale was too high.
+                    print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
                 else:
-                    train_step.refuse_update(run.step, result)
-                metrics.log_step(run, result, lr, time.perf_counter() - start_time)
-                stop_requested = result.stop_requested
-                run.advance()
-            metrics.write(run.measured)
-        except Stopped:
-            save()
-            fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
-            ending = Ending("stopped", f"stopped by {stop.reason()} at step {run.step}, saved; {fix}", stop.reason())
-        except UpdateRefused as refused:
-            save()
-            ending = Ending("refused", str(refused))
+                    refused_steps += 1
+                    problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
+                    print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
+                    if refused_steps > cfg.skip_bad_steps:
+                        refused = problem
+                        break
 
-        # All ranks wait until the last checkpoint is on the disk: torchrun ends every rank when one exits early.
+                # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
+                scaler.update()
+
+                # [memory] DDP's gradients live in its buckets and are set to zero there. One rank frees them.
+                model.zero_grad(set_to_none=rt.world_size == 1)
+
+                row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
+                metrics.log_step(row, time.perf_counter() - start_time)
+                step += 1
+                stop.first_step_is_done = True
+        except Stopped:
+            was_stopped = True
+        except Exception:
+            # [resume] Whatever goes wrong outside of an update, the last good step is saved, where that needs no other
+            # rank.
+            if rt.world_size == 1 and not is_updating and step > start:
+                save()
+            raise
+
+        # [resume] All ranks wait until the last checkpoint is on the disk: torchrun ends every rank when one exits
+        # early.
+        save()
         metrics.close()
         writer.finish()
         rt.barrier()
-    return ending or Ending("finished", describe_result(cfg, run, stop))
+
+    if refused:
+        fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
+        raise UserError(f"{refused}; everything before it is saved in {cfg.run_dir}; {fix}")
+    if was_stopped:
+        fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
+        print0(f"stopped by {stop.reason()} at step {step}, saved; {fix}")
+        return stop.reason()
+    print0(describe_result(cfg, step, stop.elapsed_s()))
+    return ""
 
 
-def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
-    """The training data and, if the run validates, the validation data. Raises UserError if they are missing or
-    damaged."""
-    data = Loader(cfg.data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
-    val_data = Loader(cfg.data_dir, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
-    return data, val_data
+def compute_gradients(
+    batch: Tensor,
+    forward: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    cfg: TrainConfig,
+    rt: Runtime,
+    is_stop_requested: Callable[[], bool] = lambda: False,
+) -> tuple[float, float, bool, bool]:
+    """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
+
+    batch: (micro_steps, B, T + 1) uint16, this rank's tokens. The gradients are those of the mean loss over all ranks.
+    Every rank must call it. A single rank that is asked to stop raises Stopped. Returns
+
+        loss             mean over all sequences of the step, in nats per token; the same on all ranks
+        norm             L2 norm of the gradients of all parameters, before clipping
+        is_finite        whether both are finite on every rank; if not, the update must be refused
+        stop_requested   whether any rank was asked to stop
+    """
+    local_loss = torch.zeros((), device=rt.device)
+    for i, tokens in enumerate(batch):
+        # [stop] A single rank need not compute what is dropped below.
+        if rt.world_size == 1 and is_stop_requested():
+            raise Stopped
+
+        # Inputs and targets: (B, T + 1) -> 2 x (B, T)
+        x, y = to_device(tokens, rt.device)
+
+        # DDP averages the gradients in the last backward pass. Without DDP the attribute has no effect.
+        forward.require_backward_grad_sync = i == len(batch) - 1
+        with rt.autocast():
+            loss = forward(x, y)
+
+        # The micro-batches are of equal size, so the mean of their means is the mean over the step. The loss scale of
+        # float16 keeps small gradients from becoming zero; in other precisions it does nothing.
+        scaler.scale(loss / len(batch)).backward()
+        local_loss += loss.detach() / len(batch)
+
+    # Undo the loss scale, and clip. The norm is that of all gradients together.
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(forward.parameters(), cfg.grad_clip or math.inf).item()
+
+    # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were asked to
+    # stop, and how many have a norm that is not finite. The device has finished by now, so the request is a late one.
+    numbers = [local_loss.item() / rt.world_size, is_stop_requested(), not math.isfinite(norm)]
+    loss, stops, bad_norms = rt.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=rt.device)).tolist()
+    return loss, norm, math.isfinite(loss) and bad_norms == 0, stops > 0
 
 
-def save_checkpoint(
-    train_step: TrainStep, run: RunState, metrics: MetricsLogger, writer: checkpoint.CheckpointWriter
-) -> None:
-    """Save the current step, unless that has been done. Raises UserError if the ranks' weights differ. Every rank
-    must call it: parts of the state are gathered."""
-    # The loop may have saved this step before a stop or an error asks for it again.
-    if run.last_saved_step == run.step:
-        return
-    rt = train_step.rt
+def build(
+    model: GPT, cfg: TrainConfig, rt: Runtime
+) -> tuple[Forward, nn.Module, list[torch.optim.Optimizer], torch.amp.GradScaler, int]:
+    """Bring the model to this rank's device, and make all that updates it. Raises UserError if not even one sequence
+    fits in memory, or if the batch does not divide evenly over the ranks. Every rank must call it. Returns
 
-    # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for it below,
-    # in a collective that is patient; the others give up after ten minutes.
-    writer.join()
+        forward       the forward pass of validation
+        ddp_forward   the same for training: its gradients are averaged over the ranks
+        optimizers    one or two
+        scaler        the loss scale of float16
+        B             the micro-batch: sequences in a forward pass
+    """
+    with explain_out_of_memory(rt):
+        # [ranks] All begin with rank 0's weights: random ones may differ by rounding between processors.
+        model.recompute = cfg.recompute
+        model.to(rt.device).train()
+        for p in model.parameters():
+            rt.broadcast(p.detach(), source=0)
 
-    # If the weights differ, the ranks train different models from here on, of which only rank 0's would be saved: DDP
-    # averages gradients, but never compares the weights. A single rank has nothing to compare with.
-    if rt.world_size > 1:
-        checksum = distributed.weight_checksum(list(train_step.weights.named.values()))
-        fix = f"step {run.step} is not saved. Unlike cards need --zero-stage 1; one that differs again is defective"
-        rt.check_equal({"the checksum of the weights": checksum}, fix)
+        # A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
+        is_float16 = rt.dtype == torch.float16
+        scaler = torch.amp.GradScaler(rt.device.type, enabled=is_float16)
+        if is_float16 and cfg.weights == "bfloat16":
+            print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a loss scale")
+        optimizers = optim.build_optimizers(model, cfg, rt)
 
-    # model_*.pt: the weights in float32, even if the model's own are bfloat16, and a few facts about them.
-    # optim_*.pt: what else resuming needs, which is the progress, the optimizer state, config and versions.
-    train_step_state = train_step.state_dict()
-    if rt.is_main:
-        model_content = checkpoint.model_file(train_step.model, run.step, preset=train_step.cfg.preset)
-        model_content["model"] = train_step.weights.state_dict()
-        versions = {"config": train_step.cfg.to_dict(), "versions": machine.versions()}
-        train_content = run.state_dict() | train_step_state | versions
-
-        # metrics.jsonl goes to the disk first: a resumed run needs every line before the checkpoint's step.
-        metrics.flush()
-        writer.save(run.step, model_content, train_content)
-    run.last_saved_step = run.step
+        # The micro-batch is chosen before DDP comes: a rank that runs out of memory inside DDP would leave the others
+        # waiting in a collective.
+        forward = make_forward(model, cfg, rt)
+        B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg))
+        return forward, wrap_in_ddp(forward, rt), optimizers, scaler, B
 
 
-def describe_result(cfg: TrainConfig, run: RunState, stop: StopRequest) -> str:
+def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:
     """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
     best = best_step(cfg.run_dir, checkpoint.complete_steps(cfg.run_dir))
-    path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, run.step if best is None else best)))
+    path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step if best is None else best)))
     what = "weights" if best is None else "of the saved weights, the lowest val loss"
-    text = f"done: {run.step} steps in {format_duration(stop.elapsed_s())}; {what}: {path}"
+    text = f"done: {step} steps in {format_duration(seconds)}; {what}: {path}"
     return f'{text}\nnext: python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} "Once upon a time"'
 
 
-# ------------------------------------------------------------------------- without training
+# ------------------------------------------------------------------------- the command line
 
 
-def check(cfg: TrainConfig) -> None:
-    """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
-    UserError if the data are missing, the run folder has another run, or the GPU cannot be used."""
-    is_training = not (cfg.card or cfg.dry_run or cfg.eval_only)
-    require(is_training, "train.sh only trains: for --card, --dry-run and --eval-only use python train_gpt2.py")
-    resume.find_checkpoint(cfg)
-    open_data(cfg)
-    device = machine.choose_device(cfg.device)
-    ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in cfg.device else 1
-    print(cfg.run_dir.resolve(), ranks, sep="\n")
+def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
+    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
+    or the help that was asked for.
+
+    `--resume PATH` without a preset starts from the config saved there, which read_saved_config(PATH) returns, so only
+    changes need flags.
+    """
+    # A first word that is not a flag is a preset.
+    flags = argv
+    preset = "gpt2-124m"
+    has_preset = bool(argv) and not argv[0].startswith("-")
+    if has_preset:
+        preset, *flags = argv
+    require(preset in PRESETS, f"no preset {preset!r}; presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
+    defaults = PRESETS[preset]
+
+    # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.
+    early_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    early_parser.add_argument("--resume", nargs="?", default="none", const="none")
+    early_parser.add_argument("--epochs", nargs="?")
+    early_parser.add_argument("--max-steps", "--max_steps", nargs="?")
+    early, _ = early_parser.parse_known_args(flags)
+    if not has_preset and early.resume not in ("none", "auto"):
+        defaults = inherit_settings(TrainConfig.from_dict(read_saved_config(early.resume)), Path(early.resume))
+    if early.epochs and not early.max_steps:
+        defaults = replace(defaults, max_steps=0)
+
+    try:
+        cfg = tyro.cli(
+            TrainConfig,
+            default=defaults,
+            args=flags,
+            prog="train_gpt2.py [PRESET]",
+            description=f"Presets: {', '.join(PRESETS)}; the values below are those of {defaults.preset}.",
+            compact_help="--help" not in flags,
+            console_outputs=env_rank() == 0,
+        )
+    except SystemExit as e:
+        if e.code:
+            print0(OTHER_TRAINERS)
+        # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
+        if env_rank() > 0:
+            time.sleep(3)
+        raise
+    require(cfg.tracker != "wandb" or find_spec("wandb"), "--tracker wandb needs: .venv/bin/pip install wandb")
+    return cfg
 
 
-def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
-    """--dry-run: print the plan, then measure a step on this machine and print what the run costs. Needs no data if the
-    preset fixes the number of steps. Nothing is saved. Every rank must call it."""
-    cfg, model = resume.open_network(cfg, saved=None)
-    data = None
-    if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
-        data, _ = open_data(cfg)
-    run = RunState(cfg.total_steps(data.order.sequences_per_epoch if data else 0), data_id="")
-    train_step = TrainStep(cfg, machine.choose_precision(rt, cfg.dtype), model)
-    plan.print_plan(train_step, data, run)
-    plan.dry_run(train_step, run)
-
-
-def evaluate(cfg: TrainConfig, rt: Runtime) -> None:
-    """--eval-only: print val loss and HellaSwag of the weights named by --init-from, as a run reports them. Every rank
-    must call it.
-
-    For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
-    (acc_norm). Raises UserError without weights or data."""
-    fix = "add --init-from gpt2, a run folder or a model_*.pt"
-    require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
-    model = open_model(cfg.init_from).to(rt.device)
-    rt = machine.choose_precision(rt, cfg.dtype)
-
-    # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
-    T = min(cfg.sequence_length, model.config.block_size)
-    val_data = Loader(cfg.data_dir, "val", T, model.config.vocab_size)
-    rt.check_equal(resume.describe_files(cfg, val_data), "give every machine the same files")
-
-    # Validation loss. Not compiled: compiling would take longer than it saves.
-    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
-    loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
-    tokens = num_val_sequences(val_data, cfg) * T
-    print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
-    score = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
-    if score:
-        print0(hellaswag.summary_line(score(model, rt, lambda: None)))
+def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:
+    """The settings of the run of a checkpoint (a file, or its folder), but for those of one start only."""
+    of_one_start = {field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.ONCE)}
+    run_dir = path if path.is_dir() else path.parent
+    rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
+    return replace(saved, **of_one_start, out_dir=str(run_dir), hellaswag_data=rows)
 
 
 def main() -> None:
@@ -249,27 +352,26 @@ def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--check"]
     cfg = parse(words, lambda path: checkpoint.read_train_state(path)["config"])
     if "--check" in sys.argv:
-        return check(cfg)
+        return plan.check(cfg)
     if cfg.card:
         return print0(plan.predict(cfg))
 
     # Signals are handled from the start, so that one during start-up is not lost. Entering the session joins the other
     # ranks, if there are any, and refuses different settings.
     stop = StopRequest(cfg.time_limit)
-    session = distributed.session(cfg.device, cfg.deterministic, settings_by_flag(cfg))
-    if cfg.dry_run or cfg.eval_only:
+    session = distributed.session(cfg.device, settings=settings_by_flag(cfg))
+    if cfg.dry_run:
         with session as rt:
-            return dry_run(cfg, rt) if cfg.dry_run else evaluate(cfg, rt)
+            return plan.dry_run(cfg, rt, build, compute_gradients)
+    if cfg.eval_only:
+        with session as rt:
+            return evaluate_weights(cfg, rt, hellaswag.make_scorer)
 
     # One process at a time may write to the run folder: rank 0 holds its lock.
     with stop.handle_signals(), session as rt, lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
-        ending = train(cfg, rt, stop)
-        print0(ending.message)
-        if ending.status == "refused":
-            fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
-            raise UserError(f"{ending.message}; everything before it is saved in {cfg.run_dir}; {fix}")
+        reason = train(cfg, rt, stop)
         if rt.is_main:
-            cli.write_status(ending.status, ending.reason)
+            cli.write_status("stopped" if reason else "finished", reason)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ small steps on a CPU:
                                         ^                            |
     tokens of --data-dir --> shards ----+                            |
                                         v                            v
-    this project's preset and flags --> Loader, TrainStep, from the same weights --> curve B
+    this project's preset and flags --> Loader, compute_gradients, from the same weights --> curve B
 
 A curve has the loss and the gradient norm of every step. The script runs completely: its own model, data loader, loop,
 clipping, optimizers and schedule; bench/programs.py has the edits that make it small and quiet. If both sides start
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import train_gpt2
 from bench import peers, turns
 from bench.programs import REFERENCES, Reference, Size
 from model import GPT
@@ -48,9 +49,8 @@ from system.cli import require
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader, to_device
+from train_gpt2 import parse
 from training import muon, schedule
-from training import step as step_module
-from training.presets import parse
 
 
 class StepRecord(NamedTuple):
@@ -191,26 +191,28 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
     cfg = parse(flags.split(), lambda path: {})
     torch.manual_seed(cfg.seed)
     model = GPT.from_state_dict(cfg.model, {name: torch.from_numpy(w.copy()) for name, w in state.items()})
-    train_step = step_module.TrainStep(cfg, rt, model)
+    forward, _, optimizers, scaler, B = train_gpt2.build(model, cfg, rt)
 
     # The planted error.
-    for group in [group for optimizer in train_step.optimizers for group in optimizer.param_groups]:
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
         if plant == "rate":
             group["peak_lr"] *= 1.01
         if plant == "decay":
             group["weight_decay"] = 0.1
     if plant == "target":
-        step_module.to_device = copy_inputs
+        train_gpt2.to_device = copy_inputs
 
     # The same loop as train_gpt2.py's, without saving and evaluating.
     data = Loader(folder / "edu_fineweb10B", "train", cfg.sequence_length, cfg.model.vocab_size, shuffle=False)
-    batches = data.batches(0, cfg.sequences_per_step, train_step.micro_batch_size, rt)
+    batches = data.batches(0, cfg.sequences_per_step, B, rt)
     curve: Curve = []
     for step in range(cfg.max_steps):
-        result = train_step.compute_gradients(next(batches))
-        curve.append(StepRecord(result.loss, result.norm))
-        schedule.set_learning_rates(train_step.optimizers, step, cfg.max_steps, cfg)
-        train_step.update()
+        loss, norm, *_ = train_gpt2.compute_gradients(next(batches), forward, optimizers, scaler, cfg, rt)
+        curve.append(StepRecord(loss, norm))
+        schedule.set_learning_rates(optimizers, step, cfg.max_steps, cfg)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
     return curve
 
 

@@ -112,10 +112,10 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     the loops of both."""
     import torch
 
-    import train_gpt2
+    from lifecycle import resume
     from system import distributed, machine
     from tokens.loader import to_device
-    from training.presets import parse
+    from train_gpt2 import parse
 
     cfg = parse(words(args), lambda path: {})
     require(cfg.micro_batch_size != "auto", "peers need a fixed micro-batch: -- --micro-batch-size 16")
@@ -137,7 +137,7 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
         optimizer = model.configure_optimizers(0.1, cfg.max_lr, *betas, rt.device.type)
         forward = torch.compile(model) if PEERS[name][2] else model
 
-        data, _ = train_gpt2.open_data(cfg)
+        data, _ = resume.open_data(cfg)
         batches = data.batches(0, cfg.sequences_per_step, cfg.micro_batch_size, rt)
         for _ in range(steps):
             batch = next(batches)  # (micro_steps, B, T + 1)
@@ -180,7 +180,7 @@ def main(argv: list[str]) -> None:
     run: Callable[[str], dict] = partial(measure, args, sources)
     results = turns.take_turns(run, args.only, args.rounds)
 
-    from training.presets import parse
+    from train_gpt2 import parse
 
     tokens = parse(words(args), lambda path: {}).total_batch_size
     medians = {name: statistics.median(ms for run in runs for ms in run["step_ms"]) for name, runs in results.items()}

@@ -1,11 +1,10 @@
 """A run's evaluations: validation loss, HellaSwag and samples, each with its own period.
 
-    evaluator = Evaluator(train_step, data, val_data, run.max_steps)
-    run.measured |= evaluator.evaluate(run, check_stop)
-    text = evaluator.sample_text(run, stop.is_requested)
+    evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
+    row |= evaluator.measure(step, stop)
+    text = evaluator.sample_text(step, stop)
 
-Called by train_gpt2.py between two steps; --eval-only calls `validate`. Nothing here changes the model, the gradients
-or the order of the data.
+Called by train_gpt2.py between two steps. Nothing here changes the model, the gradients or the order of the data.
 """
 
 from __future__ import annotations
@@ -17,18 +16,28 @@ import numpy as np
 import torch
 
 from lifecycle import reference
-from lifecycle.metrics import RunState
-from model import VOCAB_SIZE, Sampler, stream
-from system.cli import print0, printable
+from lifecycle.resume import describe_files
+from lifecycle.stop import StopRequest
+from model import GPT, VOCAB_SIZE, Sampler, stream
+from system import machine
+from system.cli import print0, printable, require
 from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
-from training.config import RULES, TrainConfig, config_drift, flag
+from training.config import Mark, TrainConfig, changed_settings, flag, has_mark, shapes_result
+from training.forward import Forward
 from training.presets import PRESETS
-from training.step import Forward, TrainStep
+from weights.open_model import open_model
 
+# (model, rt, check) -> accuracies: hellaswag.py's, which train_gpt2.py hands in
+ScoreHellaswag = Callable[[GPT, Runtime, Callable[[], None]], dict[str, float]]
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 PROMPT_TOKENS = 8  # of --sample-prompt @val
+
+
+def is_due(step: int, period: int, max_steps: int) -> bool:
+    """Whether something with this period (0: never) is due at a step. At the last one everything enabled is."""
+    return period > 0 and (step % period == 0 or step == max_steps)
 
 
 class Evaluator:
@@ -37,18 +46,21 @@ class Evaluator:
 
     def __init__(
         self,
-        train_step: TrainStep,
+        cfg: TrainConfig,
+        rt: Runtime,
+        model: GPT,
+        forward: Forward,
+        B: int,
         data: Loader,
         val_data: Loader | None,
-        score_hellaswag: Callable | None,
+        score_hellaswag: ScoreHellaswag | None,
         max_steps: int,
     ):
-        cfg = train_step.cfg
-        self.cfg, self.rt, self.train_step = cfg, train_step.rt, train_step
-        self.val_data = val_data
-
+        """B: sequences in a forward pass. score_hellaswag: None turns HellaSwag off."""
+        self.cfg, self.rt, self.model = cfg, rt, model
+        self.forward, self.B, self.val_data = forward, B, val_data
         self.score_hellaswag = score_hellaswag
-
+        self.max_steps = max_steps
         self.reference = choose_reference(cfg, max_steps) if val_data else None
 
         # Samples need GPT-2's vocabulary to be readable.
@@ -58,34 +70,37 @@ class Evaluator:
         elif cfg.sample_every:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
-    def evaluate(self, run: RunState, check_stop: Callable[[], None]) -> dict[str, float]:
-        """Measure and print what is due at this step: any of val_loss, hellaswag_acc, hellaswag_acc_norm. check_stop
-        (StopRequest.check) is called between batches and may raise Stopped. Every rank must call it."""
-        cfg, rt, train_step = self.cfg, self.rt, self.train_step
-        step = f"step {run.step:5d}/{run.max_steps}"
+    def measure(self, step: int, stop: StopRequest) -> dict[str, float]:
+        """Measure and print what is due at this step: any of val_loss, hellaswag_acc, hellaswag_acc_norm. May raise
+        Stopped, between two batches. Every rank must call it."""
+        cfg, rt = self.cfg, self.rt
+        label = f"step {step:5d}/{self.max_steps}"
         results = {}
 
-        if run.is_due(cfg.val_every):
-            loss = validate(train_step.forward, self.val_data, cfg, rt, train_step.micro_batch_size, check_stop)
-            print0(f"{step} | val loss: {loss:.4f}")
-            verdict = self.reference.judge(run.step, loss) if self.reference else None
+        def check_stop() -> None:
+            stop.check(rt)
+
+        if self.val_data and is_due(step, cfg.val_every, self.max_steps):
+            loss = validate(self.forward, self.val_data, cfg, rt, self.B, check_stop)
+            print0(f"{label} | val loss: {loss:.4f}")
+            verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
                 print0(verdict)
             results["val_loss"] = loss
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
-        if self.score_hellaswag and run.is_due(cfg.hellaswag_every):
-            score = self.score_hellaswag(train_step.model, rt, check_stop)
-            print0(f"{step} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}")
+        if self.score_hellaswag and is_due(step, cfg.hellaswag_every, self.max_steps):
+            score = self.score_hellaswag(self.model, rt, check_stop)
+            print0(f"{label} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results
 
     @torch.no_grad()
-    def sample_text(self, run: RunState, stop_requested: Callable[[], bool]) -> str:
+    def sample_text(self, step: int, stop: StopRequest) -> str:
         """If samples are due, continuations of the prompt, one a line, cut short when this rank is asked to stop; ""
         otherwise and on all ranks but 0."""
         cfg, rt = self.cfg, self.rt
-        if not (rt.is_main and self.prompt and run.step > 0 and run.is_due(cfg.sample_every)):
+        if not (rt.is_main and self.prompt and step > 0 and is_due(step, cfg.sample_every, self.max_steps)):
             return ""
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
@@ -93,9 +108,9 @@ class Evaluator:
         sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
         idx = torch.tensor([self.prompt], device=rt.device)  # (1, T)
         columns = []  # the new ids, NUM_SAMPLES at a time
-        # Without autocast: OpenAI's weights give logits near -100, where bfloat16 steps by 0.5.
-        for new_ids in stream(self.train_step.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES):
-            if stop_requested():
+        # Without autocast, whose bfloat16 rounds large logits too coarsely (training/forward.py: cast_head).
+        for new_ids in stream(self.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES):
+            if stop.is_requested():
                 break
             columns.append(new_ids.tolist())
         decode = tokenizer.encoding().decode
@@ -116,20 +131,17 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
 
 
 def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
-    """The public runs to compare a run of `max_steps` with, and print which, or what is different from them; None for a
-    run from trained weights, whose loss is much lower, and for a preset without public runs."""
+    """The public runs to compare a run of `max_steps` with, and print which; None for a run from trained weights, whose
+    loss is much lower, for a preset without public runs, and for another recipe than the preset's."""
     found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
     if found is None or cfg.init_from != "scratch":
         return None
 
-    # Settings that shape the result; config_drift gives them as "max_lr: 0.0006 -> 0.001". The margin allows for
-    # another seed or order of the data, and the rows that pad the vocabulary are not used.
-    _, changes = config_drift(PRESETS[cfg.preset], cfg)
-    comparable = ["model.vocab_size", *(name for name, rule in RULES.items() if rule.kind == "noise")]
-    changed = [change.split(":")[0] for change in changes]
-    flags = [flag(name) for name in changed if name not in comparable]
-    if flags:
-        print0(f"no reference: {', '.join(flags)} not as in preset {cfg.preset}")
+    # The margin allows for another seed or order of the data, and the rows that pad the vocabulary are not used.
+    changes = changed_settings(PRESETS[cfg.preset], cfg).keys() - {"model.vocab_size"}
+    changed_recipe = [flag(name) for name in changes if shapes_result(name) and not has_mark(name, Mark.NOISE)]
+    if changed_recipe:
+        print0(f"no reference: {', '.join(sorted(changed_recipe))} not as in preset {cfg.preset}")
         return None
     print0(f"reference: {found.runs} public runs of {cfg.preset}, on {reference.DATASETS[cfg.preset]}")
     return found
@@ -186,3 +198,30 @@ def validate(
 
     # `total` is the sum of the mean losses of all sequences, which are equally long.
     return rt.all_reduce(total).item() / count
+
+
+def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., ScoreHellaswag | None]) -> None:
+    """--eval-only: print val loss and HellaSwag of the weights named by --init-from, as a run reports them. Every rank
+    must call it. make_scorer: hellaswag.py's.
+
+    For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
+    (acc_norm). Raises UserError without weights or data."""
+    fix = "add --init-from gpt2, a run folder or a model_*.pt"
+    require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
+    model = open_model(cfg.init_from).to(rt.device)
+    rt = machine.choose_precision(rt, cfg.dtype)
+
+    # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
+    T = min(cfg.sequence_length, model.config.block_size)
+    val_data = Loader(cfg.data_dir, "val", T, model.config.vocab_size)
+    rt.check_equal(describe_files(cfg, val_data), "give every machine the same files")
+
+    # Validation loss. Not compiled: compiling would take longer than it saves.
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
+    tokens = num_val_sequences(val_data, cfg) * T
+    print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
+    score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
+    if score_hellaswag:
+        score = score_hellaswag(model, rt, lambda: None)
+        print0(f"hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}")

@@ -1,7 +1,7 @@
 """What a run reports: a line of metrics.jsonl and of the console for each step, and the curves of a tracker.
 
-    metrics = MetricsLogger(train_step, run)
-    metrics.log_step(run, result, lr, seconds)
+    metrics = MetricsLogger(cfg, rt, model, start, max_steps)
+    metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds)
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
 Called by train_gpt2.py. plots.py, hub.py and lifecycle/resume.py read what a run has written; importing this module
@@ -20,7 +20,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,9 @@ from system.cli import format_cost, format_duration, print0
 from system.files import atomic_write
 
 if TYPE_CHECKING:
+    from model import GPT
+    from system.distributed import Runtime
     from training.config import TrainConfig
-    from training.step import StepResult, TrainStep
 
 # ------------------------------------------------------------------------- reading what a run has written
 
@@ -73,66 +73,6 @@ def best_step(run_dir: Path, steps: list[int]) -> int | None:
     return min((step for step in steps if step in losses), key=losses.get, default=None)
 
 
-# ------------------------------------------------------------------------- the progress of a run
-
-
-@dataclass
-class RunState:
-    """The progress of a run. `step` counts the optimizer steps done; checkpoints store it, and metrics.jsonl the rest.
-    The training loop moves it from step to step:
-
-        step = 500      the weights have had 500 updates
-        save            last_saved_step = 500
-        evaluate        measured = {"step": 500, "val_loss": 3.9}, evaluated = True
-        train           measured gets train_loss, lr, ... of the next update, and becomes a line of metrics.jsonl
-        advance()       step = 501, measured = {"step": 501}, evaluated = False
-    """
-
-    # The length of the run, and the data that it must find again when it is resumed (Loader.fingerprint).
-    max_steps: int
-    data_id: str
-
-    # Where the run is. `measured` is the line of metrics.jsonl for this step, as far as it is known; `evaluated` says
-    # whether the evaluations of this step are done, so that a resumed run does not repeat them.
-    step: int = 0
-    evaluated: bool = False
-    last_saved_step: int | None = None  # in this run's folder
-
-    def __post_init__(self):
-        self.start_step = self.step  # at which this process started or resumed the run
-        self.measured: dict[str, Any] = {"step": self.step}
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether all steps are done. The last one may still have to be saved and evaluated."""
-        return self.step == self.max_steps
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to do, as when the command of a finished run is repeated. A run resumed with fewer
-        steps than it has done is complete, too."""
-        return self.step > self.max_steps or (self.is_at_end and self.evaluated)
-
-    def is_due(self, period: int) -> bool:
-        """Whether something with this period (0: never) is due. On the last step everything enabled is."""
-        return period > 0 and (self.step % period == 0 or self.is_at_end)
-
-    def is_save_due(self, save_every: int) -> bool:
-        """Whether this step is to be saved. With a period of 0 only the last step is. The first step of this process,
-        which is new or saved already, is not due unless it is the last: it may be saved in another folder."""
-        return self.is_at_end or (self.step > self.start_step and self.is_due(save_every))
-
-    def advance(self) -> None:
-        """Move to the next step, of which nothing is known yet."""
-        self.step += 1
-        self.measured = {"step": self.step}
-        self.evaluated = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The entries of a checkpoint's train state that describe the run's progress."""
-        return {"step": self.step, "max_steps": self.max_steps, "data": self.data_id}
-
-
 # ------------------------------------------------------------------------- writing
 
 
@@ -151,32 +91,34 @@ class MetricsLogger:
     A resumed run keeps the lines before its first step and writes the later ones again, so no step appears twice.
     """
 
-    def __init__(self, train_step: TrainStep, run: RunState):
-        """Every rank must make one."""
-        self.cfg = train_step.cfg
-        self.rt = train_step.rt
-        self.flops_per_token = train_step.model.flops_per_token(self.cfg.sequence_length)
-        self.peak_flops = total_peak_flops(self.rt)
+    def __init__(self, cfg: TrainConfig, rt: Runtime, model: GPT, start: int, max_steps: int):
+        """For a run that starts or resumes at step `start`. Every rank must make one."""
+        self.cfg = cfg
+        self.rt = rt
+        self.start = start
+        self.max_steps = max_steps
+        self.flops_per_token = model.flops_per_token(cfg.sequence_length)
+        self.peak_flops = total_peak_flops(rt)
         self.start_time = time.monotonic()
         self.average_s = 0.0
-        if not self.rt.is_main:
+        if not rt.is_main:
             return
 
         # Drop the lines of steps that this run will repeat. The new file replaces the old one at once.
-        path = self.cfg.run_dir / "metrics.jsonl"
-        kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] < run.start_step]
+        path = cfg.run_dir / "metrics.jsonl"
+        kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] < start]
         with atomic_write(path) as f:
             f.write("".join(kept).encode())
 
         # Unbuffered: each line is one write of the operating system, which a kill of this process cannot take back.
         self.file = open(path, "ab", buffering=0)
-        self.tracker = TRACKERS[self.cfg.tracker](self.cfg, run.start_step)
+        self.tracker = TRACKERS[cfg.tracker](cfg, start)
 
-    def log_step(self, run: RunState, result: StepResult, lr: float, seconds: float) -> None:
-        """Log the step that has just been done in `seconds`: its line in metrics.jsonl and on the console. `lr` is the
-        scheduled value of --max-lr."""
+    def log_step(self, row: dict[str, Any], seconds: float) -> None:
+        """Log a step that has just been done in `seconds`: its line in metrics.jsonl and on the console. row: step,
+        train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
         # The moving average of the time of a step, for the ETA. The first steps compile, so it starts after them.
-        is_steady = run.step >= run.start_step + 3
+        is_steady = row["step"] >= self.start + 3
         self.average_s = 0.9 * self.average_s + 0.1 * seconds if is_steady else seconds
 
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
@@ -185,42 +127,39 @@ class MetricsLogger:
         if self.peak_flops:
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
 
-        # These values join what was measured before the step, such as the val loss.
-        run.measured |= {"train_loss": result.loss, "lr": lr, "grad_norm": result.norm}
-        run.measured |= {"step_ms": seconds * 1e3, "tokens_per_second": tokens_per_second, "mfu": mfu}
-        self.write(run.measured)
+        row = row | {"step_ms": seconds * 1e3, "tokens_per_second": tokens_per_second, "mfu": mfu}
+        self.write(row)
+        print0(self._console_line(row))
 
-        print0(self._console_line(run))
-
-    def _console_line(self, run: RunState) -> str:
+    def _console_line(self, row: dict[str, Any]) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
-        row = run.measured
+        step = row["step"]
         parts = [
-            f"step {run.step:5d}/{run.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}",
+            f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}",
             f"norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms | tok/sec: {row['tokens_per_second']:,.0f}",
         ]
         if row["mfu"]:
             parts.append(f"mfu: {row['mfu']:.1%}")
         # The time of the first step is not representative. The step of this line is done, but not counted yet.
-        if run.step > run.start_step:
-            eta_s = self.average_s * (run.max_steps - run.step - 1)
+        if step > self.start:
+            eta_s = self.average_s * (self.max_steps - step - 1)
             parts.append(f"eta: {format_duration(eta_s)}")
         if self.cfg.gpu_hour_usd:
             seconds = time.monotonic() - self.start_time
             parts.append(f"cost: {format_cost(seconds, self.rt.world_size, self.cfg.gpu_hour_usd)}")
         return " | ".join(parts)
 
-    def write(self, measured: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         """Append one line: `step` and whatever was measured there."""
         if not self.rt.is_main:
             return
         # JSON has no NaN and no infinity, which a refused update may contain: write null.
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in measured.items()}
-        line = json.dumps(row).encode() + b"\n"
-        values = {k: v for k, v in measured.items() if k != "step" and v is not None}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        line = json.dumps(finite).encode() + b"\n"
+        values = {k: v for k, v in row.items() if k != "step" and v is not None}
         with losing_metrics():
             self.file.write(line)
-            self.tracker.log(measured["step"], values)
+            self.tracker.log(row["step"], values)
 
     def log_text(self, step: int, text: str) -> None:
         """Send samples, if there are any, to the console and the tracker."""

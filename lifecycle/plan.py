@@ -1,8 +1,9 @@
 """The plan of a run: what it will do, take and cost, printed before it starts.
 
-    print_plan(train_step, data, run); check_disk(train_step, run); write_config(train_step, run)
-    dry_run(train_step, run)        # --dry-run: measures a step on this machine
-    print0(predict(cfg))            # --card 8xH100: needs no GPU and no data, and takes a second
+    print_plan(cfg, rt, model, data, B, step, max_steps)
+    check_disk(cfg, model, step, max_steps)
+    dry_run(cfg, rt, build, compute_gradients)      # --dry-run: measures a step on this machine
+    print0(predict(cfg))                            # --card 8xH100: needs no GPU and no data, and takes a second
 
 Called by train_gpt2.py. tests/test_plan.py compares the predictions with published runs.
 """
@@ -11,14 +12,18 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from lifecycle.cards import CARDS, find_cards, total_peak_flops
-from lifecycle.metrics import RunState
+from lifecycle.resume import find_checkpoint, open_data, open_init_from
 from model import GPT
 from system import machine
 from system.cli import format_cost, format_duration, print0, require
+from system.distributed import Runtime
 from system.files import atomic_write, free_bytes
 from system.machine import dtype_name
 from tokens.loader import Loader
@@ -27,7 +32,6 @@ from training import optim
 from training.config import TrainConfig
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
-from training.step import TrainStep
 from weights import checkpoint
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
@@ -37,11 +41,11 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 EAGER_SPEED = 0.69
 
 
-def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> None:
-    """Print the facts of the run, and warn of what is likely a mistake. Every rank must call it."""
-    cfg, rt, model = train_step.cfg, train_step.rt, train_step.model
-    T, B = cfg.sequence_length, train_step.micro_batch_size
-
+def print_plan(
+    cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, B: int, step: int, max_steps: int
+) -> None:
+    """Print the facts of the run, and warn of what is likely a mistake. B: the micro-batch. Every rank must call it."""
+    T = cfg.sequence_length
     devices = describe_devices(rt.gather(machine.device_name(rt.device)))
     print0(
         f"{cfg.preset}: {model.num_params():,} parameters on {devices}, {dtype_name(rt.dtype)}, "
@@ -51,15 +55,15 @@ def print_plan(train_step: TrainStep, data: Loader | None, run: RunState) -> Non
     # The steps, and how each is split. Two runs that differ only in the optimizer look the same in all other lines.
     micro_steps = cfg.sequences_per_step // rt.world_size // B
     split = f"{rt.world_size} x {micro_steps} x {B} x {T}"
-    total_tokens = run.max_steps * cfg.total_batch_size
+    total_tokens = max_steps * cfg.total_batch_size
     print0(
-        f"steps {run.step} to {run.max_steps} of {cfg.total_batch_size:,} tokens "
+        f"steps {step} to {max_steps} of {cfg.total_batch_size:,} tokens "
         f"(ranks x micro-steps x sequences x T: {split}); {total_tokens:,} tokens"
     )
-    names = " and ".join(optim.parameter_groups(train_step.weights.named, cfg))
+    names = " and ".join(optim.parameter_groups(model, cfg))
     print0(f"optimizer {names}, --max-lr {cfg.max_lr:g}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
-    if cfg.warmup_steps > run.max_steps:
-        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {run.max_steps} steps: the rate never reaches its peak")
+    if cfg.warmup_steps > max_steps:
+        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
 
     if not data:
         return print0(f"data {cfg.data_dir}: this folder does not exist yet")
@@ -76,43 +80,64 @@ def describe_devices(names: list[str]) -> str:
     return " + ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def check_disk(train_step: TrainStep, run: RunState) -> None:
-    """Raise UserError, before anything is paid for, if the disk has no room for the checkpoints that are still to come.
-    For rank 0."""
+def check_disk(cfg: TrainConfig, model: GPT, step: int, max_steps: int) -> None:
+    """Raise UserError, before anything is paid for, if the disk has no room for the checkpoints that are still to come
+    after `step`. For rank 0."""
     # A run always saves at its end. --save-every adds saves; --keep deletes all but these, the best, and the one that
     # is being written. A resumed run has some of them already.
-    cfg = train_step.cfg
     saves = 1
     if cfg.save_every:
-        saves = math.ceil(run.max_steps / cfg.save_every) - run.step // cfg.save_every
+        saves = math.ceil(max_steps / cfg.save_every) - step // cfg.save_every
     if cfg.keep:
         saves = min(saves, max(1, cfg.keep + 2 - len(checkpoint.complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    size = 4 * train_step.model.num_params() + optim.state_bytes(train_step.weights.named, cfg)
+    size = 4 * model.num_params() + optim.state_bytes(model, cfg)
     free = free_bytes(cfg.run_dir)
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 2, a larger --save-every or another --out-dir"
     require(saves * size <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
 
 
-def write_config(train_step: TrainStep, run: RunState) -> None:
+def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
     """Write OUT/config.json, on rank 0: the resolved settings and the versions behind the run, for people and plots."""
-    cfg = train_step.cfg
     content = cfg.to_dict() | {
         "out_dir": str(cfg.run_dir),
-        "resolved_max_steps": run.max_steps,
-        "world_size": train_step.rt.world_size,
+        "resolved_max_steps": max_steps,
+        "world_size": rt.world_size,
         "versions": machine.versions(),
     }
     with atomic_write(cfg.run_dir / "config.json") as f:
         f.write(json.dumps(content, indent=2).encode() + b"\n")
 
 
-def dry_run(train_step: TrainStep, run: RunState) -> None:
-    """--dry-run: print memory, step time as measured here, ETA and dollars. It trains on zeros, and saves nothing.
-    Every rank must call it."""
-    cfg, rt, B = train_step.cfg, train_step.rt, train_step.micro_batch_size
+# ------------------------------------------------------------------------- without training
+
+
+def check(cfg: TrainConfig) -> None:
+    """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
+    UserError if the data are missing, the run folder has another run, or the GPU cannot be used."""
+    is_training = not (cfg.card or cfg.dry_run or cfg.eval_only)
+    require(is_training, "train.sh only trains: for --card, --dry-run and --eval-only use python train_gpt2.py")
+    find_checkpoint(cfg)
+    open_data(cfg)
+    device = machine.choose_device(cfg.device)
+    ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in cfg.device else 1
+    print(cfg.run_dir.resolve(), ranks, sep="\n")
+
+
+def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: Callable) -> None:
+    """--dry-run: print the plan, then memory, step time as measured here, ETA and dollars. Needs no data if the preset
+    fixes the number of steps. Nothing is saved. Every rank must call it. The two functions are train_gpt2.py's."""
+    model = open_init_from(cfg) if cfg.init_from != "scratch" else GPT(cfg.model)
+    cfg = replace(cfg, model=model.config)
+    data = None
+    if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
+        data, _ = open_data(cfg)
+    max_steps = cfg.total_steps(data.order.sequences_per_epoch if data else 0)
+    rt = machine.choose_precision(rt, cfg.dtype)
+    _, forward, optimizers, scaler, B = build(model, cfg, rt)
+    print_plan(cfg, rt, model, data, B, 0, max_steps)
 
     def now() -> float:
         rt.synchronize()  # work on a GPU is queued
@@ -124,9 +149,12 @@ def dry_run(train_step: TrainStep, run: RunState) -> None:
     micro_s = update_s = math.inf
     for _ in range(4):
         start_time = now()
-        train_step.compute_gradients(batch)
+        compute_gradients(batch, forward, optimizers, scaler, cfg, rt)
         middle_time = now()
-        train_step.update()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad(set_to_none=rt.world_size == 1)
         micro_s = min(micro_s, middle_time - start_time)
         update_s = min(update_s, now() - middle_time)
 
@@ -136,7 +164,7 @@ def dry_run(train_step: TrainStep, run: RunState) -> None:
         f"dry run: peak memory per rank {machine.peak_memory(rt.device) / 2**30:.1f} GiB; {micro_steps} micro-steps of "
         f"{micro_s * 1e3:,.0f} ms, {update_s * 1e3:,.0f} ms to update"
     )
-    speed = describe_speed(cfg, train_step.model, step_s, run.max_steps, rt.world_size, total_peak_flops(rt))
+    speed = describe_speed(cfg, model, step_s, max_steps, rt.world_size, total_peak_flops(rt))
     print0(f"{speed}\nnext: the same command without --dry-run; for hours, ./train.sh in the background")
 
 
@@ -159,7 +187,7 @@ def predict(cfg: TrainConfig) -> str:
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
-    state_bytes = optim.state_bytes(dict(model.named_parameters()), cfg) / optimizer_shards
+    state_bytes = optim.state_bytes(model, cfg) / optimizer_shards
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
     verdict = "fit, and leave the rest to activations" if needed_gb < gb else "do not fit: use a larger card"

@@ -1,11 +1,12 @@
-"""Starting or resuming a run: which checkpoint it continues from, and what may differ from the run that made it.
+"""Starting or resuming a run: which checkpoint it continues from, with which network and data, and what may differ from
+the run that made it.
 
-    saved = find_checkpoint(cfg)                   # the train state that --resume names, or None
-    cfg, model = open_network(cfg, saved)          # the network that is really trained, with its first weights
-    run = start_or_resume(cfg, rt, data, saved)    # how far the run is; all ranks have found the same
+    cfg, model, data, val_data, saved = open_run(cfg, rt)           # decides all of it, from top to bottom
+    saved_step = load_state(cfg, rt, saved, optimizers, scaler)
+    state = train_state(cfg, rt, step, ...)                         # what the next resume loads
 
-Called by train_gpt2.py before anything is built. A resumed run gives the same bits as a run that was never stopped;
-whatever would silently change its result is refused, and so are ranks that would train different runs.
+Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped; whatever would silently
+change its result is refused, and so are ranks that would train different runs.
 """
 
 import hashlib
@@ -17,17 +18,60 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lifecycle.metrics import RunState, read_metrics
+from lifecycle.metrics import read_metrics
 from model import GPT
-from system.cli import UserError, print0, require
+from system import distributed, machine
+from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
-from training import schedule
-from training.config import TrainConfig, config_drift
+from tokens.shards import find_shards
+from training import optim, schedule
+from training.config import TrainConfig, as_flag, changed_settings, shapes_result
 from training.presets import is_network_from_init
 from weights import checkpoint
 from weights.open_model import open_model
+
+
+def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, Loader | None, dict[str, Any] | None]:
+    """Everything that a run starts from. Raises UserError if it cannot start so, or if the ranks did not find the same.
+    Every rank must call it. Returns
+
+        cfg        with the network that is really trained
+        model      that network, with its first weights: those of the checkpoint or of --init-from, or random ones
+        data       the training data
+        val_data   the validation data, if the run validates
+        saved      the train state to continue from (load_state), or None for a new run
+    """
+    # The checkpoint. Then the data, because weights may have to be downloaded, and should not be in vain.
+    saved = find_checkpoint(cfg)
+    find_shards(cfg.data_dir, "train")
+
+    # The network and its weights. A resumed run keeps the network that it has, also if that came from --init-from.
+    if saved:
+        old = TrainConfig.from_dict(saved["config"])
+        if old.init_from != "scratch":
+            cfg = replace(cfg, init_from=old.init_from, model=old.model)
+        model = open_model(saved["model_file"])
+        print0(f"resumed from {saved['model_file']}")
+    elif cfg.init_from != "scratch":
+        model = open_init_from(cfg)
+        cfg = replace(cfg, model=model.config)
+    else:
+        # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.
+        torch.manual_seed(cfg.seed)
+        model = GPT(cfg.model)
+
+    # Nothing that would change the result in silence.
+    data, val_data = open_data(cfg)
+    check_ranks_agree(cfg, rt, saved, data)
+    if saved:
+        check_drift(cfg, saved, data)
+    is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
+    if rt.is_main and not is_own:
+        set_metrics_aside(cfg.run_dir)
+    return cfg, model, data, val_data, saved
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -64,66 +108,34 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
     return saved["model_file"].parent.resolve() == run_dir.resolve()
 
 
-# ------------------------------------------------------------------------- the network
-
-
-def open_network(cfg: TrainConfig, saved: dict[str, Any] | None) -> tuple[TrainConfig, GPT]:
-    """The config with the network that is really trained, and the network with the weights that this start begins with:
-    those of the checkpoint, of --init-from, or random ones from the seed. From here on use `cfg.model`. Raises
-    UserError if the weights are of another network than asked for."""
-    # A resumed run keeps the network of the weights that it began with.
-    if saved:
-        old = TrainConfig.from_dict(saved["config"])
-        if old.init_from != "scratch":
-            cfg = replace(cfg, init_from=old.init_from, model=old.model)
-        print0(f"resumed from {saved['model_file']}")
-        return cfg, open_model(saved["model_file"])
-
-    # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.
-    if cfg.init_from == "scratch":
-        torch.manual_seed(cfg.seed)
-        return cfg, GPT(cfg.model)
-
-    # A new run begins with these weights. The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets
-    # pad them to a round number.
+def open_init_from(cfg: TrainConfig) -> GPT:
+    """The weights that --init-from names. Raises UserError if they are of another network than the flags ask for."""
     model = open_model(cfg.init_from)
     print0(f"weights of {cfg.init_from}")
-    found, wanted = vars(model.config), vars(cfg.model)
-    names = [name for name in found if found[name] != wanted[name] and name != "vocab_size"]
-    different = ", ".join(f"{name} is {found[name]}, not {wanted[name]}" for name in names)
+
+    # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
+    actual, wanted = vars(model.config), vars(cfg.model)
+    names = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
+    different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in names)
     is_free = not different or is_network_from_init(cfg)
     require(is_free, f"in --init-from {cfg.init_from}, {different}; drop the --model flags")
-    return replace(cfg, model=model.config), model
+    return model
 
 
-# ------------------------------------------------------------------------- where the run starts
+def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
+    """The training data and, if the run validates, the validation data. Raises UserError if they are missing or
+    damaged."""
+    data = Loader(cfg.data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, cfg.seed, cfg.shuffle)
+    val_data = Loader(cfg.data_dir, "val", cfg.sequence_length, cfg.model.vocab_size) if cfg.val_every else None
+    return data, val_data
 
 
-def start_or_resume(cfg: TrainConfig, rt: Runtime, data: Loader, saved: dict[str, Any] | None) -> RunState:
-    """How far the run is: at its beginning, or at the checkpoint `saved` if that fits this run's config and data.
-    Raises UserError if it does not fit, or if the ranks did not find the same. Every rank must call it."""
-    run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
-    check_ranks_agree(cfg, rt, saved, run, data)
-    if saved:
-        check_drift(cfg, saved, run)
-        run = RunState(run.max_steps, run.data_id, saved["step"])
-
-    # A checkpoint is written before its step is evaluated: metrics.jsonl shows whether it has been evaluated since, and
-    # the result.
-    if saved and is_in_folder(saved, cfg.run_dir):
-        run.last_saved_step = run.step
-        for row in read_metrics(cfg.run_dir / "metrics.jsonl"):
-            if row["step"] == run.step:
-                run.evaluated = True
-                run.measured |= row
-
-    # A checkpoint of another folder: metrics in this one are another run's.
-    elif rt.is_main:
-        set_metrics_aside(cfg.run_dir)
-
-    # Rank 0, whose folder it is, decides for all.
-    run.evaluated, run.last_saved_step = rt.gather((run.evaluated, run.last_saved_step))[0]
-    return run
+def is_complete(cfg: TrainConfig, rt: Runtime, step: int, max_steps: int) -> bool:
+    """Whether nothing is left to do, as when the command of a finished run is repeated: all steps are done, and the
+    last one is evaluated. A run resumed with fewer steps than it has done is complete, too. Every rank must call it."""
+    is_evaluated = any(row["step"] == step for row in read_metrics(cfg.run_dir / "metrics.jsonl"))
+    is_evaluated = rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
+    return step > max_steps or (step == max_steps and is_evaluated)
 
 
 def set_metrics_aside(run_dir: Path) -> None:
@@ -136,16 +148,64 @@ def set_metrics_aside(run_dir: Path) -> None:
         print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept}")
 
 
+# ------------------------------------------------------------------------- the state of a run
+
+
+def train_state(
+    cfg: TrainConfig,
+    rt: Runtime,
+    step: int,
+    max_steps: int,
+    data_id: str,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+) -> dict[str, Any]:
+    """What resuming needs besides the weights, as copies in host memory; the optimizers are rank 0's alone. data_id:
+    Loader.fingerprint. Every rank must call it.
+
+    There are no random states: after the initialization nothing draws from torch's global generators.
+    """
+    return {
+        "step": step,
+        "max_steps": max_steps,
+        "data": data_id,
+        "optimizers": [optim.copy_state(optimizer, rt) for optimizer in optimizers],
+        "scaler": scaler.state_dict(),
+        "dtype": machine.dtype_name(rt.dtype),
+        "config": cfg.to_dict(),
+        "versions": machine.versions(),
+    }
+
+
+def load_state(
+    cfg: TrainConfig,
+    rt: Runtime,
+    saved: dict[str, Any] | None,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+) -> int | None:
+    """Load what train_state returned, if the run continues from a checkpoint. Returns the step that the run folder has
+    already. Raises UserError if the state does not fit. Every rank must call it."""
+    if not saved:
+        return None
+    problem = f"the train state of step {saved['step']} does not fit this run"
+    with explain_errors(problem, "start a new run from its weights with --init-from"):
+        optim.load_state(optimizers, saved["optimizers"])
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+    return rt.gather(saved["step"] if is_in_folder(saved, cfg.run_dir) else None)[0]  # rank 0's run folder
+
+
 # ------------------------------------------------------------------------- the ranks
 
 
-def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, run: RunState, data: Loader) -> None:
+def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader) -> None:
     """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
     Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
     wait for each other in different evaluations. Every rank must call it."""
     facts = {
         "the checkpoint to resume from": f"step {saved['step']}" if saved else "none",
-        "the number of steps": str(run.max_steps),
+        "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),
         "the network": str(cfg.model),
         **describe_files(cfg, data),
     }
@@ -162,35 +222,55 @@ def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     return {"the data": shards, "the HellaSwag file": rows}
 
 
+def check_weights_agree(rt: Runtime, weights: dict[str, Tensor], step: int) -> None:
+    """Raise UserError on every rank unless all have the same weights, before they are saved. Every rank must call it.
+
+    DDP averages gradients, but never compares the weights: if these differ, the ranks train different models, of which
+    only rank 0's would be saved.
+    """
+    # A single rank has nothing to compare with, and a checksum takes a second.
+    if rt.world_size > 1:
+        checksum = distributed.weight_checksum(list(weights.values()))
+        fix = f"step {step} is not saved. Cards of different kinds need --zero-stage 1; equal cards: test their memory"
+        rt.check_equal({"the checksum of the weights": checksum}, fix)
+
+
 # ------------------------------------------------------------------------- what has changed
 
 
-def check_drift(cfg: TrainConfig, saved: dict[str, Any], run: RunState) -> None:
+def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     """Print what has changed since the checkpoint was made. Raises UserError if that shapes the result, unless
     --allow-drift accepts it; the network cannot change at all."""
     old = TrainConfig.from_dict(saved["config"])
-    harmless, refused = config_drift(old, cfg)
+    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
+    changes = changed_settings(old, cfg)
+    refused = [name for name in changes if shapes_result(name)]
+    network = [name for name in refused if name.startswith("model.")]
+    lines = {name: f"{name}: {before} -> {after}" for name, (before, after) in changes.items()}
+    fixes = [as_flag(name, changes[name][0]) for name in refused]
 
     # A flag that was left out would end the run early, at a lower rate from here on.
-    if run.max_steps < saved["max_steps"]:
-        refused.append(f"max_steps: {saved['max_steps']} -> {run.max_steps}")
-    if saved["data"] != run.data_id:
-        refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order")
+    if max_steps < saved["max_steps"]:
+        lines["max_steps"] = f"max_steps: {saved['max_steps']} -> {max_steps}"
+        refused.append("max_steps")
+        fixes.append(f"--max-steps {saved['max_steps']}")
+    if saved["data"] != data.fingerprint():
+        lines["data"] = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
+        refused.append("data")
 
-    network = [change for change in refused if change.startswith("model.")]
-    problem = f"the checkpoint of step {saved['step']} was made with other settings: {'; '.join(refused)}"
-    fix = "its network cannot change" if network else "or continue anyway with --allow-drift"
-    require(not refused or (cfg.allow_drift and not network), f"{problem}. Restore them; {fix}")
-    for change in harmless + refused:
-        if not change.startswith(("resume:", "out_dir:")):
-            print0(f"resume: {change}")
+    problem = f"the checkpoint of step {saved['step']} was made with other settings"
+    what = "; ".join(lines[name] for name in dict.fromkeys(refused))
+    restore = f"Restore them: {' '.join(fixes)}" if fixes else "Restore them"
+    otherwise = "its network cannot change" if network else "or continue anyway with --allow-drift"
+    require(not refused or (cfg.allow_drift and not network), f"{problem}: {what}. {restore}; {otherwise}")
+    for name, line in lines.items():
+        if name not in ("resume", "out_dir", "max_steps", "epochs"):
+            print0(f"resume: {line}")
 
     # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
     step, old_steps = saved["step"], saved["max_steps"]
     before = schedule.lr_factor(step, old_steps, old) * old.max_lr
-    after = schedule.lr_factor(step, run.max_steps, cfg) * cfg.max_lr
-    if old_steps != run.max_steps or before != after:
-        print0(
-            f"resume: {old_steps} steps become {run.max_steps}; the learning rate at step {step} moves from "
-            f"{before:.3e} to {after:.3e}"
-        )
+    after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
+    if old_steps != max_steps or before != after:
+        length = f"{old_steps} steps become {max_steps}; " if old_steps != max_steps else ""
+        print0(f"resume: {length}the learning rate at step {step} moves from {before:.3e} to {after:.3e}")

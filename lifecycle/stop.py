@@ -5,8 +5,8 @@
         ...
         stop.check(rt)      # raises Stopped on all ranks at the same place
 
-Called by train_gpt2.py, which saves the run and exits with code 0. `check` is for evaluations; between two steps the
-request travels with the loss, in the collective of training/step.py.
+Called by train_gpt2.py, which saves the run and exits with code 0. `check` is for evaluations; in a step the request
+travels with the loss, in the collective of compute_gradients.
 """
 
 import math
@@ -36,6 +36,7 @@ class StopRequest:
         self.signal: str | None = None  # the name of the first signal that came
         self.signal_time = 0.0
         self.limit_s = parse_duration(time_limit) or math.inf
+        self.first_step_is_done = False  # before, the limit does not count: every start does at least one step
         self.start_time = time.monotonic()
 
     def elapsed_s(self) -> float:
@@ -44,24 +45,26 @@ class StopRequest:
 
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self.signal is not None or self.elapsed_s() > self.limit_s
+        return self.signal is not None or self._is_over_limit()
 
-    def check(self, rt: Runtime, timed: bool = True) -> None:
-        """Raise Stopped on all ranks if any was asked to stop. Every rank must call it, equally often. timed=False
-        ignores --time-limit, as in the first evaluation, so that every start does at least one step."""
-        if rt.any_rank(self.is_requested() if timed else self.signal):
+    def _is_over_limit(self) -> bool:
+        return self.first_step_is_done and self.elapsed_s() > self.limit_s
+
+    def check(self, rt: Runtime) -> None:
+        """Raise Stopped on all ranks if any was asked to stop. Every rank must call it, equally often."""
+        if rt.any_rank(self.is_requested()):
             raise Stopped
 
     def reason(self) -> str:
         """signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""
         if self.signal:
             return f"signal {self.signal}"
-        return "the time limit" if self.elapsed_s() > self.limit_s else "another rank"
+        return "the time limit" if self._is_over_limit() else "another rank"
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Let SIGTERM, SIGINT and SIGHUP ask for a stop inside this context. The first one is noted, and the run saves
-        itself at the end of the step. One that comes later ends the process as usual, without saving."""
+        itself. One that comes later ends the process as usual, without saving."""
 
         def handler(number: int, frame: Any) -> None:
             if self.signal is not None and time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
@@ -70,7 +73,7 @@ class StopRequest:
             if self.signal is None:
                 self.signal = signal.Signals(number).name
                 self.signal_time = time.monotonic()
-                message = f"{self.signal}: saves and stops within two steps; another one, 2 s later, does not save\n"
+                message = f"{self.signal}: the run saves and stops; a second one, 2 s later, ends it without saving\n"
                 # Not print, which is not reentrant: the signal may have interrupted a call of it.
                 if env_rank() == 0:
                     with suppress(OSError):

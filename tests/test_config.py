@@ -4,6 +4,7 @@ settings that may change on resume or between ranks are told from the others; ev
 import functools
 import importlib
 import re
+import shlex
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -18,8 +19,9 @@ import infer
 import plots
 from model import GPTConfig
 from system.cli import UserError
-from training.config import TrainConfig, config_drift, settings_by_flag
-from training.presets import PRESETS, is_network_from_init, parse
+from train_gpt2 import parse
+from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, settings_by_flag, shapes_result
+from training.presets import PRESETS, is_network_from_init
 
 GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
 
@@ -126,7 +128,7 @@ def test_flags_override_the_preset():
 def test_a_bad_flag_is_reported_by_rank_0_alone(capsys, monkeypatch):
     """The others wait, because torchrun ends all ranks when the first one exits."""
     waited = []
-    monkeypatch.setattr("training.presets.time.sleep", waited.append)
+    monkeypatch.setattr("train_gpt2.time.sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as e:
         parse_words("quickstart --max-lrr 3")
@@ -166,7 +168,7 @@ def test_a_network_is_that_of_init_from_or_of_flags():
 
 
 @pytest.mark.parametrize("words, steps", [
-    ("gpt2-124m --epochs 2", 2 * 19073), ("gpt2-124m --epochs 2 --steps-per-epoch 0", 2 * 1000 // 512),
+    ("gpt2-124m --epochs 2", 2 * 19073), ("llmc-124m --epochs 2", 2 * 1000 // 512),
     ("quickstart", 80), ("quickstart --epochs=2", 2 * 1000 // 16), ("--resume a/model_00001.pt --epochs 2", 125),
     ("quickstart --epochs 2 --max_steps=7", 7), ("quickstart --epochs 2 --max-steps 7", 7),
 ])  # fmt: skip
@@ -234,12 +236,33 @@ def test_every_field_is_read_somewhere(config_class):
 # ------------------------------------------------------------------------- resume and ranks
 
 
-def test_drift_tells_what_may_change_from_what_may_not():
+def test_what_may_change_on_a_resume_is_told_from_what_may_not():
     model = replace(QUICKSTART.model, n_layer=5)
-    new = replace(QUICKSTART, seed=2, val_every=7, data_dir="x", model=model)
-    harmless, refused = config_drift(QUICKSTART, new)
-    assert sorted(harmless) == ["data_dir: data/stdlib -> x", "val_every: 40 -> 7"]
-    assert refused == ["model.n_layer: 4 -> 5", "seed: 1337 -> 2"]
+    new = replace(QUICKSTART, seed=2, val_every=7, data_dir="x", max_steps=9, model=model)
+    changes = changed_settings(QUICKSTART, new)
+    assert changes["data_dir"] == ("data/stdlib", "x")
+    assert [name for name in changes if shapes_result(name)] == ["model.n_layer", "seed"]
+    assert sorted(name for name in changes if not shapes_result(name)) == ["data_dir", "max_steps", "val_every"]
+
+
+def test_marks_and_ranges_compose():
+    assert has_mark("epochs", Mark.FREE) and has_mark("device", Mark.LOCAL) and has_mark("device", Mark.ONCE)
+    with pytest.raises(UserError, match="--epochs 0 must be at least 1"):
+        replace(GPT2, epochs=0)
+
+
+def test_a_setting_is_restored_by_its_flag():
+    changed = replace(GPT2, shuffle=False, model=replace(GPT2.model, bias=False), max_lr=0.001, init_from="a b")
+    names = ["shuffle", "model.bias", "max_lr", "init_from"]
+    flags = [as_flag(name, functools.reduce(getattr, name.split("."), changed)) for name in names]
+    assert parse(shlex.split(" ".join(flags)), lambda path: {}) == changed
+    assert parse_words(as_flag("shuffle", True)).shuffle
+
+
+def test_a_resume_does_not_inherit_what_is_of_one_start():
+    saved = replace(QUICKSTART, allow_drift=True, time_limit="1h", skip_bad_steps=3, compile=False, keep=7).to_dict()
+    cfg = parse(["--resume", "log/q"], lambda path: saved)
+    assert (cfg.allow_drift, cfg.time_limit, cfg.skip_bad_steps, cfg.compile, cfg.keep) == (False, "", 0, True, 7)
 
 
 def test_ranks_share_all_settings_but_local_ones():

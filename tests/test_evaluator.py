@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,14 +9,14 @@ import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 from lifecycle import evaluator
-from lifecycle.metrics import RunState
+from lifecycle.stop import StopRequest
 from model import GPT
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
+from training.forward import Forward
 from training.presets import PRESETS
-from training.step import Forward
 
 
 def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
@@ -59,10 +58,9 @@ def validate_once(words, monkeypatch, capsys) -> str:
     """What a run of this command line prints about a loss of 9 nats, which is off every track."""
     cfg = parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
-    train_step = SimpleNamespace(cfg=cfg, rt=CPU, model=None, forward=None, micro_batch_size=4)
     capsys.readouterr()
-    found = evaluator.Evaluator(train_step, object(), object(), None, max_steps=19_073)
-    assert found.evaluate(RunState(19_073, "", step=500), lambda: None) == {"val_loss": 9.0}
+    found = evaluator.Evaluator(cfg, CPU, None, None, 4, object(), object(), None, max_steps=19_073)
+    assert found.measure(500, StopRequest()) == {"val_loss": 9.0}
     return capsys.readouterr().out
 
 

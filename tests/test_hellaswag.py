@@ -113,7 +113,7 @@ def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch):
 
 
 def test_bfloat16_is_blind_to_what_logits_share(tmp_path):
-    """As in test_head.py: -100 in every logit moves no score."""
+    """As in test_forward.py: -100 in every logit moves no score."""
     examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(6)))
     model = GPT(GPTConfig(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)).eval()
     torch.nn.init.ones_(model.transformer.ln_f.bias)

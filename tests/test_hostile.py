@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,14 +34,13 @@ from helpers import (
 
 import hellaswag
 import plots
+import train_gpt2
 from lifecycle import resume
-from lifecycle.metrics import RunState
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
 from training import schedule
-from training.step import TrainStep
 from weights import convert
 from weights.open_model import open_model
 
@@ -94,14 +94,16 @@ def read_optim(path: Path) -> bytes:
     cfg = parse_config("quickstart", *TINY_FLAGS, "--out-dir", path.parent, "--resume", "auto")
     saved = resume.find_checkpoint(cfg)
     assert saved
-    cfg, model = resume.open_network(cfg, saved)
-    run = RunState(cfg.max_steps, saved["data"], saved["step"])
-    resume.check_drift(cfg, saved, run)
-    train_step = TrainStep(cfg, CPU, model, saved)
-    state = to_bytes(train_step.state_dict())
-    schedule.set_learning_rates(train_step.optimizers, run.step, run.max_steps, cfg)
+    data = SimpleNamespace(order=SimpleNamespace(sequences_per_epoch=99), fingerprint=lambda: saved["data"])
+    resume.check_drift(cfg, saved, data)
+    model = open_model(saved["model_file"])
+    _, _, optimizers, scaler, _ = train_gpt2.build(model, cfg, CPU)
+    resume.load_state(cfg, CPU, saved, optimizers, scaler)
+    state = to_bytes(resume.train_state(cfg, CPU, saved["step"], 12, "", optimizers, scaler))
+    schedule.set_learning_rates(optimizers, saved["step"], 12, cfg)
     sum(p.sum() for p in model.parameters()).backward()
-    train_step.update()
+    for optimizer in optimizers:
+        optimizer.step()
     return state
 
 

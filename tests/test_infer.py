@@ -145,7 +145,7 @@ def test_bfloat16_weights_leave_positions_exact():
 
 
 def test_bfloat16_samples_ignore_what_logits_share():
-    """As in test_head.py: -100 in every logit changes no choice."""
+    """As in test_forward.py: -100 in every logit changes no choice."""
     torch.manual_seed(0)
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=False)
     idx = torch.randint(512, (4, 20))

@@ -10,13 +10,11 @@ import pytest
 from helpers import CPU, load_metrics, parse_config
 
 from lifecycle import cards
-from lifecycle.metrics import MetricsLogger, RunState
+from lifecycle.metrics import MetricsLogger
 from model import GPT, GPTConfig
 from system.distributed import Runtime
-from training.step import StepResult
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
-RESULT = StepResult(loss=3.5, norm=0.25, is_finite=True, stop_requested=False)
 
 
 def make_logger(folder, start_step=0, tracker="none", rt=CPU) -> MetricsLogger:
@@ -24,8 +22,7 @@ def make_logger(folder, start_step=0, tracker="none", rt=CPU) -> MetricsLogger:
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20")
     # Not by its flag, which wants the tracker's package.
-    train_step = SimpleNamespace(cfg=replace(cfg, tracker=tracker), rt=rt, model=GPT(SMALL))
-    return MetricsLogger(train_step, RunState(19073, "", step=start_step))
+    return MetricsLogger(replace(cfg, tracker=tracker), rt, GPT(SMALL), start_step, max_steps=7209)
 
 
 # ------------------------------------------------------------------------- metrics.jsonl
@@ -57,18 +54,16 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     # A card that would need 0.4123 s for a step at its peak.
     flops_per_second = GPT(SMALL).flops_per_token(1024) * 524288 / 0.4123
     monkeypatch.setattr(cards, "peak_flops", lambda device: flops_per_second)
-    logger = make_logger(tmp_path)
-    run = RunState(7209, "", step=6)
-    run.measured["val_loss"] = 4.0
+    logger = make_logger(tmp_path, start_step=6)
+    row = {"train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
 
     # The first step compiles: it says nothing about the time to go.
-    logger.log_step(run, RESULT, lr=6e-4, seconds=60.0)
+    logger.log_step({"step": 6, "val_loss": 4.0} | row, seconds=60.0)
     assert "eta" not in capsys.readouterr().out
 
     # The second step of a run that has lasted an hour.
-    run.advance()
     logger.start_time -= 3600
-    logger.log_step(run, RESULT, lr=6e-4, seconds=1.0)
+    logger.log_step({"step": 7} | row, seconds=1.0)
     printed = capsys.readouterr().out
     for value in ("7/7209", "3.500000", "6.0000e-04", "0.2500", "1000.00ms", "524,288", "41.2%", "2h00m", "$20.00"):
         assert value in printed
@@ -82,7 +77,7 @@ def test_a_full_disk_costs_lines_but_not_the_run(tmp_path, monkeypatch):
     logger = make_logger(tmp_path)
     logger.file = open("/dev/full", "ab", buffering=0)
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
-    logger.log_step(RunState(10, ""), RESULT, lr=1e-3, seconds=1.0)
+    logger.log_step({"step": 0, "train_loss": 3.5, "lr": 1e-3, "grad_norm": 0.25}, seconds=1.0)
     logger.flush()
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import CPU, parse_config
 
+import train_gpt2
 from model import GPT
 from system.cli import UserError
-from training import microbatch, schedule, step
+from training import microbatch, optim, schedule
 from training.presets import PRESETS
-from training.step import TrainStep
 
 GPU = replace(CPU, device=torch.device("cuda", 0))
 
@@ -23,7 +23,7 @@ class Card:
         self.tried = []  # micro-batches
         self.ballasts = []  # GiB that were allocated beside them
 
-    def run_passes(self, B):
+    def run_passes(self, rt, forward, B, T):
         self.tried.append(B)
         if self.limit < B:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -35,13 +35,14 @@ class Card:
     def choose(self, sequences, rt=GPU):
         """What `auto` takes for `sequences` of a step."""
         cfg = replace(PRESETS["gpt2-124m"], total_batch_size=1024 * sequences)
-        return microbatch.choose_micro_batch_size(cfg, rt, 2**30, self.run_passes)
+        return microbatch.choose_micro_batch_size(cfg, rt, torch.nn.Module(), 2**30)
 
 
 @pytest.fixture
 def card(monkeypatch):
     card = Card()
     monkeypatch.setattr(torch, "empty", card.allocate)
+    monkeypatch.setattr(microbatch, "run_passes", card.run_passes)
     monkeypatch.setattr(microbatch.gc, "collect", lambda: None)  # of all that the tests have imported: it takes long
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
     for name in ("empty_cache", "reset_peak_memory_stats"):
@@ -77,7 +78,7 @@ def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_takes_a_size_that_surely_fits(preset, B):
-    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, 0, lambda B: None) == B
+    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, None, 0) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
@@ -87,22 +88,28 @@ def test_only_a_lack_of_memory_is_taken_for_one():
         raise RuntimeError("device-side assert triggered")
 
 
-def test_the_passes_leave_no_trace(tiny_args):
+def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
     """The bits of a run are those of one that tried no size, also where a try runs out of memory."""
     cfg = parse_config("quickstart", *tiny_args, "--optimizer", "muon", "--weights", "bfloat16")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     batch = torch.randint(256, (2, 4, 33), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
 
     def train(tries):
         torch.manual_seed(0)
-        train_step = TrainStep(cfg, CPU, GPT(cfg.model))
+        model = GPT(cfg.model)
+        forward, _, optimizers, scaler, _ = train_gpt2.build(model, cfg, CPU)
         if tries:
-            train_step._run_passes(4)
-            assert all(p.grad is None for p in train_step.model.parameters())
+            assert microbatch.fits_in_memory(CPU, forward, 4, 32, 0)
+            assert all(p.grad is None for p in model.parameters())
         for number in range(2):
-            train_step.compute_gradients(batch)
-            schedule.set_learning_rates(train_step.optimizers, number, 12, cfg)
-            train_step.update()
-        return train_step.weights.state_dict()
+            train_gpt2.compute_gradients(batch, forward, optimizers, scaler, cfg, CPU)
+            schedule.set_learning_rates(optimizers, number, 12, cfg)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        return optim.float32_state_dict(model)
 
     plain, tried = train(False), train(True)
     assert all(torch.equal(plain[name], tried[name]) for name in plain)
@@ -111,15 +118,15 @@ def test_the_passes_leave_no_trace(tiny_args):
 def let_rank_1_refuse_every_size() -> None:
     """A `prepare` for two ranks that try sizes as on a GPU, of which rank 1 has no memory for the ballast."""
 
-    def choose(cfg, rt, reserved_bytes, run_passes):
+    def choose(cfg, rt, forward, state_bytes):
         for B in (4, 2, 1):
             if rt.is_main:
-                run_passes(B)
+                microbatch.run_passes(rt, forward, B, cfg.sequence_length)
             if not rt.any_rank(not rt.is_main):
                 return B
         raise UserError("no size fits")
 
-    step.choose_micro_batch_size = choose
+    train_gpt2.choose_micro_batch_size = choose
 
 
 def test_a_rank_without_memory_stops_both_at_once(tiny_args, tmp_path, run_ranks):

@@ -9,7 +9,6 @@ from helpers import CPU, choices, same_bits
 from model import GPT, GPTConfig
 from training import optim, schedule
 from training.config import TrainConfig
-from training.optim import MasterWeights
 from training.presets import PRESETS
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
@@ -20,30 +19,28 @@ OPTIMIZER_NAMES = choices(TrainConfig, "optimizer")
 
 
 def build(cfg):
-    """A small model's weights, from a fixed seed, and the optimizers of this config."""
+    """A small model, from a fixed seed, and the optimizers of this config."""
     torch.manual_seed(0)
-    weights = MasterWeights(GPT(cfg.model), keep_float32_copy=cfg.weights == "bfloat16")
-    return weights, optim.build_optimizers(weights.named, cfg, CPU)
+    model = GPT(cfg.model)
+    return model, optim.build_optimizers(model, cfg, CPU)
 
 
-def take_step(weights, optimizers, cfg, step):
+def take_step(model, optimizers, cfg, step):
     """One training step, of 10, on random tokens that depend on the step."""
     idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
-    weights.model(idx, idx)[1].backward()
-    weights.take_gradients()
+    model(idx, idx)[1].backward()
     schedule.set_learning_rates(optimizers, step, 10, cfg)
     for optimizer in optimizers:
         optimizer.step()
-        optimizer.zero_grad()
-    weights.copy_to_model()
+    model.zero_grad()
 
 
 def weights_after_three_steps(cfg):
     """{name: weight}"""
-    weights, optimizers = build(cfg)
+    model, optimizers = build(cfg)
     for step in range(3):
-        take_step(weights, optimizers, cfg, step)
-    return {name: p.detach().clone() for name, p in weights.named.items()}
+        take_step(model, optimizers, cfg, step)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 # ------------------------------------------------------------------------- what the updates are
@@ -56,7 +53,7 @@ def test_rate_and_decay_come_from_the_group(name):
     """Of every parameter, which is in one group; and the optimizer that was asked for has some of them."""
     cfg = dataclasses.replace(BASE, optimizer=name, model=dataclasses.replace(SMALL, tied_head=False), **OWN_SETTINGS)
     assert optim.OPTIMIZERS[name].optimizer_class in [type(optimizer) for optimizer in build(cfg)[1]]
-    before = {n: p.detach().clone() for n, p in build(cfg)[0].named.items()}
+    before = {n: p.detach().clone() for n, p in build(cfg)[0].named_parameters()}
     without_rate = weights_after_three_steps(dataclasses.replace(cfg, max_lr=0.0, min_lr=0.0, muon_lr=0.0))
     assert all(torch.equal(without_rate[n], before[n]) for n in before)
 
@@ -87,26 +84,26 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     a, optimizers_a = build(cfg)
     for step in range(first_step):
         take_step(a, optimizers_a, cfg, step)
-    saved = {name: tensor.clone() for name, tensor in a.state_dict().items()}
+    saved = {name: tensor.clone() for name, tensor in optim.float32_state_dict(a).items()}
     states = [optim.copy_state(optimizer, CPU) for optimizer in optimizers_a]
     for step in (1, 2):
         take_step(a, optimizers_a, cfg, step)
 
-    b = MasterWeights(GPT.from_state_dict(SMALL, saved), keep_float32_copy=dtype == "bfloat16")
-    optimizers_b = optim.build_optimizers(b.named, cfg, CPU)
+    b = GPT.from_state_dict(SMALL, saved)
+    optimizers_b = optim.build_optimizers(b, cfg, CPU)
     optim.load_state(optimizers_b, states)
     for step in (1, 2):
         take_step(b, optimizers_b, cfg, step)
 
-    assert same_bits(a.model.state_dict(), b.model.state_dict())
     assert same_bits(a.state_dict(), b.state_dict())
+    assert same_bits(optim.float32_state_dict(a), optim.float32_state_dict(b))
 
 
 def test_a_loaded_state_keeps_this_runs_settings():
     """State of other parameters is refused. torch would load it, and fail in the first step or, where shapes can be
     stretched, not at all."""
-    weights, optimizers = build(BASE)
-    take_step(weights, optimizers, BASE, step=0)
+    model, optimizers = build(BASE)
+    take_step(model, optimizers, BASE, step=0)
     state = optimizers[0].state_dict()
     _, others = build(dataclasses.replace(BASE, weight_decay=0.3))
     optim.load_state(others, [state])
@@ -125,21 +122,18 @@ def test_a_loaded_state_keeps_this_runs_settings():
 def test_bfloat16_weights_keep_float32_masters():
     """Updates too small for bfloat16 add up in the master weights; the model has these, rounded; a tied head stays
     tied."""
-    weights, optimizers = build(dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0))
-    model = weights.model
-    before = weights.state_dict()["transformer.h.0.attn.c_attn.weight"].clone()
+    model, optimizers = build(dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0))
+    before = optim.float32_state_dict(model)["transformer.h.0.attn.c_attn.weight"].clone()
 
     for _ in range(3):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        weights.take_gradients()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 1e-6
             optimizer.step()
-        weights.copy_to_model()
 
-    state = weights.state_dict()
+    state = optim.float32_state_dict(model)
     assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     assert state.keys() == model.state_dict().keys()

@@ -13,7 +13,6 @@ from helpers import CPU, ROOT, choices, parse_config, train_quickstart
 import train_gpt2
 from lifecycle import plan
 from lifecycle.cards import find_cards
-from lifecycle.metrics import RunState
 from model import GPT
 from system.cli import UserError
 from system.distributed import Runtime
@@ -40,7 +39,7 @@ def test_a_checkpoint_is_no_larger_than_assumed(tiny_args, tmp_path, optimizer):
     size = sum(path.stat().st_size for path in run.glob("*_00001.pt"))
     cfg = parse_config("quickstart", *tiny_args, "--optimizer", optimizer)
     model = GPT(cfg.model)
-    assumed = 4 * model.num_params() + optim.state_bytes(dict(model.named_parameters()), cfg)
+    assumed = 4 * model.num_params() + optim.state_bytes(model, cfg)
     assert assumed < size < 1.25 * assumed  # beside the tensors, a tiny model has many names
 
 
@@ -52,16 +51,14 @@ def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, save
     monkeypatch.setattr(plan.checkpoint, "complete_steps", lambda run_dir: range(there))
     cfg = parse_config("quickstart", *tiny_args, "--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
     model = GPT(cfg.model)
-    named = dict(model.named_parameters())
-    train_step = SimpleNamespace(cfg=cfg, model=model, weights=SimpleNamespace(named=named))
-    needed = saves * (4 * model.num_params() + optim.state_bytes(named, cfg))
+    needed = saves * (4 * model.num_params() + optim.state_bytes(model, cfg))
 
     monkeypatch.setattr(plan, "free_bytes", lambda folder: needed)
-    plan.check_disk(train_step, RunState(12, "", step=step))
+    plan.check_disk(cfg, model, step, 12)
 
     monkeypatch.setattr(plan, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(UserError, match=rf"^{saves} "):
-        plan.check_disk(train_step, RunState(12, "", step=step))
+        plan.check_disk(cfg, model, step, 12)
 
 
 def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monkeypatch):
@@ -81,12 +78,10 @@ def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])
     cfg = parse_config("quickstart", *tiny_args, "--gpu-hour-usd", "600")
     calls = []
-    train_step = SimpleNamespace(
-        cfg=cfg, rt=replace(CPU, world_size=2), model=GPT(cfg.model), micro_batch_size=2,
-        compute_gradients=lambda batch: calls.append(batch.shape), update=lambda: calls.append("update"),
-    )  # fmt: skip
-    plan.dry_run(train_step, RunState(12, ""))
-    assert set(calls) == {(1, 2, 33), "update"}
+    scaler = SimpleNamespace(step=calls.append, update=lambda: None)
+    build = lambda *args: (None, None, ["the optimizer"], scaler, 2)
+    plan.dry_run(cfg, replace(CPU, world_size=2), build, lambda batch, *args: calls.append(batch.shape))
+    assert set(calls) == {(1, 2, 33), "the optimizer"}
     out = capsys.readouterr().out
     assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the update
     assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out

@@ -30,13 +30,11 @@ from helpers import (
 
 import train_gpt2
 from lifecycle import resume
-from lifecycle.metrics import RunState
 from model import GPT
 from system import distributed
 from system.distributed import Runtime
 from tokens import shards
 from training import optim
-from training.step import TrainStep
 from weights import checkpoint
 
 # ------------------------------------------------------------------------- the same result
@@ -96,16 +94,16 @@ def check_shares() -> None:
     """The script of a rank: after a step, the ranks together keep each number of the optimizers' state once."""
     cfg = parse_config("quickstart", *sys.argv[1:])
     with distributed.session("cpu") as rt:
-        named = dict(GPT(cfg.model).named_parameters())
-        optimizers = optim.build_optimizers(named, cfg, rt)
-        for p in named.values():
+        model = GPT(cfg.model)
+        optimizers = optim.build_optimizers(model, cfg, rt)
+        for p in model.parameters():
             p.grad = torch.ones_like(p)
         for optimizer in optimizers:
             optimizer.step()
         own = [t for o in optimizers for state in o.optim.state.values() for t in state.values() if t.dim()]
         shares = rt.gather(sum(t.nbytes for t in own))
         # Whole parameters are dealt out, so a rank has more than half where one is itself a large part.
-        assert sum(shares) == optim.state_bytes(named, cfg) and max(shares) < 0.75 * sum(shares)
+        assert sum(shares) == optim.state_bytes(model, cfg) and max(shares) < 0.75 * sum(shares)
 
 
 def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
@@ -218,9 +216,8 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
     def find_facts(*words, step=None):
         flags = [*tiny_args, "--hellaswag-every", "4", "--hellaswag-data", rows, *words]
         cfg = parse_config("quickstart", *flags)
-        data = train_gpt2.open_data(cfg)[0]
-        run = RunState(cfg.total_steps(data.order.sequences_per_epoch), data.fingerprint())
-        resume.check_ranks_agree(cfg, CPU, step and {"step": step}, run, data)
+        data = resume.open_data(cfg)[0]
+        resume.check_ranks_agree(cfg, CPU, step and {"step": step}, data)
         return found[-1]
 
     facts = find_facts(step=3)
@@ -247,7 +244,7 @@ def change_the_seed_of_rank_1() -> None:
 def change_the_data_of_rank_1() -> None:
     """A `prepare` for ranks of which the second finds other shards."""
     if os.environ["RANK"] == "1":
-        train_gpt2.Loader.fingerprint = lambda data: "another"
+        resume.Loader.fingerprint = lambda data: "another"
 
 
 @pytest.mark.parametrize("prepare, named", [
@@ -266,15 +263,15 @@ def change_a_weight_of_rank_1() -> None:
     """A `prepare` for ranks of which the second computes one number wrongly, by one bit, in its fifth update."""
     if os.environ["RANK"] == "0":
         return
-    update, calls = TrainStep.update, itertools.count(1)
+    step, calls = torch.optim.AdamW.step, itertools.count(1)
 
-    def update_with_an_error(train_step):
-        update(train_step)
+    def step_with_an_error(optimizer):
+        step(optimizer)
         if next(calls) == 5:
-            weight = train_step.weights.named["transformer.wte.weight"].data
+            weight = optimizer.param_groups[0]["params"][0].data  # the embedding
             weight[9, 9] = torch.nextafter(weight[9, 9], torch.tensor(1.0))
 
-    TrainStep.update = update_with_an_error
+    torch.optim.AdamW.step = step_with_an_error
 
 
 def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ranks):

@@ -10,8 +10,8 @@ import pytest
 import tyro
 from helpers import ROOT
 
+from train_gpt2 import parse
 from training.config import TrainConfig
-from training.presets import parse
 
 PAGES = {path.relative_to(ROOT): path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
-from model import GPT
+import train_gpt2
 from system.cli import UserError
-from training.step import TrainStep
 from weights import checkpoint
 
 
@@ -28,13 +27,14 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
             reduced.append(self.require_backward_grad_sync)
             return torch.ones((), requires_grad=True) * len(reduced)
 
+        def parameters(self):
+            return []
+
     cfg = parse_config("quickstart", *tiny_args)
-    step = TrainStep(cfg, CPU, GPT(cfg.model))
-    step.ddp_forward = Forward()
+    batch = torch.zeros(3, 2, 33, dtype=torch.uint16)  # (micro_steps, B, T + 1)
+    loss, *_ = train_gpt2.compute_gradients(batch, Forward(), [], torch.amp.GradScaler("cpu", enabled=False), cfg, CPU)
 
-    result = step.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
-
-    assert reduced == [False, False, True] and result.loss == pytest.approx(2)
+    assert reduced == [False, False, True] and loss == pytest.approx(2)
 
 
 # ------------------------------------------------------------------------- a loss or gradient that is not finite
@@ -141,13 +141,13 @@ def test_float16_refuses_a_loss_that_is_nan(tiny_args, tmp_path, monkeypatch, un
 
 def test_float16_refuses_gradients_that_stay_nan(tiny_args, tmp_path, monkeypatch, capsys):
     set_initial_loss_scale(monkeypatch, 8.0)
-    init = TrainStep.__init__
+    build = train_gpt2.build
 
-    def with_nan_gradients(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        self.model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
+    def build_with_nan_gradients(model, *args):
+        model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
+        return build(model, *args)
 
-    monkeypatch.setattr(TrainStep, "__init__", with_nan_gradients)
+    monkeypatch.setattr(train_gpt2, "build", build_with_nan_gradients)
 
     # The scale halves three times, from 8 to 1; then one step is skipped, and one more is refused.
     with pytest.raises(UserError, match=r"step 4: loss 5\.\d+, gradient norm nan"):

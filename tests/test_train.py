@@ -26,17 +26,17 @@ from tokens import shards
 from weights import checkpoint
 
 
-def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch):
+def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch, capsys):
     """Also if the last checkpoint takes longer to write than the last evaluation takes."""
     write = checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.2), write(*args)))
     cfg = parse_config("quickstart", *tiny_args, "--save-every", "4", "--keep", "1", "--out-dir", tmp_path)
 
-    message = train_gpt2.train(cfg, CPU, StopRequest()).message
+    train_gpt2.train(cfg, CPU, StopRequest())
 
     val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
     best = checkpoint.model_path(tmp_path, min(val_losses, key=val_losses.get))
-    assert f"the lowest val loss: {best}" in message and best.exists()
+    assert f"the lowest val loss: {best}" in capsys.readouterr().out and best.exists()
 
 
 @pytest.mark.parametrize("clip", ["0.2", "0"])
@@ -89,7 +89,7 @@ def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):
 
 
 def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatch):
-    """HellaSwag and samples have shapes that vary. Only Dynamo and autograd compile here; test_head.py has kernels."""
+    """HellaSwag and samples have shapes that vary. Here Dynamo and autograd compile; test_forward.py has kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     frames = torch._dynamo.utils.counters["frames"]
     traced = []

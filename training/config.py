@@ -1,25 +1,28 @@
-"""The settings of a run: one frozen dataclass owns every default, and the command line is generated from it.
+"""The settings of a run: a frozen dataclass owns every default, and the command line is generated from it.
 
     cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
     cfg = replace(cfg, max_lr=1e-3)     # the rules of __post_init__ are checked again
 
-Every module of a run takes its settings from it. training/presets.py has the presets and parses the command line.
+Every module of a run takes its settings from it; training/presets.py has the presets. There are two classes:
 
-A new field is a new flag, and the comment beside or above it is its help text. The field's type says what else there is
-to know. A setting that says nothing shapes the result, and a number is not negative:
+    Recipe                what the weights depend on; a resumed run must have the same values, but for those marked
+        Noise[...]        changes the result only as another seed does
+        Free[...]         may change on resume, which is announced
+    TrainConfig(Recipe)   how a run goes: may change on resume, and is equal on all ranks, but for those marked
+        Local[...]        may differ between ranks: paths, what rank 0 uses, what the ranks vote on
+        Once[...]         is of one start: a resumed run does not inherit it
 
-    type          shapes the result       may change on resume    may differ between ranks
-    float         yes                     no                      no
-    Noise[...]    as another seed does    no                      no
-    Free[...]     no, or as announced     yes                     no
-    Local[...]    no                      yes                     yes: paths, what rank 0 uses, what the ranks vote on
+Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag, and the comment beside or above it is
+its help. A field marked Suppress is set by presets alone, and has no flag.
 """
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from tyro.conf import Suppress
 
@@ -30,51 +33,57 @@ HELLASWAG_DATA = "data/hellaswag/hellaswag_val.jsonl"  # where hellaswag.py puts
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What is known about a setting: its kind (see above) and, for a number, its range."""
+class Mark(Enum):
+    """What the type of a setting says about it, besides its range; see the table above."""
 
-    kind: str = "recipe"
-    low: float = 0
+    NOISE = 1
+    FREE = 2
+    LOCAL = 3
+    ONCE = 4
+
+
+class Range(NamedTuple):
+    """The least and the greatest value of a number."""
+
+    low: float
     high: float = inf
 
 
+# Marks and ranges may be combined, as in Free[Positive[int]]. A number without a range is not negative.
 T = TypeVar("T")
-Noise = Annotated[T, Rule("noise")]
-Free = Annotated[T, Rule("free")]
-Local = Annotated[T, Rule("local")]
-Positive = Annotated[T, Rule(low=1)]
-Fraction = Annotated[T, Rule(high=1)]
+Noise = Annotated[T, Mark.NOISE]
+Free = Annotated[T, Mark.FREE]
+Local = Annotated[T, Mark.LOCAL]
+Once = Annotated[T, Mark.ONCE]
+Positive = Annotated[T, Range(1)]
+Fraction = Annotated[T, Range(0, 1)]
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Everything a run depends on. A period (--*-every) of 0 disables that action; the end is always saved."""
+class Recipe:
+    """What the weights of a run depend on."""
 
-    # The recipe it started from, and the network.
+    # The network, and where its first weights come from.
 
-    preset: Suppress[Free[str]] = "gpt2-124m"
     model: GPTConfig = GPT2_124M
+    init_from: Free[str] = "scratch"  # scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder
+    seed: Noise[Annotated[int, Range(0, 2**63 - 1)]] = 1337  # of the weights and the order of the data
 
-    # Data and length of the run. On resume, the fingerprint of the shards is compared instead of their folder.
+    # Data and length of the run. On resume, the fingerprint of the shards is compared.
 
-    data_dir: Local[str] = "data/fineweb-edu"  # folder of token shards
-    out_dir: Local[str] = ""  # run folder; default log/PRESET
-    seed: Annotated[int, Rule("noise", high=2**63 - 1)] = 1337  # of the weights and the order of the data
     # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
     shuffle: Noise[bool] = True
-    epochs: Annotated[int, Rule("free", low=1)] = 1  # passes over the data; overrides the preset's max-steps
-    steps_per_epoch: Free[int] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
-    max_steps: Free[int] = 0  # total optimizer steps; 0: epochs * steps-per-epoch
+    epochs: Free[Positive[int]] = 1  # passes over the data; overrides the preset's max-steps
+    steps_per_epoch: Suppress[Free[int]] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
+    max_steps: Free[int] = 0  # total optimizer steps; 0: as many as --epochs takes
+    overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse
 
-    # The batch of a step, and how it is split. micro_batch_size does not change the result beyond rounding.
+    # The batch of a step.
 
     total_batch_size: Positive[int] = 524_288  # tokens per step, over all ranks and micro-steps
-    # sequences per forward pass of a rank; auto finds what fits in memory
-    micro_batch_size: Annotated[int | Literal["auto"], Rule("free", low=1)] = "auto"
     sequence_length: Positive[int] = 1024  # tokens per sequence (T)
 
-    # Schedule and optimizer.
+    # The learning rate.
 
     max_lr: float = 6e-4  # peak learning rate
     min_lr: float = 6e-5  # learning rate at the end of the schedule
@@ -82,70 +91,84 @@ class TrainConfig:
     # the decay to min-lr: half a cosine, or constant and then linear
     schedule: Literal["cosine", "trapezoid"] = "cosine"
     cooldown: Fraction[float] = 0.2  # fraction of max-steps over which a trapezoid decays
-    weight_decay: float = 0.1  # of the matrices and embeddings that AdamW updates
-    vector_weight_decay: float = 0.0  # of biases and gains
-    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+
+    # The optimizer. AdamW updates everything; with muon, it updates all but the matrices of the blocks.
+
     optimizer: Literal["adamw", "muon"] = "adamw"  # with muon, AdamW updates all but the blocks' matrices
-    beta1: Fraction[float] = 0.9  # AdamW's decay rate for the average of the gradients
-    beta2: Fraction[float] = 0.95  # AdamW's decay rate for the average of the squared gradients
-    adam_eps: float = 1e-8  # added to the denominator of AdamW's update
+    weight_decay: float = 0.1  # of the matrices and embeddings that AdamW updates
+    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     muon_lr: float = 0.02  # peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest
-    muon_weight_decay: float = 0.0  # of the blocks' matrices with --optimizer muon
-    muon_momentum: Fraction[float] = 0.95  # Muon's decay rate for the average of the gradients
-    newton_schulz: Literal["fast", "exact"] = "fast"  # Muon's iterations: 5, approximate, or 12, converged
-    embed_lr_scale: float = 1.0  # multiplies max-lr for the embeddings; untied ones need high rates
-    vector_lr_scale: float = 1.0  # multiplies max-lr for biases and gains
+    # of the model and its gradients; with bfloat16 the optimizer and the checkpoints keep float32 master weights
+    weights: Noise[Literal["float32", "bfloat16"]] = "float32"
+
+    # Set by presets alone. Those marked * have another value in speedrun-124m only.
+
+    beta1: Suppress[Fraction[float]] = 0.9  # * AdamW's decay rate for the average of the gradients
+    beta2: Suppress[Fraction[float]] = 0.95  # AdamW's decay rate for the average of the squared gradients
+    adam_eps: Suppress[float] = 1e-8  # * added to the denominator of AdamW's update
+    muon_momentum: Suppress[Fraction[float]] = 0.95  # Muon's decay rate for the average of the gradients
+    muon_weight_decay: Suppress[float] = 0.0  # * of the blocks' matrices with --optimizer muon
+    # * Muon's iterations: 5, approximate, or 12, converged
+    newton_schulz: Suppress[Literal["fast", "exact"]] = "fast"
+    embed_lr_scale: Suppress[float] = 1.0  # multiplies max-lr for the embeddings; untied ones need high rates
+    vector_lr_scale: Suppress[float] = 1.0  # * multiplies max-lr for biases and gains
+    vector_weight_decay: Suppress[float] = 0.0  # * of biases and gains
+
+
+@dataclass(frozen=True)
+class TrainConfig(Recipe):
+    """Every setting of a run. A period (--*-every) of 0 disables that action; the end is always saved."""
+
+    preset: Suppress[str] = "gpt2-124m"  # the one that this config started from
+
+    # Folders.
+
+    data_dir: Local[str] = "data/fineweb-edu"  # folder of token shards
+    out_dir: Local[str] = ""  # run folder; default log/PRESET
 
     # Evaluation and saving; a period is in steps.
 
-    val_every: Free[int] = 250  # steps between measurements of the validation loss
-    val_tokens: Free[int] = 10_485_760  # tokens to validate on, from the start of the val split
-    hellaswag_every: Free[int] = 250  # steps between HellaSwag scores
+    val_every: int = 250  # steps between measurements of the validation loss
+    val_tokens: int = 10_485_760  # tokens to validate on, from the start of the val split
+    hellaswag_every: int = 250  # steps between HellaSwag scores
     hellaswag_data: Local[str] = HELLASWAG_DATA  # HellaSwag rows, a .jsonl file
-    sample_every: Free[int] = 250  # steps between samples
+    sample_every: int = 250  # steps between samples
     # text to continue; @val: the first words of the val split
     sample_prompt: Local[str] = "Hello, I'm a language model,"
-    save_every: Free[int] = 5000  # steps between checkpoints; 0: only at the end
-    keep: Free[int] = 0  # newest checkpoints to keep, besides the best by val loss; 0: all
+    save_every: int = 5000  # steps between checkpoints; 0: only at the end
+    keep: int = 0  # newest checkpoints to keep, besides the best by val loss; 0: all
 
-    # What the run starts from.
+    # Hardware. None of this changes the result beyond rounding.
 
-    resume: Local[str] = "none"  # none, auto (the run folder's newest checkpoint) or a model_*.pt
-    allow_drift: Free[bool] = False  # resume even if settings that shape the result have changed
-    init_from: Free[str] = "scratch"  # scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder
-
-    # Hardware. None of this changes the result beyond rounding, except `weights`.
-
-    device: Local[str] = "auto"  # auto, cuda, cuda:1, mps or cpu
+    device: Once[Local[str]] = "auto"  # auto, cuda, cuda:1, mps or cpu
     # precision of the matrix products; auto: the fastest that all ranks have
-    dtype: Free[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
-    # of the model and its gradients; with bfloat16 the optimizer and the checkpoints keep float32 master weights
-    weights: Noise[Literal["float32", "bfloat16"]] = "float32"
-    deterministic: Free[bool] = False  # make GPU runs bit-identical too, slower; CPU runs always are
-    compile: Free[bool] = True  # torch.compile; off: starts at once, but trains slower
-    recompute: Free[bool] = False  # recompute blocks in the backward pass: less memory, up to 1/3 slower
-    zero_stage: Free[Literal[0, 1]] = 0  # 1 shards the optimizer state across ranks (ZeRO-1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    # sequences per forward pass of a rank; auto finds what fits in memory
+    micro_batch_size: Positive[int | Literal["auto"]] = "auto"
+    compile: Once[bool] = True  # torch.compile; off: starts at once, but trains slower
+    recompute: bool = False  # recompute blocks in the backward pass: less memory, up to 1/3 slower
+    zero_stage: Literal[0, 1] = 0  # 1 shards the optimizer state across ranks (ZeRO-1)
 
-    # Everything else.
+    # This start.
 
+    resume: Once[Local[str]] = "none"  # none, auto (the run folder's newest checkpoint) or a model_*.pt
+    allow_drift: Once[bool] = False  # resume even if settings that shape the result have changed
+    skip_bad_steps: Once[int] = 0  # non-finite steps to skip before stopping, counted from each start
+    time_limit: Once[Local[str]] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
     # where else the curves go; wandb needs: pip install wandb
     tracker: Local[Literal["none", "tensorboard", "wandb"]] = "none"
-    time_limit: Local[str] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
-    skip_bad_steps: Free[int] = 0  # non-finite steps to skip before stopping, counted from each start
-    gpu_hour_usd: Local[float] = 0.0  # price of one GPU-hour, for the cost estimates
-    dry_run: Free[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
-    card: Free[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
-    eval_only: Free[bool] = False  # print val loss and HellaSwag of the weights of --init-from, then exit
-    overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse
+    gpu_hour_usd: Once[Local[float]] = 0.0  # price of one GPU-hour, for the cost estimates
+    dry_run: Once[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
+    card: Once[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
+    eval_only: Once[bool] = False  # print val loss and HellaSwag of the weights of --init-from, then exit
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
         check_types(self)
-        for name, rule in RULES.items():
+        for name in SETTINGS:
             value = getattr(self, name)
             if isinstance(value, int | float):
-                is_in_range = rule.low <= value <= rule.high  # NaN is in none
-                require(is_in_range, f"{flag(name)} {value} must lie between {rule.low} and {rule.high}")
+                check_range(name, value)
         parse_duration(self.time_limit)
 
         # The rules between settings.
@@ -192,16 +215,27 @@ class TrainConfig:
         UserError for values that are not valid here."""
         # `saved` comes from a file, so it may be anything.
         with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
-            values = {name: saved[name] for name in RULES if name in saved}
+            values = {name: saved[name] for name in SETTINGS if name in saved}
             values["model"] = GPTConfig.from_dict(saved.get("model", {}))
             return TrainConfig(**values)
 
 
-# {field: its Rule}
-RULES = {
-    name: getattr(hint, "__metadata__", [Rule()])[0]
-    for name, hint in get_type_hints(TrainConfig, include_extras=True).items()
-}
+# ------------------------------------------------------------------------- what is known about a setting
+
+# {field: its type, with the marks and the range}
+SETTINGS = get_type_hints(TrainConfig, include_extras=True)
+RECIPE = get_type_hints(Recipe).keys()
+
+
+def has_mark(name: str, mark: Mark) -> bool:
+    """Whether the type of a setting says so. Settings of the network ("model.n_layer") have no marks."""
+    return mark in getattr(SETTINGS.get(name), "__metadata__", ())
+
+
+def shapes_result(name: str) -> bool:
+    """Whether a resumed run must have the value that the setting had before."""
+    is_recipe = name in RECIPE or name.startswith("model.")
+    return is_recipe and not has_mark(name, Mark.FREE)
 
 
 def flag(name: str) -> str:
@@ -209,16 +243,39 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def as_flag(name: str, value: Any) -> str:
+    """The flag that sets a setting to a value: --max-lr 0.001, --no-shuffle, --model.no-bias."""
+    if not isinstance(value, bool):
+        return f"{flag(name)} {shlex.quote(str(value))}"
+    section, dot, last = flag(name).rpartition(".")
+    if value:
+        return flag(name)
+    return f"{section}.no-{last}" if dot else f"--no-{last.removeprefix('--')}"
+
+
+def check_range(name: str, value: float) -> None:
+    """Raise UserError unless a number is in the range of its setting."""
+    marks = getattr(SETTINGS[name], "__metadata__", ())
+    low, high = next((mark for mark in marks if isinstance(mark, Range)), Range(0))
+    rule = f"must be at least {low}" if high == inf else f"must lie between {low} and {high}"
+    require(low <= value <= high, f"{flag(name)} {value} {rule}")  # NaN is in no range
+
+
 def check_types(config: Any) -> None:
     """Raise UserError if a field of a dataclass has a value that its type does not allow. Python does not check that,
     and the value may come from a file."""
     for name, hint in get_type_hints(type(config)).items():
-        # int: [int]; Literal["a", "b"]: ["a", "b"]; int | Literal["auto"]: [int, "auto"]
-        allowed = [leaf for option in get_args(hint) or [hint] for leaf in get_args(option) or [option]]
+        # The values and the types that are allowed. int: int; Literal["a", "b"]: "a", "b"; int | Literal["auto"]: both
+        allowed = []
+        for option in get_args(hint) or [hint]:
+            allowed += get_args(option) or [option]
         if float in allowed:
             allowed.append(int)
+
         value = getattr(config, name)
-        require(value in allowed or type(value) in allowed, f"{name} {value!r:.99} must be one of {allowed}")
+        names = [option.__name__ if isinstance(option, type) else repr(option) for option in allowed]
+        is_allowed = value in allowed or type(value) in allowed
+        require(is_allowed, f"{name} {value!r:.99} must be {' or '.join(names)}")
 
 
 def flatten(cfg: TrainConfig) -> dict[str, Any]:
@@ -228,24 +285,12 @@ def flatten(cfg: TrainConfig) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in network.items()} | values
 
 
-def kind_of(name: str) -> str:
-    """The kind of a setting of `flatten`: recipe, noise, free or local."""
-    return RULES.get(name, Rule()).kind
-
-
-def config_drift(old: TrainConfig, new: TrainConfig) -> tuple[list[str], list[str]]:
-    """Differences between a checkpoint's config and this run's, each "field: old -> new": those that may change, and
-    those that shape the result."""
-    harmless: list[str] = []
-    refused: list[str] = []
+def changed_settings(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """{name: (old value, new value)} of the settings that differ."""
     after = flatten(new)
-    for name, value in flatten(old).items():
-        if value != after[name]:
-            changes = harmless if kind_of(name) in ("free", "local") else refused
-            changes.append(f"{name}: {value} -> {after[name]}")
-    return harmless, refused
+    return {name: (value, after[name]) for name, value in flatten(old).items() if value != after[name]}
 
 
 def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
     """The settings that all ranks must have been started with, by flag."""
-    return {flag(name): str(value) for name, value in flatten(cfg).items() if kind_of(name) != "local"}
+    return {flag(name): str(value) for name, value in flatten(cfg).items() if not has_mark(name, Mark.LOCAL)}

@@ -1,12 +1,12 @@
 """The micro-batch: how many sequences one forward pass of one rank takes.
 
-    B = choose_micro_batch_size(cfg, rt, reserved_bytes, run_passes)
+    B = choose_micro_batch_size(cfg, rt, forward, reserved_bytes)
 
-Called by training/step.py.
+Called by train_gpt2.py.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,9 @@ import torch
 from system import machine
 from system.cli import UserError, require
 from system.distributed import Runtime
+from tokens.loader import to_device
 from training.config import TrainConfig
+from training.forward import Forward
 
 MAX_AUTO_SEQUENCES = 64
 
@@ -26,14 +28,11 @@ BALLAST_FRACTION = 0.04
 MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model, or a larger card"
 
 
-def choose_micro_batch_size(
-    cfg: TrainConfig, rt: Runtime, reserved_bytes: int, run_passes: Callable[[int], None]
-) -> int:
+def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, state_bytes: int) -> int:
     """Sequences per forward pass: the number asked for, or with `auto` the largest that fits, the same on all ranks.
 
-    reserved_bytes: what training will allocate later on this rank. run_passes(B): forward and backward passes with
-    micro-batches of B sequences, without a collective. Raises UserError if the batch does not divide evenly, or if not
-    even one sequence fits. Every rank must call it.
+    state_bytes: of the optimizers of all ranks, which the first update allocates. Raises UserError if the batch does
+    not divide evenly, or if not even one sequence fits. Every rank must call it.
     """
     divisors = divisors_of_share(cfg, rt.world_size)
     if cfg.micro_batch_size != "auto":
@@ -45,19 +44,15 @@ def choose_micro_batch_size(
         channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
         return next((B for B in divisors if B <= MAX_AUTO_SEQUENCES and B * channels <= 2**25), 1)
 
-    # Windows lends a full GPU some of the host's memory, with which a step crawls: allow no more than what is free.
-    if machine.is_wsl():
-        free, total = torch.cuda.mem_get_info(rt.device)
-        torch.cuda.set_per_process_memory_fraction((free + torch.cuda.memory_reserved(rt.device)) / total, rt.device)
-
     # On a GPU, more sequences at once are faster. Each size is at most half of the one before, because each try
     # compiles. All ranks try the same size at the same time; the rank with the least memory decides for all.
+    shards = rt.world_size if cfg.zero_stage == 1 else 1
     last_tried = 2 * MAX_AUTO_SEQUENCES
     for B in divisors:
         if 2 * B > last_tried:
             continue
         last_tried = B
-        if not rt.any_rank(not fits_in_memory(rt.device, reserved_bytes, lambda B=B: run_passes(B))):
+        if not rt.any_rank(not fits_in_memory(rt, forward, B, cfg.sequence_length, state_bytes // shards)):
             return B
     raise UserError(f"out of memory with one sequence of {cfg.sequence_length} tokens per rank; {MEMORY_FIX}")
 
@@ -82,14 +77,14 @@ def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
     return divisors
 
 
-def fits_in_memory(device: torch.device, reserved_bytes: int, run_passes: Callable[[], None]) -> bool:
-    """Whether the passes fit in the memory of this GPU beside a ballast of what later steps need. Leaves nothing behind
-    but the compiled code, which training reuses."""
+def fits_in_memory(rt: Runtime, forward: Forward, B: int, T: int, reserved_bytes: int) -> bool:
+    """Whether micro-batches of B sequences of T tokens fit in the memory of this GPU, beside a ballast of what later
+    steps need. Leaves nothing behind but the compiled code, which training reuses. Makes no collective."""
     ballast = None
     try:
-        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(device)[1]))
-        ballast = torch.empty(headroom + reserved_bytes, dtype=torch.uint8, device=device)
-        run_passes()
+        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
+        ballast = torch.empty(headroom + reserved_bytes, dtype=torch.uint8, device=rt.device)
+        run_passes(rt, forward, B, T)
         fits = True
     except RuntimeError as e:
         if not is_out_of_memory(e):
@@ -97,11 +92,22 @@ def fits_in_memory(device: torch.device, reserved_bytes: int, run_passes: Callab
         fits = False
 
     # Here the exception and its frames are freed, so all memory of this attempt can be released.
+    forward.zero_grad(set_to_none=True)
     del ballast
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return fits
+
+
+def run_passes(rt: Runtime, forward: Forward, B: int, T: int) -> None:
+    """Forward and backward over two micro-batches of zeros: the second runs beside the gradients of the first, as it
+    will beside DDP's buckets."""
+    for tokens in torch.zeros(2, B, T + 1, dtype=torch.uint16):
+        x, y = to_device(tokens, rt.device)  # (B, T) each
+        with rt.autocast():
+            loss = forward(x, y)
+        loss.backward()
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

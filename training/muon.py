@@ -1,6 +1,5 @@
 """Muon (Jordan 2024): SGD with momentum whose update of each matrix is made orthogonal first.
 
-    mark_matrices("transformer.h.0.attn.c_attn.weight", weight)
     optimizer = Muon([{"params": [weight]}], lr=0.02, momentum=0.95)
 
 Called by training/optim.py for the matrices of the blocks. As in modded-nanogpt, with Nesterov momentum and a rate that
@@ -13,6 +12,9 @@ grows with sqrt(max(1, rows / columns)). The update of a matrix W with gradient 
 
 If N = U S V^T is the singular value decomposition, orthogonalize(N) is about U V^T: every direction of the gradient
 changes the weights by the same amount.
+
+What torch.optim.Muon lacks: matrices that are stacked in one parameter, as queries, keys and values are, and one launch
+of the kernels for all matrices of a shape.
 """
 
 import torch
@@ -62,15 +64,9 @@ def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Te
     return X.mT if is_tall else X
 
 
-def mark_matrices(name: str, p: Tensor) -> None:
-    """Note on a parameter (rows, columns) which matrices are stacked in it, as the number of rows of each. Queries,
-    keys and values share one parameter but are three matrices, which Muon makes orthogonal one by one."""
-    rows, columns = p.shape
-    p.matrix_rows = (columns, columns, columns) if name.endswith("attn.c_attn.weight") else (rows,)
-
-
 class Muon(torch.optim.Optimizer):
-    """Muon for parameters (rows, columns) that `mark_matrices` has marked.
+    """Muon for parameters (rows, columns). A parameter in which several matrices are stacked says how many rows each of
+    them has, by its attribute `matrix_rows` (model.py: Attention): each is made orthogonal alone.
 
     Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. The state has
     the layout of torch.optim.Muon's and can be loaded from it.
@@ -104,11 +100,12 @@ class Muon(torch.optim.Optimizer):
             # Weight decay as in AdamW: it shrinks the weights, not the gradients.
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
 
-            # Group all matrices by shape, with queries, keys and values apart: {(rows, columns): (weights, updates)}.
-            # Those of c_attn are views: (3C, C) -> three of (C, C)
+            # Group all matrices by shape: {(rows, columns): (weights, updates)}. Stacked ones are taken apart as views,
+            # such as queries, keys and values: (3C, C) -> three of (C, C)
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
             for p, update in zip(params, updates, strict=True):
-                for weight, matrix in zip(p.split(p.matrix_rows), update.split(p.matrix_rows), strict=True):
+                rows_of_each = getattr(p, "matrix_rows", (len(p),))
+                for weight, matrix in zip(p.split(rows_of_each), update.split(rows_of_each), strict=True):
                     weights, matrices = by_shape.setdefault(weight.shape, ([], []))
                     weights.append(weight)
                     matrices.append(matrix)

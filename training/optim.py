@@ -1,10 +1,11 @@
-"""The weights that a run updates, the optimizers that do it, and how their state is saved and loaded.
+"""The optimizers of a run: which one updates which parameters, master weights, ZeRO-1, and the state of a checkpoint.
 
-    weights = MasterWeights(model, keep_float32_copy=False)
-    optimizers = build_optimizers(weights.named, cfg, rt)     # [AdamW], or [AdamW, Muon]
+    optimizers = build_optimizers(model, cfg, rt)     # [AdamW], or [AdamW, Muon]
+    for optimizer in optimizers:
+        optimizer.step()
 
-Called by training/step.py. The algorithms are torch's AdamW and training/muon.py. To add an optimizer: its name in
-TrainConfig.optimizer, its class in OPTIMIZERS, its parameters in parameter_groups.
+Called by train_gpt2.py. The algorithms are torch's AdamW and training/muon.py. To add an optimizer: its name in
+Recipe.optimizer (training/config.py), and its entry in OPTIMIZERS.
 """
 
 from collections.abc import Callable
@@ -14,149 +15,176 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from model import GPT
 from system.distributed import Runtime
 from system.machine import copy_to_host
-from training.config import TrainConfig
-from training.muon import Muon, mark_matrices
+from training.config import Recipe, TrainConfig
+from training.muon import Muon
 
-# ------------------------------------------------------------------------- the weights to update
+# ------------------------------------------------------------------------- which optimizer updates which parameters
 
-
-class MasterWeights:
-    """Float32 weights by name, each parameter once (a tied head is the embedding).
-
-    With `keep_float32_copy` the model's parameters and gradients become bfloat16, and float32 copies are updated in
-    their place (master weights, Micikevicius et al. 2018): small updates are not rounded away, and gradients need half
-    the bandwidth between ranks. Checkpoints store the float32 weights. A step then goes around:
-
-        model, bfloat16 weights  --- backward --->        bfloat16 gradients
-                  ^                                               |
-            copy_to_model                                  take_gradients
-                  |                                               v
-        master weights, float32  <--- optimizer.step ---  float32 gradients
-    """
-
-    def __init__(self, model: nn.Module, keep_float32_copy: bool):
-        # The parameters to update, by name. Without a copy, these are the model's own.
-        self.model = model
-        self.named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (the model's bfloat16 parameter, its float32 copy)
-
-        # With a copy, the names stand for the copies, and the model's parameters are rounded to bfloat16 in place.
-        if keep_float32_copy:
-            self.named = {name: nn.Parameter(p.detach().clone()) for name, p in self.named.items()}
-            self.pairs = list(zip(model.parameters(), self.named.values(), strict=True))
-            for p in model.parameters():
-                p.data = p.data.bfloat16()
-
-    def take_gradients(self, keep: bool = False) -> list[nn.Parameter]:
-        """Move the gradients from the model to the float32 weights, or copy them with `keep`, and return these
-        weights. Without a float32 copy the gradients are there already."""
-        for p, master in self.pairs:
-            # A parameter that the forward pass skips has no gradient.
-            master.grad = None if p.grad is None else p.grad.float()
-            if not keep:
-                p.grad = None
-        return list(self.named.values())
-
-    def drop_gradients(self) -> None:
-        """Free the gradients of the float32 copies; those of the model stay as they are."""
-        for _, master in self.pairs:
-            master.grad = None
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """After an update, copy the float32 weights, rounded to bfloat16, into the model."""
-        if self.pairs:
-            parameters, masters = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(parameters, masters)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict, in float32."""
-        # A tied head has two names and one parameter. keep_vars returns the parameters themselves, so that master_of
-        # finds their float32 copies.
-        master_of = dict(self.pairs)
-        state = self.model.state_dict(keep_vars=True)
-        return {name: master_of.get(p, p).detach() for name, p in state.items()}
+# What a parameter is, which decides on its optimizer, rate and weight decay.
+EMBEDDING = "embedding"  # the weight of an nn.Embedding; a tied head is one
+BLOCK_MATRIX = "block matrix"  # two dimensions, in a block of the transformer
+MATRIX = "matrix"  # two dimensions, elsewhere: an untied head
+VECTOR = "vector"  # biases and gains
+ROLES = (EMBEDDING, BLOCK_MATRIX, MATRIX, VECTOR)
 
 
-# ------------------------------------------------------------------------- which optimizer updates which
-
-
-class Kind(NamedTuple):
-    """An optimizer's class, its arguments besides the groups, and how many float32 numbers it keeps for each weight."""
+class OptimizerFacts(NamedTuple):
+    """What this program must know of an optimizer."""
 
     optimizer_class: type[torch.optim.Optimizer]
-    arguments: Callable[[TrainConfig], dict[str, Any]]
-    state_per_weight: int
+    arguments: Callable[[Recipe], dict[str, Any]]  # besides the groups
+    takes: set[str]  # the roles of the parameters that it updates; AdamW updates the rest
+    state_per_weight: int  # how many float32 numbers it keeps for each weight
 
 
 OPTIMIZERS = {
     # fused: one kernel updates many parameters.
-    "adamw": Kind(
-        torch.optim.AdamW, lambda cfg: {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True}, 2
+    "adamw": OptimizerFacts(
+        torch.optim.AdamW,
+        lambda cfg: {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True},
+        set(ROLES),
+        state_per_weight=2,
     ),
-    "muon": Kind(Muon, lambda cfg: {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz}, 1),
+    "muon": OptimizerFacts(
+        Muon,
+        lambda cfg: {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz},
+        {BLOCK_MATRIX},
+        state_per_weight=1,
+    ),
 }
 
 
-def parameter_groups(named: dict[str, nn.Parameter], cfg: TrainConfig) -> dict[str, list[dict[str, Any]]]:
-    """Every parameter in exactly one group, by the optimizer that takes it, as {"adamw": [...], "muon": [...]}.
-
-    named: the parameters by their names in the model, each once. AdamW decays matrices but not vectors (biases, gains),
-    as in other GPT-2 reproductions. With --optimizer muon the matrices of the blocks go to Muon and the rest stays with
-    AdamW. The schedule multiplies each group's `peak_lr`.
-    """
-    # Muon takes the matrices of the blocks, such as "transformer.h.3.mlp.c_fc.weight". Of the rest, embeddings and
-    # vectors may have rates of their own.
-    blocks, embeddings, matrices, vectors = [], [], [], []
-    for name, p in named.items():
-        if cfg.optimizer == "muon" and p.dim() == 2 and ".h." in name:
-            mark_matrices(name, p)
-            blocks.append(p)
-        elif name.split(".")[1] in ("wte", "wpe"):
-            embeddings.append(p)
-        elif p.dim() >= 2:
-            matrices.append(p)
+def find_roles(model: GPT) -> dict[nn.Parameter, str]:
+    """The role of each parameter, by the module that owns it and its dimensions; each parameter once."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    in_blocks = set(model.transformer.h.parameters())
+    roles = {}
+    for p in model.parameters():
+        if p in embeddings:
+            roles[p] = EMBEDDING
+        elif p.dim() < 2:
+            roles[p] = VECTOR
+        elif p in in_blocks:
+            roles[p] = BLOCK_MATRIX
         else:
-            vectors.append(p)
-
-    # The order of the groups and of the parameters in them is part of the checkpoint format.
-    def group(params: list[nn.Parameter], weight_decay: float, peak_lr: float) -> dict[str, Any]:
-        return {"params": params, "weight_decay": weight_decay, "peak_lr": peak_lr}
-
-    groups = {
-        "adamw": [
-            group(embeddings, cfg.weight_decay, cfg.max_lr * cfg.embed_lr_scale),
-            group(matrices, cfg.weight_decay, cfg.max_lr),
-            group(vectors, cfg.vector_weight_decay, cfg.max_lr * cfg.vector_lr_scale),
-        ],
-        "muon": [group(blocks, cfg.muon_weight_decay, cfg.muon_lr)],
-    }
-    filled = {name: [g for g in groups_of_one if g["params"]] for name, groups_of_one in groups.items()}
-    return {name: groups_of_one for name, groups_of_one in filled.items() if groups_of_one}
+            roles[p] = MATRIX
+    return roles
 
 
-def build_optimizers(named: dict[str, nn.Parameter], cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
-    """The run's optimizers. With --zero-stage 1 on several ranks, each rank keeps the state of its share only."""
-    optimizers = []
-    for name, groups in parameter_groups(named, cfg).items():
-        kind = OPTIMIZERS[name]
-        arguments = {"lr": cfg.max_lr, **kind.arguments(cfg)}  # the schedule sets every group's rate before each step
-        if cfg.zero_stage == 1 and rt.world_size > 1:
-            optimizers.append(ShardedOptimizer(groups, kind.optimizer_class, rt, **arguments))
-        else:
-            optimizers.append(kind.optimizer_class(groups, **arguments))
-    return optimizers
+def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Every parameter in exactly one group, by the optimizer that updates it, as {"adamw": [...], "muon": [...]}. The
+    schedule multiplies each group's `peak_lr`."""
+    for block in model.transformer.h:  # TEMPORARY: Attention will say so itself
+        block.attn.c_attn.weight.matrix_rows = (model.config.n_embd,) * 3
+
+    # AdamW decays matrices but not vectors, as in other GPT-2 reproductions.
+    weight_decay = dict.fromkeys(ROLES, cfg.weight_decay) | {VECTOR: cfg.vector_weight_decay}
+    peak_lr = dict.fromkeys(ROLES, cfg.max_lr)
+    peak_lr[EMBEDDING] *= cfg.embed_lr_scale
+    peak_lr[VECTOR] *= cfg.vector_lr_scale
+    if cfg.optimizer == "muon":
+        weight_decay[BLOCK_MATRIX] = cfg.muon_weight_decay
+        peak_lr[BLOCK_MATRIX] = cfg.muon_lr
+
+    # The order of the parameters, role by role, is part of the checkpoint format.
+    groups: dict[str, list[dict[str, Any]]] = {}
+    roles = find_roles(model)
+    for role in ROLES:
+        params = [master_weight(p) for p in roles if roles[p] == role]
+        if params:
+            name = cfg.optimizer if role in OPTIMIZERS[cfg.optimizer].takes else "adamw"
+            group = {"params": params, "weight_decay": weight_decay[role], "peak_lr": peak_lr[role]}
+            groups.setdefault(name, []).append(group)
+    return groups
 
 
-def state_bytes(named: dict[str, nn.Parameter], cfg: TrainConfig) -> int:
+def state_bytes(model: GPT, cfg: Recipe) -> int:
     """Bytes of the optimizers' state once the first step has created it, all ranks together."""
     total = 0
-    for name, groups in parameter_groups(named, cfg).items():
+    for name, groups in parameter_groups(model, cfg).items():
         weights = sum(p.numel() for group in groups for p in group["params"])
         total += 4 * weights * OPTIMIZERS[name].state_per_weight
     return total
+
+
+def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
+    """The run's optimizers. With --zero-stage 1 on several ranks, each rank keeps the state of its share only. With
+    --weights bfloat16 the model is rounded to bfloat16, and they update float32 copies."""
+    # float16 has a loss scale, which bfloat16 gradients would not go with.
+    if cfg.weights == "bfloat16" and rt.dtype != torch.float16:
+        add_master_weights(model)
+
+    optimizers: list[torch.optim.Optimizer] = []
+    for name, groups in parameter_groups(model, cfg).items():
+        facts = OPTIMIZERS[name]
+        arguments = {"lr": cfg.max_lr, **facts.arguments(cfg)}  # the schedule sets every group's rate before each step
+        if cfg.zero_stage == 1 and rt.world_size > 1:
+            optimizer = ShardedOptimizer(groups, facts.optimizer_class, rt, **arguments)
+        else:
+            optimizer = facts.optimizer_class(groups, **arguments)
+        update_through_master_weights(optimizer, model)
+        optimizers.append(optimizer)
+    return optimizers
+
+
+# ------------------------------------------------------------------------- master weights
+
+# With --weights bfloat16 the model's parameters and gradients are bfloat16, and the optimizers update float32 copies
+# (master weights, Micikevicius et al. 2018): small updates are not rounded away, and gradients need half the bandwidth
+# between ranks. Checkpoints store the float32 weights. The loop sees nothing of it: `optimizer.step()` goes around.
+#
+#     model, bfloat16 weights  --- backward --->        bfloat16 gradients
+#               ^                                               |
+#           after the step                               before the step
+#               |                                               v
+#     master weights, float32  <--- optimizer.step ---  float32 gradients
+
+
+def add_master_weights(model: GPT) -> None:
+    """Give every parameter a float32 copy, as its attribute `master`, and round the parameter itself to bfloat16."""
+    for p in model.parameters():
+        master = nn.Parameter(p.detach().clone())
+        master.__dict__.update(p.__dict__)  # what the network says about its parameter, such as `matrix_rows`
+        p.master = master
+        p.data = p.data.bfloat16()
+
+
+def master_weight(p: nn.Parameter) -> nn.Parameter:
+    """What an optimizer updates for a parameter of the model: its float32 copy or, without one, the parameter."""
+    return getattr(p, "master", p)
+
+
+def update_through_master_weights(optimizer: torch.optim.Optimizer, model: GPT) -> None:
+    """Let every step of an optimizer take the model's gradients, and bring its new weights back into the model."""
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters = [p for p in model.parameters() if master_weight(p) is not p and master_weight(p) in own]
+    masters = [master_weight(p) for p in parameters]
+    if not parameters:
+        return
+
+    def before_step(*_: Any) -> None:
+        for p, master in zip(parameters, masters, strict=True):
+            # A parameter that the forward pass skips has no gradient.
+            master.grad = None if p.grad is None else p.grad.float()
+
+    @torch.no_grad()
+    def after_step(*_: Any) -> None:
+        torch._foreach_copy_(parameters, masters)
+        for master in masters:
+            master.grad = None
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def float32_state_dict(model: GPT) -> dict[str, Tensor]:
+    """The model's state dict, in float32."""
+    # keep_vars returns the parameters themselves, so that their copies are found.
+    state = model.state_dict(keep_vars=True)
+    return {name: master_weight(p).detach() for name, p in state.items()}
 
 
 # ------------------------------------------------------------------------- ZeRO-1, and the state of a checkpoint
@@ -174,12 +202,17 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def state_dict(self) -> dict[str, Any] | None:
         """A copy of the whole state on rank 0, in host memory; None on the others. Every rank must call it.
 
-        torch's consolidate_state_dict sends pickles and unpacks them byte by byte, at 16 MB/s: minutes for a large
-        model. Here each owner broadcasts its tensors, one at a time.
+        torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at
+        16 MB/s: minutes for a large model. Here each owner broadcasts its tensors, one at a time.
         """
+        # self.optim is torch's name for this rank's part. Its own state_dict counts parameters within that part, so its
+        # states are looked up by parameter.
         params = [p for group in self.param_groups for p in group["params"]]
         own = {i: self.optim.state[p] for i, p in enumerate(params) if p in self.optim.state}
-        full = torch.optim.Optimizer.state_dict(self)  # the groups; each rank's part of the state is added below
+
+        # The groups, with all ranks' parameters in the order in which an optimizer that is not sharded has them.
+        # ZeroRedundancyOptimizer's own state_dict raises an error unless consolidate_state_dict has run.
+        full = torch.optim.Optimizer.state_dict(self)
 
         # What every rank has: for each of its parameters the names and shapes of the state.
         shapes = {i: {name: tuple(t.shape) for name, t in state.items()} for i, state in own.items()}
@@ -198,9 +231,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         """Load a whole state; keep this rank's share."""
         super().load_state_dict(state)
 
-        # torch leaves on the CPU what fused AdamW needs on the device (pytorch/pytorch#124133), and keeps a copy.
+        # torch leaves on the CPU what fused AdamW needs on the device (pytorch/pytorch#124133).
         for p, tensors in self.optim.state.items():
             tensors.update({name: tensor.to(p.device) for name, tensor in tensors.items()})
+
+        # It also keeps the whole state in `self.state`, of which nothing is used; no method drops it.
         self.state.clear()
 
 
@@ -221,5 +256,8 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
             # AdamW's step count is a single number; all else has the shape of its parameter.
             if any(t.numel() != 1 and t.shape != params[i].shape for t in tensors.values()):
                 raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
+
+        # The groups of this run. Optimizer.state_dict is called on the class, because a sharded optimizer's own
+        # gathers the states of all ranks.
         own_groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})

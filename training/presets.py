@@ -1,24 +1,14 @@
-"""The presets, most of them recipes of other projects, and the command line that starts from one of them.
+"""The presets, most of them recipes of other projects.
 
-    cfg = parse(["quickstart", "--max-steps", "50", "--model.n-layer", "2"], read_saved_config)
+    cfg = replace(PRESETS["quickstart"], max_steps=50)
 
-Called by train_gpt2.py with sys.argv. To add a preset, add an entry to PRESETS and follow docs/changing.md.
+train_gpt2.py starts from one of them. To add a preset, add an entry to PRESETS and follow docs/changing.md.
 """
 
-from __future__ import annotations
-
-import time
-from argparse import ArgumentParser
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-
-import tyro
 
 from model import GPTConfig
-from system.cli import env_rank, print0, require
-from training.config import HELLASWAG_DATA, TrainConfig
+from training.config import TrainConfig
 
 OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
@@ -118,58 +108,3 @@ PRESETS = {cfg.preset: cfg for cfg in (
 def is_network_from_init(cfg: TrainConfig) -> bool:
     """Whether --init-from determines the network: it is given, and no --model flag asks for another one."""
     return cfg.init_from != "scratch" and cfg.preset in PRESETS and cfg.model == PRESETS[cfg.preset].model
-
-
-# ------------------------------------------------------------------------- the command line
-
-
-def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
-    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
-    or the help that was asked for.
-
-    `--resume PATH` without a preset starts from the config saved there, which read_saved_config(PATH) returns, so only
-    changes need flags.
-    """
-    # A first word that is not a flag is a preset.
-    flags = argv
-    preset = "gpt2-124m"
-    has_preset = bool(argv) and not argv[0].startswith("-")
-    if has_preset:
-        preset, *flags = argv
-    require(preset in PRESETS, f"no preset {preset!r}; presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
-    defaults = PRESETS[preset]
-
-    # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.
-    early_parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    early_parser.add_argument("--resume", nargs="?", default="none", const="none")
-    early_parser.add_argument("--epochs", nargs="?")
-    early_parser.add_argument("--max-steps", "--max_steps", nargs="?")
-    early, _ = early_parser.parse_known_args(flags)
-    if not has_preset and early.resume not in ("none", "auto"):
-        path = Path(early.resume)
-        run_dir = path if path.is_dir() else path.parent
-        saved = TrainConfig.from_dict(read_saved_config(early.resume))
-        rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
-        defaults = replace(saved, out_dir=str(run_dir), hellaswag_data=rows)
-    if early.epochs and not early.max_steps:
-        defaults = replace(defaults, max_steps=0)
-
-    try:
-        cfg = tyro.cli(
-            TrainConfig,
-            default=defaults,
-            args=flags,
-            prog="train_gpt2.py [PRESET]",
-            description=f"Presets: {', '.join(PRESETS)}; the values below are those of {defaults.preset}.",
-            compact_help="--help" not in flags,
-            console_outputs=env_rank() == 0,
-        )
-    except SystemExit as e:
-        if e.code:
-            print0(OTHER_TRAINERS)
-        # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
-        if env_rank() > 0:
-            time.sleep(3)
-        raise
-    require(cfg.tracker != "wandb" or find_spec("wandb"), "--tracker wandb needs: .venv/bin/pip install wandb")
-    return cfg

@@ -1,26 +1,108 @@
-"""The head and its loss without all the logits: a chunk of rows at a time, forward and backward at once.
+"""The forward pass of training: from the tokens of a micro-batch to its loss, compiled, and averaged over the ranks.
 
-    loss = head.mean_loss(model, x, targets)     # the loss of GPT.forward and its gradients, up to rounding
+    forward = make_forward(model, cfg, rt)      # validation calls this
+    ddp_forward = wrap_in_ddp(forward, rt)      # training calls this
+    loss = ddp_forward(x, y)                    # x, y (B, T); the mean cross-entropy in nats per token
 
-Logits (B * T, V) are the largest tensor of a step: for GPT-2 124M with 64 sequences of 1,024 tokens they would take 13
-GB in float32. So the rows are processed in chunks. Each chunk computes its logits, their loss and gradient, and both
-matrix products of the backward pass; then the next chunk reuses the memory. Nothing is computed twice. Liger Kernel
-(Hsu et al. 2024) does this with its own kernels; here a small compiled graph computes the softmax, and the library's
-matmul does the rest. Called by training/step.py for training and validation. For each chunk of R rows:
+It computes what GPT.forward computes with targets, up to rounding, but never holds all the logits (B * T, V): these are
+the largest tensor of a step, for GPT-2 124M with 64 sequences of 1,024 tokens 13 GB in float32. So the head and its
+loss process the rows in chunks. Each chunk computes its logits, their loss and gradient, and both matrix products of
+the backward pass; then the next chunk reuses the memory. Nothing is computed twice. Liger Kernel (Hsu et al. 2024) does
+this with its own kernels; here a small compiled graph computes the softmax, and the library's matmul does the rest. For
+each chunk of R rows:
 
     x (R, C)  --- @ weight.T --->  logits (R, V)  --- chunk_loss --->  loss, added to the total
                                         |
                                         v  overwritten
     d_x (R, C)  <-- @ weight ---  d_logits (R, V)  --- d_logits.T @ x --->  added to d_weight (V, C)
+
+Called by train_gpt2.py; hellaswag.py casts the head as it is cast here.
 """
 
 import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import GPT, softcap
+from system import machine
+from system.cli import print0
+from system.distributed import Runtime
+from training.config import TrainConfig
+
+# ------------------------------------------------------------------------- the network, compiled
+
+
+class Forward(nn.Module):
+    """GPT.forward with targets, for training and validation. It never holds all the logits.
+
+    It is compiled block by block: all blocks share one graph, and the loss of a chunk of logits is another. The first
+    step comes sooner than with one graph of the whole model, and DDP still overlaps the reduction with the backward
+    pass.
+    """
+
+    def __init__(self, model: GPT, compiles: bool):
+        super().__init__()
+        # DDP finds the parameters in the model; the plain list of blocks below registers none.
+        self.model = model
+        self.blocks = list(model.transformer.h)
+        self.chunk_loss = chunk_loss
+        if compiles:
+            self.blocks = [torch.compile(block, dynamic=False) for block in self.blocks]
+            self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """idx, targets (B, T) int64 -> the mean cross-entropy in nats per token."""
+        x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
+        return mean_loss(self.model, x, targets, self.chunk_loss)
+
+
+def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
+    """The forward pass of training and validation, compiled where that is possible. HellaSwag, sampling and checkpoints
+    use the model itself."""
+    # Each step allocates the same large tensors again, which on a CPU costs time.
+    if rt.device.type == "cpu":
+        machine.keep_freed_memory()
+
+    if not cfg.compile or rt.device.type == "mps":
+        return Forward(model, compiles=False)
+    missing = machine.missing_compiler(rt.device)
+    if missing:
+        print0(f"no {missing}: training without torch.compile, several times slower")
+        return Forward(model, compiles=False)
+
+    # --micro-batch-size auto compiles for each size that it tries, and validation adds a graph. DDP would split the
+    # graphs at its buckets.
+    torch._dynamo.config.recompile_limit = 16
+    torch._dynamo.config.optimize_ddp = False
+    print0("the first step compiles, which takes a while; --no-compile starts at once but then trains slower")
+    return Forward(model, compiles=True)
+
+
+def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
+    """Wrap the forward pass in DDP, which averages the gradients over the ranks. From here on, the gradients are views
+    into DDP's buckets."""
+    if rt.world_size == 1:
+        return forward
+
+    # A gradient that is None when a backward pass begins would be a new tensor beside its bucket until the ranks reduce
+    # it: 4 bytes more per parameter while micro-batches accumulate. These zeros take no memory: each is one number,
+    # expanded, which DDP copies into the bucket.
+    for p in forward.parameters():
+        p.grad = p.new_zeros(()).expand_as(p)
+
+    # All ranks have the same weights already, and the same only buffer, RoPE's table.
+    return nn.parallel.DistributedDataParallel(
+        forward,
+        device_ids=[rt.device.index] if rt.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=False,
+    )
+
+
+# ------------------------------------------------------------------------- the head and its loss, in chunks
 
 
 def num_chunks(rows: int, device_type: str) -> int:

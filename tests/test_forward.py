@@ -8,8 +8,7 @@ import torch
 from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training import head
-from training.step import Forward
+from training.forward import Forward, chunk_loss, mean_loss, padded_columns
 
 OPTIONS = {
     "tied": {},
@@ -60,9 +59,9 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
 
 
 def test_only_a_gpu_pads_an_unaligned_vocabulary():
-    assert head.padded_columns(50257, "cuda") == 50304
-    assert head.padded_columns(50304, "cuda") == 50304
-    assert head.padded_columns(50257, "cpu") == 50257
+    assert padded_columns(50257, "cuda") == 50304
+    assert padded_columns(50304, "cuda") == 50304
+    assert padded_columns(50257, "cpu") == 50257
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -74,7 +73,7 @@ def test_padding_changes_neither_loss_nor_gradients(options, precision, monkeypa
     loss, gradients = loss_and_gradients(model, in_chunks, idx, targets, precision)
     gradients = {name: gradient.clone() for name, gradient in gradients.items()}
 
-    monkeypatch.setattr(head, "padded_columns", {V: 384}.get)
+    monkeypatch.setattr("training.forward.padded_columns", {V: 384}.get)
     assert_same(loss_and_gradients(model, in_chunks, idx, targets, precision), (loss, gradients))
 
 
@@ -83,7 +82,9 @@ def test_padding_changes_neither_loss_nor_gradients(options, precision, monkeypa
     (torch.float16, torch.float32, 2.0**16),
 ])  # fmt: skip
 def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale, monkeypatch):
-    monkeypatch.setattr(head, "num_chunks", lambda rows, device_type: 64)  # the sum over them must be in float32
+    monkeypatch.setattr(
+        "training.forward.num_chunks", lambda rows, device_type: 64
+    )  # the sum over them must be in float32
     # The gradient of the tied embedding in float32.
     model, idx, targets = make_batch()
     _, exact_gradients = loss_and_gradients(model, model, idx, targets)
@@ -106,8 +107,8 @@ def test_the_compiled_loss_of_a_chunk_is_the_same():
     model, idx, targets = make_batch(softcap=3.0, tied_head=False, head_bias=True)
     x = model.hidden(idx).detach().requires_grad_()  # (B, T, C)
     found = []
-    for chunk_loss in (head.chunk_loss, torch.compile(head.chunk_loss, dynamic=False)):
-        loss = head.mean_loss(model, x, targets, chunk_loss)
+    for compute_loss in (chunk_loss, torch.compile(chunk_loss, dynamic=False)):
+        loss = mean_loss(model, x, targets, compute_loss)
         found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -144,9 +145,9 @@ def test_bfloat16_is_blind_to_what_logits_share():
     x, targets = torch.randn(4, 64, 64), torch.randint(512, (4, 64))
 
     def error_in_bfloat16():
-        exact = head.mean_loss(model, x, targets)
+        exact = mean_loss(model, x, targets)
         with torch.autocast("cpu", torch.bfloat16):
-            return (head.mean_loss(model, x, targets) - exact).abs().item()
+            return (mean_loss(model, x, targets) - exact).abs().item()
 
     error_without_offset = error_in_bfloat16()
     with torch.no_grad():
