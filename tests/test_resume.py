@@ -123,9 +123,9 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run):
     before = read_bytes(trained_run)
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00006.pt")
 
-    for resume in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
+    for start in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
         with pytest.raises(UserError, match=r"--resume (auto|.*run/model_00012.pt)"):
-            train_quickstart(tiny_args, trained_run, "--resume", resume, "--max-steps", "14")
+            train_quickstart(tiny_args, trained_run, "--resume", start, "--max-steps", "14")
     # A complete run has nothing to resume.
     train_quickstart(tiny_args, trained_run, "--resume", "auto")
 
@@ -148,23 +148,23 @@ def test_weights_alone_are_never_overwritten(tiny_args, trained_run):
     """A folder pulled without --with-optimizer, or whose optimizer files were cut off: the preset's own folder."""
     optimizer_files = list(trained_run.glob("optim_*.pt"))
 
-    for damage, resume in itertools.product(["cut", "missing"], ["none", "auto"]):
+    for damage, start in itertools.product(["cut", "missing"], ["none", "auto"]):
         for path in optimizer_files:
             path.write_bytes(b"cut")
             if damage == "missing":
                 path.unlink()
         before = read_bytes(trained_run)
         with pytest.raises(UserError, match=r"--init-from .*model_00012.pt"):
-            train_quickstart(tiny_args, trained_run, "--resume", resume)
+            train_quickstart(tiny_args, trained_run, "--resume", start)
         assert read_bytes(trained_run) == before
 
 
 def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run, tmp_path, capsys):
-    resume = ["--resume", "auto", "--max-steps", "13"]
+    flags = ["--resume", "auto", "--max-steps", "13"]
 
     # A setting that shapes the result: refused, unless --allow-drift accepts it.
     with pytest.raises(UserError, match=r"seed: 1337 -> 1.*--allow-drift"):
-        train_quickstart(tiny_args, trained_run, *resume, "--seed", "1")
+        train_quickstart(tiny_args, trained_run, *flags, "--seed", "1")
     flags = ["--resume", trained_run / "model_00012.pt", "--max-steps", "13", "--seed", "1", "--allow-drift"]
     train_quickstart(tiny_args, tmp_path / "fork", *flags)
 
@@ -175,11 +175,11 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run,
     # The network cannot change at all, nor its vocabulary: the checkpoints would name a network that is not theirs.
     for flag, change in (("--model.n-head 4", "n_head: 2 -> 4"), ("--model.vocab-size 512", "vocab_size: 256 -> 512")):
         with pytest.raises(UserError, match=f"model.{change}"):
-            train_quickstart(tiny_args, trained_run, *resume, *flag.split(), "--allow-drift")
+            train_quickstart(tiny_args, trained_run, *flags, *flag.split(), "--allow-drift")
 
     # A setting that does not shape the result is accepted and printed. So is what becomes of the learning rate.
     capsys.readouterr()
-    train_quickstart(tiny_args, trained_run, *resume, "--val-every", "5")
+    train_quickstart(tiny_args, trained_run, *flags, "--val-every", "5")
     output = capsys.readouterr().out
     assert "val_every: 4 -> 5" in output
     assert re.search(r"step 12 .* 3\.000e-04 to 3\.5", output)  # from the end of 12 steps to almost that of 13

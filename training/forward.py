@@ -20,6 +20,7 @@ Called by train_gpt2.py; hellaswag.py casts the head as it is cast here.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -92,7 +93,9 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
     for p in forward.parameters():
         p.grad = p.new_zeros(()).expand_as(p)
 
-    # All ranks have the same weights already, and the same only buffer, RoPE's table.
+    # All ranks have the same weights already, and the same only buffer, RoPE's table. torch 2.13 warns of a newer name,
+    # which older versions do not have.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     return nn.parallel.DistributedDataParallel(
         forward,
         device_ids=[rt.device.index] if rt.device.type == "cuda" else None,
