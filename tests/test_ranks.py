@@ -8,14 +8,16 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
     CPU,
+    TINY_FLAGS,
     assert_curves_close,
     delete_checkpoints_after,
     load_curve,
@@ -30,11 +32,12 @@ from helpers import (
 
 import train_gpt2
 from lifecycle import resume
-from model import GPT
+from model import GPT, GPTConfig
 from system import distributed
 from system.distributed import Runtime
 from tokens import shards
 from training import optim
+from training.config import Recipe, TrainConfig
 from weights import checkpoint
 
 # ------------------------------------------------------------------------- the same result
@@ -88,6 +91,67 @@ def test_eval_only_prints_what_the_run_printed(tiny_args, one_run, tmp_path, run
 
     assert f"1,024 tokens of {tmp_path}" in output and f"{load_curve(one_run)[12][1]:.4f}" in output, output
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# Every setting of the recipe off its default, but for those that no short run shows or that another test needs.
+OFF_DEFAULT = """--model.no-tied-head --model.no-bias --model.positions rope --model.norm rmsnorm_gain
+--model.activation relu2 --model.qk-norm --model.attention-scale 0.2 --model.zero-init-projections --model.head-bias
+--model.softcap 12 --seed 7 --no-shuffle --schedule trapezoid --cooldown 0.5 --weight-decay 0.3 --grad-clip 0.7
+--muon-lr 0.01 --weights bfloat16""".split()
+# Those that have no flag.
+HIDDEN = {
+    "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-7, "muon_momentum": 0.9, "muon_weight_decay": 0.1,
+    "newton_schulz": "exact", "embed_lr_scale": 2.0, "vector_lr_scale": 3.0, "vector_weight_decay": 0.1,
+}  # fmt: skip
+
+
+def set_hidden_settings() -> None:
+    """A `prepare` that sets what only presets set."""
+    parse = train_gpt2.parse
+    train_gpt2.parse = lambda *args: replace(parse(*args), **HIDDEN)
+
+
+@pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
+def test_a_run_stopped_halfway_equals_the_whole_run(tiny_args, tmp_path, run_ranks, optimizer):
+    """Of every optimizer, with every setting off its default, on two ranks with ZeRO-1."""
+    flags = [*tiny_args, *OFF_DEFAULT, "--optimizer", optimizer, "--zero-stage", "1", "--max-steps", "6"]
+    command = [2, "train_gpt2.py", "quickstart", *flags, "--resume", "auto", "--out-dir"]
+    run_ranks(*command, tmp_path / "whole", prepare=set_hidden_settings)
+    half = shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    delete_checkpoints_after(half, 3)
+
+    run_ranks(*command, half, prepare=set_hidden_settings)
+
+    assert load_curve(half) == load_curve(tmp_path / "whole")
+    assert same_bits(load_weights(half, 6), load_weights(tmp_path / "whole", 6))
+
+
+def test_every_setting_of_the_recipe_is_off_its_default():
+    """In the test above: one that is added must be set there, too."""
+    cfg = replace(parse_config("quickstart", *TINY_FLAGS, *OFF_DEFAULT), **HIDDEN)
+    not_set = {"init_from", "epochs", "steps_per_epoch", "overfit_single_batch", "optimizer"}
+    same = {name for name in get_type_hints(Recipe) if getattr(cfg, name) == getattr(TrainConfig(), name)}
+    same |= {f"model.{f.name}" for f in fields(GPTConfig) if getattr(cfg.model, f.name) == getattr(GPTConfig(), f.name)}
+    assert same <= not_set
+
+
+class Strict(torch.optim.SGD):
+    """An optimizer as a newcomer writes it, which fails if a group has no parameter."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-group["lr"])
+
+
+def add_strict_optimizer() -> None:
+    optim.OPTIMIZERS["muon"] = optim.OptimizerFacts(Strict, lambda cfg: {}, {optim.EMBEDDING}, 0)
+
+
+def test_an_optimizer_never_sees_an_empty_group(tiny_args, tmp_path, run_ranks):
+    """With ZeRO-1, the only embedding is on one of the ranks."""
+    flags = [*tiny_args, "--model.positions", "rope", "--optimizer", "muon", "--zero-stage", "1", "--max-steps", "2"]
+    run_ranks(2, "train_gpt2.py", "quickstart", *flags, "--out-dir", tmp_path / "run", prepare=add_strict_optimizer)
 
 
 def check_shares() -> None:

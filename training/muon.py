@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         """Update the weights by the formulas above. Overwrites the gradients."""
         for group in self.param_groups:
-            # Parameters without a gradient are left alone. With ZeRO-1, a rank may have no parameter of this group.
+            # Parameters without a gradient are left alone.
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue

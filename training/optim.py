@@ -77,9 +77,6 @@ def find_roles(model: GPT) -> dict[nn.Parameter, str]:
 def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]:
     """Every parameter in exactly one group, by the optimizer that updates it, as {"adamw": [...], "muon": [...]}. The
     schedule multiplies each group's `peak_lr`."""
-    for block in model.transformer.h:  # TEMPORARY: Attention will say so itself
-        block.attn.c_attn.weight.matrix_rows = (model.config.n_embd,) * 3
-
     # AdamW decays matrices but not vectors, as in other GPT-2 reproductions.
     weight_decay = dict.fromkeys(ROLES, cfg.weight_decay) | {VECTOR: cfg.vector_weight_decay}
     peak_lr = dict.fromkeys(ROLES, cfg.max_lr)
@@ -113,6 +110,9 @@ def state_bytes(model: GPT, cfg: Recipe) -> int:
 def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The run's optimizers. With --zero-stage 1 on several ranks, each rank keeps the state of its share only. With
     --weights bfloat16 the model is rounded to bfloat16, and they update float32 copies."""
+    for block in model.transformer.h:  # TEMPORARY: Attention will say so itself
+        block.attn.c_attn.weight.matrix_rows = (model.config.n_embd,) * 3
+
     # float16 has a loss scale, which bfloat16 gradients would not go with.
     if cfg.weights == "bfloat16" and rt.dtype != torch.float16:
         add_master_weights(model)
@@ -199,14 +199,27 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         # One broadcast per rank instead of one per parameter: the update takes a quarter of the time.
         super().__init__(groups, optimizer_class, parameters_as_bucket_view=True, **arguments)
 
+        # A small group may be on other ranks altogether. The optimizer never sees an empty one, which the foreach
+        # kernels of torch refuse.
+        part = self.optim  # torch's name for this rank's part
+
+        def hide_empty_groups(*_: Any) -> None:
+            self.all_groups = part.param_groups
+            part.param_groups = [group for group in part.param_groups if group["params"]]
+
+        def show_all_groups(*_: Any) -> None:
+            part.param_groups = self.all_groups
+
+        part.register_step_pre_hook(hide_empty_groups)
+        part.register_step_post_hook(show_all_groups)
+
     def state_dict(self) -> dict[str, Any] | None:
         """A copy of the whole state on rank 0, in host memory; None on the others. Every rank must call it.
 
         torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at
         16 MB/s: minutes for a large model. Here each owner broadcasts its tensors, one at a time.
         """
-        # self.optim is torch's name for this rank's part. Its own state_dict counts parameters within that part, so its
-        # states are looked up by parameter.
+        # The state_dict of this rank's part counts parameters within that part, so states are looked up by parameter.
         params = [p for group in self.param_groups for p in group["params"]]
         own = {i: self.optim.state[p] for i, p in enumerate(params) if p in self.optim.state}
 
