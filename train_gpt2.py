@@ -27,6 +27,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 import hellaswag
 from lifecycle import plan, resume
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
-from lifecycle.metrics import MetricsLogger, best_step
+from lifecycle.metrics import MetricsLogger, best_step, best_steps
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
 from system import distributed, machine
@@ -88,7 +89,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
     # [speed] A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for
     # it.
-    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, lambda steps: best_step(cfg.run_dir, steps)) as writer:
+    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, partial(best_steps, cfg.run_dir)) as writer:
 
         def save() -> None:
             """Save this step, unless the run folder has it. Every rank must call it."""
@@ -128,8 +129,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                     metrics.write(row)
                     break
 
-                # Forward and backward. Only this and the update are timed, without the wait for the batch. On a GPU the
-                # update is still running when the time is taken, which then counts toward the next step.
+                # Forward and backward. This and the update are timed, the wait for the batch apart. On a GPU the update
+                # is still running when the time is taken, which then counts toward the next step.
+                wait_time = time.perf_counter()
                 batch = next(batches)
                 start_time = time.perf_counter()
                 loss, norm, is_finite, stop_requested = compute_gradients(
@@ -155,6 +157,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                     problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
                     print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
                     if refused_steps > cfg.skip_bad_steps:
+                        # [resume] The weights may be the cause: their checkpoint pushes no earlier one out.
+                        writer.keep = 0
                         refused = problem
                         break
 
@@ -165,7 +169,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 model.zero_grad(set_to_none=rt.world_size == 1)
 
                 row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
-                metrics.log_step(row, time.perf_counter() - start_time)
+                metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
                 step += 1
                 stop.first_step_is_done = True
         except Stopped:
@@ -186,6 +190,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
     if refused:
         fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
+        if rt.dtype == torch.float16:
+            fix += ", or use --dtype float32 (bfloat16 on a newer card)"
         raise UserError(f"{refused}; everything before it is saved in {cfg.run_dir}; {fix}")
     if was_stopped:
         fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
@@ -356,8 +362,7 @@ def main() -> None:
     if cfg.card:
         return print0(plan.predict(cfg))
 
-    # Signals are handled from the start, so that one during start-up is not lost. Entering the session joins the other
-    # ranks, if there are any, and refuses different settings.
+    # Entering the session joins the other ranks, if there are any, and refuses different settings.
     stop = StopRequest(cfg.time_limit)
     session = distributed.session(cfg.device, settings=settings_by_flag(cfg))
     if cfg.dry_run:
@@ -367,8 +372,9 @@ def main() -> None:
         with session as rt:
             return evaluate_weights(cfg, rt, hellaswag.make_scorer)
 
-    # One process at a time may write to the run folder: rank 0 holds its lock.
-    with stop.handle_signals(), session as rt, lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
+    # While ranks wait for each other a signal simply ends them; from then on it asks for a stop. One process at a time
+    # may write to the run folder: rank 0 holds its lock.
+    with session as rt, stop.handle_signals(), lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
         reason = train(cfg, rt, stop)
         if rt.is_main:
             cli.write_status("stopped" if reason else "finished", reason)

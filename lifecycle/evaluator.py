@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,8 @@ class Evaluator:
         self.score_hellaswag = score_hellaswag
         self.max_steps = max_steps
         self.reference = choose_reference(cfg, max_steps) if val_data else None
+        if val_data:
+            self.val_set = f"{num_val_sequences(val_data, cfg) * val_data.T} tokens of {val_data.fingerprint()}"
 
         # Samples need GPT-2's vocabulary to be readable.
         self.prompt: list[int] = []  # the ids to continue; without a prompt there are no samples
@@ -70,9 +73,9 @@ class Evaluator:
         elif cfg.sample_every:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
-    def measure(self, step: int, stop: StopRequest) -> dict[str, float]:
-        """Measure and print what is due at this step: any of val_loss, hellaswag_acc, hellaswag_acc_norm. May raise
-        Stopped, between two batches. Every rank must call it."""
+    def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
+        """Measure and print what is due at this step: any of val_loss (with val_set, what it was measured on),
+        hellaswag_acc and hellaswag_acc_norm. May raise Stopped, between two batches. Every rank must call it."""
         cfg, rt = self.cfg, self.rt
         label = f"step {step:5d}/{self.max_steps}"
         results = {}
@@ -87,6 +90,7 @@ class Evaluator:
             if verdict:
                 print0(verdict)
             results["val_loss"] = loss
+            results["val_set"] = self.val_set
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
         if self.score_hellaswag and is_due(step, cfg.hellaswag_every, self.max_steps):

@@ -67,10 +67,26 @@ def read_val_losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["val_loss"] for row in rows if isinstance(row.get("val_loss"), float)}
 
 
+def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
+    """Of these steps of a run those that may be the best by val loss. That is the one with the lowest loss, and every
+    step that cannot be compared with it: one of which metrics.jsonl has no line, as if the file was not copied, or
+    which was measured on other data (`val_set`). A step that was not validated is none of them."""
+    rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
+    validated = [step for step in steps if isinstance(rows.get(step, {}).get("val_loss"), float)]
+    unknown = {step for step in steps if step not in rows}
+    if not validated:
+        return set()
+    val_set = rows[validated[-1]].get("val_set")
+    comparable = [step for step in validated if rows[step].get("val_set") == val_set]
+    best = min(comparable, key=lambda step: rows[step]["val_loss"])
+    return {best} | (set(validated) - set(comparable)) | unknown
+
+
 def best_step(run_dir: Path, steps: list[int]) -> int | None:
-    """Of these steps of a run the one with the lowest val loss; None if none was validated."""
-    losses = read_val_losses(run_dir)
-    return min((step for step in steps if step in losses), key=losses.get, default=None)
+    """Of these steps of a run the one with the lowest val loss; None if none was validated, or if not all can be
+    compared."""
+    candidates = best_steps(run_dir, steps)
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 # ------------------------------------------------------------------------- writing
@@ -78,11 +94,11 @@ def best_step(run_dir: Path, steps: list[int]) -> int | None:
 
 @contextmanager
 def losing_metrics() -> Iterator[None]:
-    """A full disk costs lines of the log, but not the run."""
+    """A full disk, or a tracker that fails in whatever way, costs lines of the log, but not the run."""
     try:
         yield
-    except OSError as e:
-        print0(f"warning: metrics could not be written ({e})")
+    except Exception as e:
+        print0(f"warning: metrics could not be written ({type(e).__name__}: {e})")
 
 
 class MetricsLogger:
@@ -114,12 +130,13 @@ class MetricsLogger:
         self.file = open(path, "ab", buffering=0)
         self.tracker = TRACKERS[cfg.tracker](cfg, start)
 
-    def log_step(self, row: dict[str, Any], seconds: float) -> None:
-        """Log a step that has just been done in `seconds`: its line in metrics.jsonl and on the console. row: step,
-        train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
+    def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
+        """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
+        the console. row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
         # The moving average of the time of a step, for the ETA. The first steps compile, so it starts after them.
         is_steady = row["step"] >= self.start + 3
-        self.average_s = 0.9 * self.average_s + 0.1 * seconds if is_steady else seconds
+        total_s = seconds + waited_s
+        self.average_s = 0.9 * self.average_s + 0.1 * total_s if is_steady else total_s
 
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
         tokens_per_second = self.cfg.total_batch_size / seconds
@@ -127,7 +144,8 @@ class MetricsLogger:
         if self.peak_flops:
             mfu = tokens_per_second * self.flops_per_token / self.peak_flops
 
-        row = row | {"step_ms": seconds * 1e3, "tokens_per_second": tokens_per_second, "mfu": mfu}
+        row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
+        row = row | {"tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(row)
         print0(self._console_line(row))
 
@@ -140,6 +158,9 @@ class MetricsLogger:
         ]
         if row["mfu"]:
             parts.append(f"mfu: {row['mfu']:.1%}")
+        # A disk that is slower than training; the first batch always takes a moment.
+        if row["wait_ms"] > 0.05 * row["step_ms"] and step > self.start:
+            parts.append(f"waited for data: {row['wait_ms']:.0f}ms")
         # The time of the first step is not representative. The step of this line is done, but not counted yet.
         if step > self.start:
             eta_s = self.average_s * (self.max_steps - step - 1)
@@ -156,10 +177,22 @@ class MetricsLogger:
         # JSON has no NaN and no infinity, which a refused update may contain: write null.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = json.dumps(finite).encode() + b"\n"
-        values = {k: v for k, v in row.items() if k != "step" and v is not None}
+        values = {k: v for k, v in row.items() if k not in ("step", "val_set") and v is not None}
         with losing_metrics():
-            self.file.write(line)
+            self._append(line)
+        with losing_metrics():
             self.tracker.log(row["step"], values)
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line, or nothing: a piece of it, as a full disk leaves it, would spoil the next line, too."""
+        end = self.file.seek(0, os.SEEK_END)
+        try:
+            written = self.file.write(line)
+            if written < len(line):
+                raise OSError("the disk is full")
+        except OSError:
+            self.file.truncate(end)
+            raise
 
     def log_text(self, step: int, text: str) -> None:
         """Send samples, if there are any, to the console and the tracker."""
@@ -173,13 +206,16 @@ class MetricsLogger:
         checkpoint writes the later lines again, but not the earlier ones."""
         with losing_metrics():
             os.fsync(self.file.fileno())
+        with losing_metrics():
             self.tracker.flush()
 
     def close(self) -> None:
         """Close the file and the tracker. Every rank may call it."""
         if self.rt.is_main:
-            self.file.close()
-            self.tracker.close()
+            with losing_metrics():
+                self.file.close()
+            with losing_metrics():
+                self.tracker.close()
 
 
 # ------------------------------------------------------------------------- trackers

@@ -144,8 +144,9 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         return time.perf_counter()
 
     # A step of one micro-step, as a whole one may take minutes. The first compiles; the fastest counts.
-    print0(f"measuring four micro-steps of {B} x {cfg.sequence_length} tokens")
-    batch = torch.zeros(1, B, cfg.sequence_length + 1, dtype=torch.uint16)
+    print0(f"measuring four micro-steps of {B} x {cfg.sequence_length} random tokens")
+    ids = torch.randint(min(cfg.model.vocab_size, 2**16), (1, B, cfg.sequence_length + 1))
+    batch = ids.to(torch.uint16)
     micro_s = update_s = math.inf
     for _ in range(4):
         start_time = now()

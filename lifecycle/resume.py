@@ -63,6 +63,10 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
         torch.manual_seed(cfg.seed)
         model = GPT(cfg.model)
 
+    # Weights from a file are mapped from it; the copies let go of it, so that --keep can delete the file.
+    for p in model.parameters():
+        p.data = p.data.clone()
+
     # Nothing that would change the result in silence.
     data, val_data = open_data(cfg)
     check_ranks_agree(cfg, rt, saved, data)
@@ -93,6 +97,12 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         how = "auto" if cfg.resume == "none" else shlex.quote(str(checkpoint.model_path(run_dir, newest)))
         fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
+
+    # A damaged file is neither used in silence nor overwritten.
+    for path in checkpoint.damaged_models(run_dir):
+        problem = f"{path} is damaged ({path.stat().st_size:,} bytes)"
+        fix = f"move it and its optim_*.pt away to {'start again' if newest is None else f'resume from step {newest}'}"
+        raise UserError(f"{problem}; {fix}, or write to another folder with --out-dir")
 
     # Weights without their optimizer state, pulled from the Hub or left by a damaged disk, are not overwritten either.
     weights_only = checkpoint.complete_steps(run_dir, ["model"]) if newest is None else []
@@ -204,12 +214,17 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
     Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
     wait for each other in different evaluations. Every rank must call it."""
     facts = {
-        "the checkpoint to resume from": f"step {saved['step']}" if saved else "none",
+        "the checkpoint to resume from": describe_checkpoint(saved) if saved else "none",
         "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),
         "the network": str(cfg.model),
         **describe_files(cfg, data),
     }
     rt.check_equal(facts, "give every machine the same files and flags")
+
+
+def describe_checkpoint(saved: dict[str, Any]) -> str:
+    """The step, and what identifies its files: two machines may have two runs at the same step."""
+    return f"step {saved['step']} ({checkpoint.describe_step(saved['model_file'])})"
 
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
@@ -266,6 +281,12 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     for name, line in lines.items():
         if name not in ("resume", "out_dir", "max_steps", "epochs"):
             print0(f"resume: {line}")
+
+    # The position in the data is the number of steps times their sequences.
+    if (old.total_batch_size, old.sequence_length) != (cfg.total_batch_size, cfg.sequence_length):
+        was = saved["step"] * old.sequences_per_step
+        now = saved["step"] * cfg.sequences_per_step
+        print0(f"resume: the order of the data continues at sequence {now:,}, not at {was:,}: another batch size")
 
     # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
     step, old_steps = saved["step"], saved["max_steps"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import same_bits, train_quickstart
+from helpers import same_bits, train_quickstart, write_jsonl
 
-from lifecycle.metrics import best_step
+from lifecycle.metrics import best_steps
 from model import GPT, GPTConfig
 from system.cli import UserError
 from weights import checkpoint
@@ -32,7 +32,7 @@ def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GP
     model = model or GPT(SMALL)
     state = {"step": step, "max_steps": 9, "config": {}, "data": ""}
     state["optimizers"] = [torch.ones(3)]
-    with checkpoint.CheckpointWriter(folder, keep, best=partial(best_step, folder)) as writer:
+    with checkpoint.CheckpointWriter(folder, keep, best=partial(best_steps, folder)) as writer:
         writer.save(step, checkpoint.model_file(model, step), state)
         writer.finish()
     return model
@@ -134,7 +134,7 @@ def test_weights_must_fit_their_config(tmp_path, change):
 def test_the_newest_and_the_best_are_kept(tmp_path):
     """By the metrics of the run; step 1 was better, but was killed while it was written."""
     (tmp_path / ".model_00001.pt.part").write_bytes(b"half")
-    losses = {1: 1.0, 2: 2.0, 3: 4.0, 5: 3.0}
+    losses = {1: 1.0, 2: 2.0, 3: 4.0, 4: None, 5: 3.0, 6: None}
     rows = [json.dumps({"step": step, "val_loss": loss}) for step, loss in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     for step in range(2, 7):
@@ -143,6 +143,39 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
     assert not checkpoint.is_complete(tmp_path / "model_00099.pt")  # --keep has deleted it since it was listed
     assert len(list(tmp_path.iterdir())) == 6 + 1  # and the metrics
+
+
+def test_what_cannot_be_compared_is_not_deleted(tmp_path):
+    """Step 1 has no line, as if metrics.jsonl had not been copied; step 2 was measured on other data; step 3 is worse
+    than step 4."""
+    rows = [
+        {"step": 2, "val_loss": 1.0, "val_set": "other"},
+        {"step": 3, "val_loss": 4.0},
+        {"step": 4, "val_loss": 3.0},
+    ]
+    write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5}, {"step": 6}])
+    for step in range(1, 7):
+        save(tmp_path, step, keep=1)
+
+    assert checkpoint.complete_steps(tmp_path) == [1, 2, 4, 6]
+
+
+def test_leftovers_of_a_save_go_before_the_next(tmp_path, monkeypatch):
+    """An optimizer file whose model file could not be written, or whose run was killed before. One that is older than a
+    complete step may be somebody's own."""
+    save(tmp_path, 2)
+    (tmp_path / "optim_00001.pt").write_bytes(b"kept")
+    (tmp_path / "optim_00003.pt").write_bytes(b"of a run that was killed")
+    save(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.glob("optim_*.pt")) == [
+        "optim_00001.pt", "optim_00002.pt", "optim_00004.pt",
+    ]  # fmt: skip
+
+
+def test_a_folder_that_was_moved_away_is_made_again(tmp_path):
+    run = tmp_path / "log" / "run"
+    save_into_a_new_folder = save(run, 3)
+    assert save_into_a_new_folder and checkpoint.latest_step(run) == 3
 
 
 @pytest.fixture

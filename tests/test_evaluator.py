@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,8 +60,10 @@ def validate_once(words, monkeypatch, capsys) -> str:
     cfg = parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     capsys.readouterr()
-    found = evaluator.Evaluator(cfg, CPU, None, None, 4, object(), object(), None, max_steps=19_073)
-    assert found.measure(500, StopRequest()) == {"val_loss": 9.0}
+    order = SimpleNamespace(sequences_per_epoch=9)
+    data = SimpleNamespace(T=1024, order=order, fingerprint=lambda: "the data")
+    found = evaluator.Evaluator(cfg, CPU, None, None, 4, data, data, None, max_steps=19_073)
+    assert found.measure(500, StopRequest()) == {"val_loss": 9.0, "val_set": "9216 tokens of the data"}
     return capsys.readouterr().out
 
 

@@ -63,14 +63,25 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
 
     # The second step of a run that has lasted an hour.
     logger.start_time -= 3600
-    logger.log_step({"step": 7} | row, seconds=1.0)
+    logger.log_step({"step": 7} | row, seconds=1.0, waited_s=0.25)
     printed = capsys.readouterr().out
-    for value in ("7/7209", "3.500000", "6.0000e-04", "0.2500", "1000.00ms", "524,288", "41.2%", "2h00m", "$20.00"):
+    for value in (
+        "7/7209",
+        "3.500000",
+        "6.0000e-04",
+        "0.2500",
+        "1000.00ms",
+        "524,288",
+        "41.2%",
+        "data: 250ms",
+        "2h30m",
+        "$20.00",
+    ):
         assert value in printed
     first, second = load_metrics(tmp_path)
     assert first["step"] == 6 and first["val_loss"] == 4.0
     values = {"step": 7, "train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25, "step_ms": 1000.0}
-    assert second == values | {"tokens_per_second": 524288.0, "mfu": pytest.approx(0.4123)}
+    assert second == values | {"wait_ms": 250.0, "tokens_per_second": 524288.0, "mfu": pytest.approx(0.4123)}
 
 
 def test_a_full_disk_costs_lines_but_not_the_run(tmp_path, monkeypatch):

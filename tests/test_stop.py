@@ -57,12 +57,14 @@ def signal_rank_1_in(module, name) -> None:
     setattr(sys.modules[module], name, signalled)
 
 
-PLACES = ["lifecycle.resume open_data", "lifecycle.evaluator to_device", "hellaswag batch_losses"]
+PLACES = [
+    "lifecycle.resume open_data", "lifecycle.evaluator to_device", "hellaswag batch_losses", "train_gpt2 to_device",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_signal_to_one_rank_ends_all_before_a_step(tiny_args, tmp_path, run_ranks, place):
-    """At the start and in an evaluation: with exit code 0 and nothing half logged; resumed, on one rank, the evaluation
+    """At the start, in an evaluation, and before an update: with exit code 0 and nothing half logged; resumed, on one rank, the evaluation
     is made."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40))
     flags = ["--model.vocab-size", "50304", "--model.n-embd", "8", "--hellaswag-every", "4", "--hellaswag-data", rows]

@@ -20,6 +20,7 @@ Called by train_gpt2.py; hellaswag.py casts the head as it is cast here.
 """
 
 import math
+import signal
 import warnings
 from collections.abc import Callable
 
@@ -77,8 +78,23 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     # graphs at its buckets.
     torch._dynamo.config.recompile_limit = 16
     torch._dynamo.config.optimize_ddp = False
+    if rt.device.type == "cuda":
+        start_compile_workers()
     print0("the first step compiles, which takes a while; --no-compile starts at once but then trains slower")
     return Forward(model, compiles=True)
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile for a GPU, deaf to the signals that stop a run: torchrun sends these to all
+    processes of the job, and the compiler would wait for ever for workers that have died (pytorch/pytorch#189290)."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    stop_signals = {signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)  # child processes inherit it
+    try:
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
 
 
 def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
@@ -108,10 +124,14 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
 # ------------------------------------------------------------------------- the head and its loss, in chunks
 
 
-def num_chunks(rows: int, device_type: str) -> int:
-    """The number of chunks for this many rows. 512 rows keep a CPU busy. On a GPU each chunk
-    reads and writes the whole gradient of the weight, so chunks are larger there; that size is not measured."""
-    rows_per_chunk = 512 if device_type == "cpu" else 8192
+def num_chunks(rows: int, device_type: str, is_compiled: bool) -> int:
+    """The number of chunks for this many rows. 512 rows keep a CPU busy. On a GPU each chunk reads and writes the whole
+    gradient of the weight, so chunks are larger there; that size is not measured. Without the compiler, several copies
+    of a chunk's logits are in memory at once: 7.5 GB for 8,192 rows of GPT-2's."""
+    if device_type == "cpu":
+        rows_per_chunk = 512
+    else:
+        rows_per_chunk = 8192 if is_compiled else 1024
     return max(1, rows // rows_per_chunk)
 
 
@@ -184,14 +204,14 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
 class ChunkedHeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,).
 
-    `chunk_loss` is the function above or its compiled version. The saved gradients are those of the summed loss; the
+    `compute_loss` is chunk_loss or its compiled version. The saved gradients are those of the summed loss; the
     backward pass divides by the number of targets, in place, so it can run once. In float16 the loss scale therefore
     never enters the matrix products, and they cannot overflow because of it. The gradients of weight and bias are
     summed over the chunks in float32.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, cap, backward, chunk_loss):
+    def forward(ctx, x, weight, bias, targets, cap, backward, compute_loss):
         """The mean loss. `cap` is the soft-cap, 0 for none; `backward` is whether a backward pass will follow."""
         # Autocast does not cast the inputs of a custom function.
         V = len(weight)
@@ -201,13 +221,14 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
         # The gradients are computed along with the loss. Validation needs only the loss.
         total = torch.zeros((), device=x.device)
-        d_x = torch.empty_like(x)
+        d_x = torch.empty_like(x) if backward else None
         d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if backward else None  # (P, C)
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if backward and bias is not None else None
 
         # Chunk by chunk: R rows of x, their targets, and the part of d_x that is theirs.
-        n = num_chunks(len(x), x.device.type)
-        for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_x.chunk(n), strict=True):
+        n = num_chunks(len(x), x.device.type, is_compiled=compute_loss is not chunk_loss)
+        d_chunks = d_x.chunk(n) if backward else n * [None]
+        for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_chunks, strict=False):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)
             if bias is None:
@@ -216,15 +237,16 @@ class ChunkedHeadLoss(torch.autograd.Function):
                 logits = torch.addmm(cast_bias, rows, cast_weight.T)
 
             # Their loss and, with `backward`, their gradient, and from it the other gradients.
-            total += chunk_loss(logits, row_targets, cap, backward, V)
+            total += compute_loss(logits, row_targets, cap, backward, V)
             if backward:
-                d_logits = logits  # chunk_loss has overwritten them
+                d_logits = logits  # compute_loss has overwritten them
                 d_rows.copy_(d_logits @ cast_weight)  # (R, P) @ (P, C) -> (R, C)
                 if dtype == d_weight.dtype:
                     d_weight.addmm_(d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
                 else:
-                    # addmm_ cannot add a product in bfloat16 to a float32 sum.
-                    d_weight += d_logits.T @ rows
+                    # addmm_ cannot add a product in half precision to a float32 sum. In float16 a sum over all rows of
+                    # the chunk could exceed the largest number, 65,504; dividing by a power of two rounds nothing.
+                    d_weight.add_(d_logits.T @ (rows / 64), alpha=64)
                 if bias is not None:
                     d_bias += d_logits[:, :V].sum(0, dtype=torch.float32)  # (R, V) -> (V,)
                 del d_logits
@@ -248,10 +270,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return d_x, d_weight, d_bias, None, None, None, None
 
 
-def mean_loss(model: GPT, x: Tensor, targets: Tensor, chunk_loss: Callable = chunk_loss) -> Tensor:
+def mean_loss(model: GPT, x: Tensor, targets: Tensor, compute_loss: Callable = chunk_loss) -> Tensor:
     """Mean cross-entropy, in nats per token, of hidden states x (B, T, C), as GPT.hidden returns them, and targets
     (B, T). Targets of -100 are left out. Without gradients (torch.no_grad) none are computed."""
     x = model.transformer.ln_f(x).flatten(0, 1)  # (B, T, C) -> (B * T, C)
     head, cap = model.lm_head, model.config.softcap
     backward = torch.is_grad_enabled()
-    return ChunkedHeadLoss.apply(x, head.weight, head.bias, targets.flatten(), cap, backward, chunk_loss)
+    return ChunkedHeadLoss.apply(x, head.weight, head.bias, targets.flatten(), cap, backward, compute_loss)

@@ -270,6 +270,10 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
             if any(t.numel() != 1 and t.shape != params[i].shape for t in tensors.values()):
                 raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
 
+        # The tensors are mapped from the checkpoint's file, which could not be deleted while they are in use.
+        if params and params[0].device.type == "cpu":
+            state = {"state": copy_to_host(state["state"])}
+
         # The groups of this run. Optimizer.state_dict is called on the class, because a sharded optimizer's own
         # gathers the states of all ranks.
         own_groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]

@@ -32,10 +32,12 @@ The optimizer comes first because a model file is what every reader looks for: w
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -178,7 +180,8 @@ def read_file(path: Path) -> dict[str, Any]:
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
     require(path.is_file(), f"no checkpoint {path}")
-    damage = find_damage(path)
+    status = path.stat()
+    damage = find_damage(path, status.st_size, status.st_mtime_ns)
     if damage:
         match = FILE_NAME.fullmatch(path.name)
         fix = f"; move *_{match['step']}.pt away, and --resume auto uses the previous one" if match else ""
@@ -199,9 +202,29 @@ def read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_damage(path: Path) -> str | None:
-    """The part of a .pt file that is damaged, or None. It reads the whole file and compares the CRC-32 of every record,
-    which torch.load does not do: without this, a flipped bit on a disk becomes a wrong weight."""
+def damaged_models(run_dir: str | Path) -> list[Path]:
+    """The files named like a step's weights that were not written to their end. Nothing here leaves one: a model file
+    gets its name when it is complete."""
+    paths = sorted(Path(run_dir).glob("model_*.pt"))
+    return [path for path in paths if FILE_NAME.fullmatch(path.name) and not is_complete(path)]
+
+
+def describe_step(model_file: Path) -> str:
+    """A text that differs if either file of a checkpoint does: the CRC-32 of what the archives say about their
+    records, which is read quickly."""
+    crc = 0
+    for path in (model_file, model_file.with_name(model_file.name.replace("model_", "optim_"))):
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                crc = zlib.crc32(f"{record.filename} {record.CRC}".encode(), crc)
+    return f"{crc:08x}"
+
+
+@functools.cache
+def find_damage(path: Path, size: int, time_ns: int) -> str | None:
+    """The part of a .pt file that is damaged, or None. It reads the whole file, once for each size and time of change,
+    and compares the CRC-32 of every record, which torch.load does not do: without this, a flipped bit on a disk becomes
+    a wrong weight."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
@@ -238,10 +261,8 @@ class CheckpointWriter:
     docstring.
     """
 
-    def __init__(
-        self, run_dir: str | Path, keep: int = 0, best: Callable[[list[int]], int | None] = lambda steps: None
-    ):
-        """best: which of these steps, if any, is never deleted."""
+    def __init__(self, run_dir: str | Path, keep: int = 0, best: Callable[[list[int]], set[int]] = lambda steps: set()):
+        """best: which of these steps may be the best, and are not deleted."""
         self.run_dir = Path(run_dir)
         self.keep = keep
         self.best = best
@@ -256,7 +277,7 @@ class CheckpointWriter:
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any]) -> None:
         """Write both files in a thread. `model` is what model_file returns; it is copied to host memory, and may change
-        once this has returned. `train` is the train state, whose tensors are copies already (TrainStep.state_dict)."""
+        once this has returned. `train` is the train state, whose tensors are copies already."""
         # Training waits for the write before and for this copy. The thread shares no tensor with training.
         self.join()
         contents = (copy_to_host(model), {"format": FORMAT, **train})
@@ -281,11 +302,9 @@ class CheckpointWriter:
             bad_names = [name for name, weight in model["model"].items() if not weight.isfinite().all()]
             require(not bad_names, f"the weights are not finite ({', '.join(bad_names[:1])}); lower --max-lr")
 
-            # Delete the unfinished files of a run that was killed while it wrote them.
-            for leftover in self.run_dir.glob(".*.pt.part"):
-                leftover.unlink()
-
-            # The model last: once it is there, the step is complete.
+            # Somebody may have moved the folder away. The model last: once it is there, the step is complete.
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._delete_leftovers()
             write(optim_path(self.run_dir, step), train)
             write(model_path(self.run_dir, step), model)
             self._delete_old(step)
@@ -294,6 +313,17 @@ class CheckpointWriter:
             # An exception in a thread does not end the program: print it now, and let `finish` raise it.
             self.error = e
             print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
+
+    def _delete_leftovers(self) -> None:
+        """Delete what was left by a write that failed or was killed: unfinished files, and optimizer files without a
+        model file that are newer than every complete step."""
+        for path in self.run_dir.glob(".*.pt.part"):
+            path.unlink()
+        newest = latest_step(self.run_dir) or 0
+        for path in self.run_dir.glob("optim_*.pt"):
+            match = FILE_NAME.fullmatch(path.name)
+            if match and int(match["step"]) > newest and not model_path(self.run_dir, int(match["step"])).exists():
+                path.unlink()
 
     def _delete_old(self, step: int) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best by val loss.
@@ -307,6 +337,6 @@ class CheckpointWriter:
         too_old = set(steps[: -self.keep])
 
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
-        for old_step in too_old - {self.best(steps)}:
+        for old_step in too_old - self.best(steps):
             model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()
