@@ -1,10 +1,12 @@
 """Is the version of every package pinned, and what does `make install` ask pip for?"""
 
+import ast
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
-from importlib.metadata import distribution
+from importlib.metadata import distribution, packages_distributions
 
 import pytest
 from helpers import ROOT
@@ -57,6 +59,27 @@ def test_pins_are_within_the_ranges_of_pyproject():
         for name, pin in pins.items():
             (version,) = pin.specifier
             assert ranges[name].specifier.contains(version.version), name
+
+
+def find_imports(path):
+    """The top-level names of all modules that a file imports, inside functions too."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}
+
+
+def test_every_imported_package_is_required():
+    """What comes only because another package needs it may be gone with the next version of that one."""
+    packages, modules = (PYPROJECT["tool"]["setuptools"][key] for key in ("packages", "py-modules"))
+    files = [ROOT / f"{name}.py" for name in modules] + [p for name in packages for p in (ROOT / name).glob("*.py")]
+    imported = set().union(*map(find_imports, files)) - sys.stdlib_module_names - {*packages, *modules}
+
+    project = PYPROJECT["project"]
+    required = for_this_machine(sum(project["optional-dependencies"].values(), project["dependencies"]))
+    origin = packages_distributions()
+    missing = [name for name in imported if not {canonicalize_name(d) for d in origin.get(name, [name])} & {*required}]
+    assert not missing
 
 
 # ------------------------------------------------------------------------- make install
