@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import distribution, packages_distributions
+from pathlib import PurePath
 
 import pytest
 from helpers import ROOT
@@ -80,6 +81,18 @@ def test_every_imported_package_is_required():
     origin = packages_distributions()
     missing = [name for name in imported if not {canonicalize_name(d) for d in origin.get(name, [name])} & {*required}]
     assert not missing
+
+
+def test_a_wheel_has_every_file():
+    setuptools = PYPROJECT["tool"]["setuptools"]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+    assert set(setuptools["packages"]) == packages
+
+    tracked = subprocess.check_output(["git", "ls-files", *packages], cwd=ROOT, text=True)
+    for path in map(PurePath, tracked.split()):
+        patterns = setuptools["package-data"].get(path.parts[0], [])
+        assert path.suffix == ".py" or any(path.match(pattern) for pattern in patterns), path
 
 
 # ------------------------------------------------------------------------- make install
