@@ -60,15 +60,35 @@ def test_a_peer_is_read_at_its_commit(tmp_path, monkeypatch):
         peers.read(tmp_path, "peer", "missing.py")
 
 
-def test_the_report_of_a_gpu_goes_on_after_a_failure(tmp_path):
+# torchrun ends well only if it is told to stop; the dry runs fail; the rest says that it was called.
+GPU_STAND_IN = """#!/bin/sh
+echo "called with $*"
+case "$*" in
+*torch.distributed.run*)
+    trap 'echo "{\\"status\\": \\"$STATUS\\"}" > "$TRAIN_STATUS_FILE"; exit 1' TERM
+    mkdir "${TRAIN_STATUS_FILE%.status.json}"
+    while :; do :; done ;;
+*dry-run*) exit 3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("status, failures", [("stopped", 1), ("user_error", 2)])
+def test_the_report_of_a_gpu_goes_on_after_a_failure(tmp_path, status, failures):
     (tmp_path / "bench").mkdir()
     shutil.copy(ROOT / "bench/gpu.sh", tmp_path / "bench")
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "called with $*"; case "$*" in *dry-run*) exit 3;; esac\n')
-    python.chmod(0o755)
+    for name, script in {"python": GPU_STAND_IN, "sleep": "", "nvidia-smi": "", "git": ""}.items():
+        (tmp_path / name).write_text(script or "#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
 
-    env = os.environ | {"PYTHON": str(python), "PRESETS": "gpt2-124m"}
-    subprocess.run(["bash", tmp_path / "bench/gpu.sh"], env=env, check=True, capture_output=True)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PYTHON": str(tmp_path / "python"),
+        "PRESETS": "gpt2-124m",
+        "STATUS": status,
+    }
+    subprocess.run(["bash", tmp_path / "bench/gpu.sh"], env=env, check=True, capture_output=True, timeout=30)
 
     report = (tmp_path / "log/gpu-report.md").read_text()
     assert report.index("exit code 3") < report.index("called with train_gpt2.py quickstart")
+    assert report.count("FAILED") == failures and "--dtype float16" in report
