@@ -64,8 +64,8 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 def test_signal_to_one_rank_ends_all_before_a_step(tiny_args, tmp_path, run_ranks, place):
-    """At the start, in an evaluation, and before an update: with exit code 0 and nothing half logged; resumed, on one rank, the evaluation
-    is made."""
+    """At the start, in an evaluation, before an update: with exit code 0 and nothing half logged. Resumed, on one rank,
+    the evaluation is made."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(40))
     flags = ["--model.vocab-size", "50304", "--model.n-embd", "8", "--hellaswag-every", "4", "--hellaswag-data", rows]
     flags, run = [*tiny_args, *flags, "--max-steps", "1"], tmp_path / "run"
