@@ -9,7 +9,9 @@ Called by train_gpt2.py between two steps. Nothing here changes the model, the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -63,7 +65,9 @@ class Evaluator:
         self.score_hellaswag = score_hellaswag
         self.max_steps = max_steps
         self.reference = choose_reference(cfg, max_steps) if val_data else None
+        self.bytes_per_target = 0.0
         if val_data:
+            self.bytes_per_target = count_bytes_per_target(val_data, cfg)
             self.val_set = f"{num_val_sequences(val_data, cfg) * val_data.T} tokens of {val_data.fingerprint()}"
 
         # Samples need GPT-2's vocabulary to be readable.
@@ -74,8 +78,9 @@ class Evaluator:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
     def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
-        """Measure and print what is due at this step: any of val_loss (with val_set, what it was measured on),
-        hellaswag_acc and hellaswag_acc_norm. May raise Stopped, between two batches. Every rank must call it."""
+        """Measure and print what is due at this step: any of val_loss (with val_bpb in bits per byte, and
+        val_set, what it was measured on), hellaswag_acc and hellaswag_acc_norm. May raise Stopped, between two batches.
+        Every rank must call it."""
         cfg, rt = self.cfg, self.rt
         label = f"step {step:5d}/{self.max_steps}"
         results = {}
@@ -85,11 +90,15 @@ class Evaluator:
 
         if self.val_data and is_due(step, cfg.val_every, self.max_steps):
             loss = validate(self.forward, self.val_data, cfg, rt, self.B, check_stop)
-            print0(f"{label} | val loss: {loss:.4f}")
+            results["val_loss"] = loss
+            in_bits = ""
+            if self.bytes_per_target:
+                results["val_bpb"] = loss / math.log(2) / self.bytes_per_target
+                in_bits = f" | bits per byte: {results['val_bpb']:.4f}"
+            print0(f"{label} | val loss: {loss:.4f}{in_bits}")
             verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
                 print0(verdict)
-            results["val_loss"] = loss
             results["val_set"] = self.val_set
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
@@ -154,6 +163,27 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
     """How many sequences to validate on: as many as --val-tokens asks for, or all of a smaller val split."""
     return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
+
+
+def count_bytes_per_target(data: Loader, cfg: TrainConfig) -> float:
+    """How many bytes of text a target of validation stands for, on average; 0 if the ids are not GPT-2's.
+
+    The loss in bits per byte compares models of other vocabularies, whose tokens are longer or shorter. It is the nats
+    of all targets over the bytes of their text; <|endoftext|> has no bytes, but its nats count.
+    """
+    if cfg.model.vocab_size < VOCAB_SIZE:
+        return 0.0
+    encoding = tokenizer.encoding()
+    lengths = np.zeros(2**16, np.int64)  # of the text of each id
+    lengths[: tokenizer.EOT] = [len(encoding.decode_single_token_bytes(i)) for i in range(tokenizer.EOT)]
+
+    count = num_val_sequences(data, cfg)
+    sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
+    total = 0
+    for i in range(0, count, 1024):
+        tokens = data.read(sequences[i : i + 1024])  # (n, T + 1)
+        total += int(lengths[tokens[:, 1:]].sum())
+    return total / (count * data.T)
 
 
 @torch.no_grad()
@@ -224,7 +254,11 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
-    print0(f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}")
+    text = f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}"
+    bytes_per_target = count_bytes_per_target(val_data, replace(cfg, model=model.config, sequence_length=T))
+    if bytes_per_target:
+        text += f" | bits per byte: {loss / math.log(2) / bytes_per_target:.4f}"
+    print0(text)
     score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
         score = score_hellaswag(model, rt, lambda: None)

@@ -52,6 +52,21 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
         assert len(counts) == 1 and counts.pop() >= 1
 
 
+def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
+    """Of the very targets that are validated, in sequences of 8. A character may be split across tokens, and
+    <|endoftext|> has no bytes."""
+    texts = ["naïve café: 日本語", "plain words, and more of them than fit"]
+    tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
+    (tmp_path / "d").mkdir()
+    shards.write_shard(tmp_path / "d/toy_val_000000.npy", np.array(tokens))
+    data = Loader(tmp_path / "d", "val", 8, 50257)
+    cfg = replace(PRESETS["gpt2-124m"], val_tokens=1024)
+
+    count = len(tokens[:-1]) // 8 * 8
+    read = encoding().decode_bytes([token for token in tokens[1 : count + 1] if token != EOT])
+    assert evaluator.count_bytes_per_target(data, cfg) == pytest.approx(len(read) / count)
+
+
 # ------------------------------------------------------------------------- on track or off track
 
 
