@@ -74,6 +74,7 @@ def validate_once(words, monkeypatch, capsys) -> str:
     """What a run of this command line prints about a loss of 9 nats, which is off every track."""
     cfg = parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
+    monkeypatch.setattr(evaluator, "count_bytes_per_target", lambda *args: 0.0)
     capsys.readouterr()
     order = SimpleNamespace(sequences_per_epoch=9)
     data = SimpleNamespace(T=1024, order=order, fingerprint=lambda: "the data")
