@@ -11,9 +11,9 @@ while a run is still writing, without a display, and without importing torch. pl
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -36,18 +36,7 @@ OTHER_LOG_KEYS = {
     "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm", "lr": "lr", "norm": "grad_norm",
 }  # fmt: skip
 
-# The panels by title: the label of the y axis, and the metrics of which a panel shows at least one. A wide panel has a
-# row of its own and a legend.
-PANELS = {
-    "Loss": ("cross-entropy (nats per token)", ("val_loss", "train_loss")),
-    "HellaSwag": ("accuracy (acc_norm)", ("hellaswag_acc_norm",)),
-    "Learning rate": ("learning rate", ("lr",)),
-    "Gradient norm before clipping": ("global L2 norm (log scale)", ("grad_norm",)),
-    "Speed": ("tokens per second", ("tokens_per_second",)),
-}
-WIDE = ("Loss", "HellaSwag")
 COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
-
 GREY = "#777777"  # of what belongs to no run
 # Measured at few steps, so the points are marked.
 EVALUATIONS = ("val_loss", "hellaswag_acc_norm")
@@ -65,21 +54,29 @@ class PlottedRun(NamedTuple):
 # ------------------------------------------------------------------------- reading
 
 
+def find_log(run_dir: Path) -> Path | None:
+    """The file in a run's folder that has what it measured; None if there is none."""
+    for name in ("metrics.jsonl", "log.txt", "main.log"):
+        if (run_dir / name).is_file():
+            return run_dir / name
+    return None
+
+
 def read_curves(run_dir: str | Path) -> Curves:
     """Curves of a run: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one value per step (the last).
     A line cut off by a crash, or still being written, is skipped. Raises UserError if there is nothing to read."""
-    logs = {"metrics.jsonl": metrics.read_metrics, "log.txt": read_other_log, "main.log": read_other_log}
-    paths = [path for path in (Path(run_dir) / name for name in logs) if path.is_file()]
-    require(paths, f"no metrics.jsonl in {run_dir}; give the folder of a run: python plots.py log/quickstart")
-    rows = logs[paths[0].name](paths[0])
+    path = find_log(Path(run_dir))
+    require(path, f"no metrics.jsonl in {run_dir}; give the folder of a run: python plots.py log/quickstart")
+    read = metrics.read_metrics if path.name == "metrics.jsonl" else read_other_log
 
     # Several lines may have the same step. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
-    for row in rows:
+    for row in read(path):
         for key, value in row.items():
             # matplotlib cannot scale larger numbers.
             if key != "step" and isinstance(value, int | float) and not abs(value) >= 1e30:
                 values_by_step.setdefault(key, {})[row["step"]] = float(value)
+
     curves = {}
     for key, values in values_by_step.items():
         steps = sorted(values)
@@ -151,7 +148,7 @@ def plot_curve(ax, run: PlottedRun, key: str) -> None:
     ax.plot(steps, moving_median(values, window), color=run.color, lw=1.6, label=label)
 
 
-def fit_y_axis(ax) -> None:
+def fit_to_curves(ax) -> None:
     """Fit y to the curves, except for the highs of the first twentieth of the steps and the highest 0.5% of the points,
     which would squash the rest."""
     x, y = np.hstack([np.asarray(line.get_data(), float) for line in ax.lines])  # (all points,) each
@@ -160,6 +157,37 @@ def fit_y_axis(ax) -> None:
         low, high = np.nanmin(y), np.quantile(late, 0.995)
         padding = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)  # also around a curve that is constant
         ax.set_ylim(low - padding, high + padding)
+
+
+def fit_from_zero(ax) -> None:
+    """Fit y to the curves and to 0: a rate or a speed is compared by its distance from 0."""
+    fit_to_curves(ax)
+    ax.set_ylim(bottom=0)
+
+
+def use_log_scale(ax) -> None:
+    """A log scale shows both a tenfold spike of the norm and the quiet rest."""
+    ax.set_yscale("log", subs=[2, 5])
+    ax.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+
+
+class Panel(NamedTuple):
+    """A panel of the figure. It is drawn if a run has one of its metrics."""
+
+    title: str
+    y_label: str
+    metrics: tuple[str, ...]
+    fit: Callable[[Any], None]  # sets the y axis of the axes with all curves in them
+    is_wide: bool = False  # in a row of its own, with a legend
+
+
+PANELS = [
+    Panel("Loss", "cross-entropy (nats per token)", ("val_loss", "train_loss"), fit_to_curves, is_wide=True),
+    Panel("HellaSwag", "accuracy (acc_norm)", ("hellaswag_acc_norm",), fit_to_curves, is_wide=True),
+    Panel("Learning rate", "learning rate", ("lr",), fit_from_zero),
+    Panel("Gradient norm before clipping", "global L2 norm (log scale)", ("grad_norm",), use_log_scale),
+    Panel("Speed", "tokens per second", ("tokens_per_second",), fit_from_zero),
+]
 
 
 def draw_reference(ax, title: str, reference: Reference) -> None:
@@ -176,36 +204,38 @@ def draw_reference(ax, title: str, reference: Reference) -> None:
     ax.set_ylim(bottom=np.nanmin([ax.get_ylim()[0], *low]))
 
 
-def draw_panel(ax, title: str, runs: list[PlottedRun], references: list[Reference]) -> None:
+def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Reference]) -> None:
     """The curves of one panel, and the figures of others beside them."""
-    y_label, keys = PANELS[title]
     for run in runs:
-        for key in keys:
+        for key in panel.metrics:
             if key in run.curves:
                 plot_curve(ax, run, key)
+    panel.fit(ax)
 
-    # Gradient norms are compared by their ratios; a learning rate or a speed by its distance from 0.
-    if title == "Gradient norm before clipping":
-        ax.set_yscale("log", subs=[2, 5])  # shows both a tenfold spike and the quiet rest
-        ax.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    else:
-        fit_y_axis(ax)
-    if title in ("Learning rate", "Speed"):
-        ax.set_ylim(bottom=0)
-
-    if title in WIDE:
+    if panel.title in OPENAI_124M:
         for reference in references:
-            draw_reference(ax, title, reference)
+            draw_reference(ax, panel.title, reference)
         # With a loss on other data, a line would mean nothing.
-        if references or title == "HellaSwag":
-            level = OPENAI_124M[title]
+        if references or panel.title == "HellaSwag":
+            level = OPENAI_124M[panel.title]
             ax.axhline(level, color=GREY, ls=":", lw=1.2, label=f"OpenAI GPT-2 124M: {level}")
             ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
+    if panel.is_wide:
         ax.legend(fontsize=9)
-    ax.set(title=title, ylabel=y_label)
+    ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def arrange(panels: list[Panel]) -> list[list[str]]:
+    """The titles of the panels by row and column: a row for each wide panel and one for the rest, which share its
+    COLUMNS evenly."""
+    rows = [[panel.title] for panel in panels if panel.is_wide]
+    narrow = [panel.title for panel in panels if not panel.is_wide]
+    if narrow:
+        rows.append(narrow)
+    return [np.repeat(row, COLUMNS // len(row)).tolist() for row in rows]
 
 
 def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
@@ -220,25 +250,26 @@ def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = Fals
     """
     from matplotlib.figure import Figure  # pyplot's would need a display
 
-    dirs = list(dict.fromkeys(Path(d).resolve() for d in run_dirs))
+    # A dict has each key once, in order.
+    dirs = list(dict.fromkeys(Path(run_dir).resolve() for run_dir in run_dirs))
     runs = [PlottedRun("/".join(d.parts[-2:]), f"C{i % 10}", read_curves(d)) for i, d in enumerate(dirs)]
     references = []
     if reference:
-        found = dict.fromkeys(map(choose_reference, dirs))  # each once, in the order of the runs
+        found = dict.fromkeys(choose_reference(d) for d in dirs)
         references = [reference for reference in found if reference]
 
-    # A row for each wide panel and one for the rest, which share its columns evenly. Panels without data are left out.
-    titles = [title for title, (_, keys) in PANELS.items() if any(run.curves.keys() & set(keys) for run in runs)]
-    require(titles, "no run with a measured step; give one or more: python plots.py log/quickstart")
-    rows = [[title] for title in titles if title in WIDE] + [[title for title in titles if title not in WIDE]]
-    grid = [np.repeat(row, COLUMNS // len(row)) for row in rows if row]
-    heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
-
-    figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")
+    measured = {key for run in runs for key in run.curves}
+    panels = [panel for panel in PANELS if measured.intersection(panel.metrics)]
+    require(panels, "no run with a measured step; give one or more: python plots.py log/quickstart")
     last_step = max(steps[-1] for run in runs for steps, _ in run.curves.values())
-    for title, ax in figure.subplot_mosaic(grid, height_ratios=heights).items():
-        ax.set(xlim=(0, max(1, last_step) * 1.01), xlabel="step")
-        draw_panel(ax, title, runs, references)
+
+    grid = arrange(panels)
+    heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
+    figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")
+    axes = figure.subplot_mosaic(grid, height_ratios=heights)
+    for panel in panels:
+        axes[panel.title].set_xlim(0, max(1, last_step) * 1.01)
+        draw_panel(axes[panel.title], panel, runs, references)
 
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
