@@ -30,11 +30,19 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 # and its acc_norm in completion style.
 OPENAI_124M = {"Loss": 3.2924, "HellaSwag": 0.2955}
 
-# What build-nanogpt (first line) and llm.c (second line) call our metrics.
+# What other logs call our metrics: log.txt of build-nanogpt, main.log of llm.c, modded-nanogpt, and consoles.
 OTHER_LOG_KEYS = {
     "train": "train_loss", "val": "val_loss", "hella": "hellaswag_acc_norm",
-    "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm", "lr": "lr", "norm": "grad_norm",
+    "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
+    "train_loss": "train_loss", "val_loss": "val_loss",
+    "loss": "train_loss", "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
+NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?|nan|inf)(?=\s)"
+# build-nanogpt's console prints these lines before that of their step.
+EVALUATION_LINES = {
+    "val_loss": rf"validation loss: {NUMBER}",
+    "hellaswag_acc_norm": rf"HellaSwag accuracy: \d+/\d+={NUMBER}",
+}
 
 COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
 GREY = "#777777"  # of what belongs to no run
@@ -54,20 +62,22 @@ class PlottedRun(NamedTuple):
 # ------------------------------------------------------------------------- reading
 
 
-def find_log(run_dir: Path) -> Path | None:
-    """The file in a run's folder that has what it measured; None if there is none."""
-    for name in ("metrics.jsonl", "log.txt", "main.log"):
-        if (run_dir / name).is_file():
-            return run_dir / name
+def find_log(run: Path) -> Path | None:
+    """The file with what a run measured: in its folder, or `run` itself; None if there is none."""
+    candidates = [run / "metrics.jsonl", run / "log.txt", run / "main.log", *sorted(run.glob("*.log")), run]
+    for path in candidates:
+        if path.is_file() and path.suffix in (".jsonl", ".txt", ".log"):
+            return path
     return None
 
 
-def read_curves(run_dir: str | Path) -> Curves:
-    """Curves of a run: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one value per step (the last).
-    A line cut off by a crash, or still being written, is skipped. Raises UserError if there is nothing to read."""
-    path = find_log(Path(run_dir))
-    require(path, f"no metrics.jsonl in {run_dir}; give the folder of a run: python plots.py log/quickstart")
-    read = metrics.read_metrics if path.name == "metrics.jsonl" else read_other_log
+def read_curves(run: str | Path) -> Curves:
+    """Curves of a run, by its folder or its log: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one
+    value per step (the last). A line cut off by a crash, or still being written, is skipped. Raises UserError if there
+    is nothing to read."""
+    path = find_log(Path(run))
+    require(path, f"no metrics.jsonl in {run}; give the folder of a run: python plots.py log/quickstart")
+    read = metrics.read_metrics if path.suffix == ".jsonl" else read_other_log
 
     # Several lines may have the same step. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
@@ -85,15 +95,30 @@ def read_curves(run_dir: str | Path) -> Curves:
 
 
 def read_other_log(path: Path) -> Iterator[dict[str, float]]:
-    """Rows as in metrics.jsonl of a log of build-nanogpt ("250 val 5.9012") or llm.c ("s:250 trl:5.90 lr:0.0002")."""
-    # Both begin a line with the step; what follows are names and numbers, with a space or a colon between them.
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        step = re.match(r"(?:s:)?(\d{1,18}) ", line)
-        is_complete = line.endswith("\n")  # otherwise the line is still being written
-        if step and is_complete:
-            measured = re.findall(r"\b([a-z]+)[ :](\d+\.\d+|nan|inf)(?=\s)", line)
-            values = {OTHER_LOG_KEYS[key]: float(value) for key, value in measured if key in OTHER_LOG_KEYS}
-            yield {"step": int(step[1]), **values}
+    """Rows as in metrics.jsonl of another program's log, or of what it printed:
+
+    build-nanogpt    250 val 5.9012
+    its console      step   250 | loss: 5.901234 | lr 2.1e-04 | norm: 0.7012 | dt: 802.85ms | tok/sec: 653032.59
+    llm.c            s:250 trl:5.90 lr:0.0002
+    modded-nanogpt   step:250/4578 val_loss:5.9012 train_time:35500ms
+    """
+    before_step = {}
+    with open(path, errors="replace") as f:
+        for line in f:
+            if not line.endswith("\n"):  # still being written
+                return
+            for key, pattern in EVALUATION_LINES.items():
+                evaluation = re.match(pattern, line)
+                if evaluation:
+                    before_step[key] = float(evaluation[1])
+
+            # A line begins with the step; what follows are names and numbers, with spaces or a colon between them.
+            step = re.match(r"(?:s:|step[: ]\s*)?(\d{1,18})(?:/\d+)? ", line)
+            if step:
+                measured = re.findall(rf"\b([a-z_/]+)[ :]+{NUMBER}", line)
+                values = {OTHER_LOG_KEYS[k]: float(v.replace(",", "")) for k, v in measured if k in OTHER_LOG_KEYS}
+                yield {"step": int(step[1]), **before_step, **values}
+                before_step = {}
 
 
 def write_tensorboard(run_dir: Path) -> Path:

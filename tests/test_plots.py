@@ -74,24 +74,50 @@ def test_lines_of_a_step_merge_if_they_are_whole(tmp_path):
     assert values[0] == 10.8 and np.isnan(values[1]) and values[2] == 8.5  # the later line of a step counts
 
 
+# The same steps as each program logs them.
 OTHER_LOGS = {
     "log.txt": "0 val 10.9500\n0 train 10.950123\n1 train 9.500000\n250 val 5.9000\n250 hella 0.2534\n251 train nan\n",
     "main.log": "s:0 tel:10.9500\ns:0 trl:10.9501 lr:0.000001 norm:15.37\ns:1 trl:9.5000 lr:0.000002 norm:2.00\n"
     "s:250 tel:5.9000\ns:250 eval:0.2534\ns:251 trl:nan lr:0.000500 norm:nan\n",
+    # What build-nanogpt prints, after torchrun's warnings; two ranks write their samples into each other's lines.
+    "2024-11-19-00-10-45.log": "W1119 00:10:50 967 torch/distributed/run.py:793] \nusing device: cuda\n"
+    "validation loss: 10.9500\n"
+    "step     0 | loss: 10.950100 | lr 1.0000e-06 | norm: 15.3700 | dt: 1760.61ms | tok/sec: 297788.49\n"
+    "step     1 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/sec: 653032.59\n"
+    "validation loss: 5.9000\nHellaSwag accuracy: 2545/10042=0.2534\n"
+    "rank 1 sample 0: Hello, a model, step 3 | loss: 1.0rank 0 sample 1: Hello\n"
+    "step   250 | loss: 5.950000 | lr 5.0000e-04 | norm: 0.7000 | dt: 19807.22ms | tok/sec: 26469.54\n"
+    "step   251 | loss: nan | lr 5.0000e-04 | norm: nan | dt: 802.85ms | tok/sec: 653032.59\n",
+    "ours.log": "step     0/19073 | loss: 10.950100 | lr 1.0000e-06 | norm: 15.3700 | dt: 176.61ms | tok/sec: 297,788\n"
+    "step 1: val 5.310, reference 5.209 to 5.385: on track\n"
+    "step     1/19073 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/sec: 653,033 | eta: 4h\n",
+    "modded.log": "import torch\nstep:0/4578 val_loss:10.9500 train_time:241ms step_avg:nanms\n"
+    "step:0/4578 train_loss:10.9501 train_time:355ms\nstep:1/4578 train_loss:9.5000 t:1ms\n"
+    "step:250/4578 val_loss:5.9000 train_time:35500ms step_avg:142.00ms\n",
 }
 
 
-@pytest.mark.parametrize("name, text", OTHER_LOGS.items())
-def test_logs_of_build_nanogpt_and_llm_c_are_read(tmp_path, name, text):
+@pytest.mark.parametrize("name", OTHER_LOGS)
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_logs_of_other_programs_are_read(tmp_path, name, as_folder):
     # A line that was written twice, and one that is still being written.
-    first, last = text.splitlines()[0], text.splitlines()[-1]
-    (tmp_path / name).write_text(f"{text}{first}\n{last[:9]}")
-    curves = {key: [array.tolist() for array in curve] for key, curve in plots.read_curves(tmp_path).items()}
-    assert curves["val_loss"] == [[0, 250], [10.95, 5.9]] and curves["hellaswag_acc_norm"] == [[250], [0.2534]]
+    first, last = OTHER_LOGS[name].splitlines()[0], OTHER_LOGS[name].splitlines()[-1]
+    (tmp_path / name).write_text(f"{OTHER_LOGS[name]}{first}\n{last[:19]}")
+
+    read = plots.read_curves(tmp_path if as_folder else tmp_path / name)
+
+    curves = {key: [array.tolist() for array in curve] for key, curve in read.items()}
     steps, losses = curves["train_loss"]
-    assert steps == [0, 1, 251] and losses[1] == 9.5 and np.isnan(losses[2])
-    if name == "main.log":
-        assert curves["lr"] == [[0, 1, 251], [1e-6, 2e-6, 5e-4]] and curves["grad_norm"][1][:2] == [15.37, 2.0]
+    assert steps[:2] == [0, 1] and losses[:2] == pytest.approx([10.95, 9.5], abs=1e-3)
+    if name != "ours.log":
+        assert curves["val_loss"] == [[0, 250], [10.95, 5.9]]
+    if name in ("log.txt", "main.log", "2024-11-19-00-10-45.log"):
+        assert curves["hellaswag_acc_norm"] == [[250], [0.2534]]
+        assert steps[-1] == 251 and np.isnan(losses[-1])
+    if "lr" in curves:
+        assert curves["lr"][1][:2] == [1e-6, 2e-6] and curves["grad_norm"][1][:2] == [15.37, 2.0]
+    if "tokens_per_second" in curves:
+        assert curves["tokens_per_second"][1][:2] == pytest.approx([297_788, 653_033], abs=1)
 
 
 def test_a_finished_run_becomes_tensorboard_curves(tmp_path):
