@@ -152,25 +152,40 @@ def choose_reference(folder: Path) -> Reference | None:
 # ------------------------------------------------------------------------- drawing
 
 
-def moving_median(values: np.ndarray, window: int) -> np.ndarray:
-    """Median of the `window` (odd) points around each point, fewer at the ends: a spike or a NaN leaves no trace.
-    (N,) -> (N,)."""
-    padded = np.pad(values, window // 2, constant_values=np.nan)  # (N + window - 1,)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, window)  # (N, window)
-    with warnings.catch_warnings(action="ignore"):  # a window of only NaNs stays NaN
-        return np.nanmedian(windows, axis=1)
+def extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest value of each of 2,000 stretches of a curve: a picture cannot show more, and a million
+    points would take minutes. (N,), (N,) -> (4000,), (4000,), or the curve itself if it is no longer than that."""
+    if len(steps) <= 4000:
+        return steps, values
+    starts = np.linspace(0, len(steps), 2000, endpoint=False).astype(int)
+    # fmin and fmax leave out NaN where there is a number.
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    return steps[starts].repeat(2), np.stack([low, high], axis=1).ravel()
 
 
-def plot_curve(ax, run: PlottedRun, key: str) -> None:
-    """Draw a curve; one with a value at every step faintly and, over it, its moving median over a fortieth of it."""
+def moving_median(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
+    """The median of the values at most `reach` steps away, fewer at the ends, at each step or at 1,000 of them: a spike
+    or a NaN leaves no trace. (N,), (N,) -> (n,), (n,)."""
+    centers = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]
+    firsts = np.searchsorted(steps, centers - reach)
+    ends = np.searchsorted(steps, centers + reach, side="right")
+    with warnings.catch_warnings(action="ignore"):  # a median of only NaNs stays NaN
+        medians = [np.nanmedian(values[first:end]) for first, end in zip(firsts, ends, strict=True)]
+    return centers, np.array(medians)
+
+
+def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
+    """Draw a curve; one with a value at every step faintly and, over it, its moving median."""
     steps, values = run.curves[key]
     label = f"{run.name} {key}: {values[-1]:.4g} at step {steps[-1]:,}"
     if key in EVALUATIONS:
         ax.plot(steps, values, color=run.color, label=label, **EVALUATION_STYLE)
         return
-    window = 1 if key == "lr" else 2 * (len(values) // 80) + 1  # a learning rate has no noise
-    ax.plot(steps, values, color=run.color, alpha=0.2, lw=0.7, zorder=1)
-    ax.plot(steps, moving_median(values, window), color=run.color, lw=1.6, label=label)
+    if key == "lr":  # has no noise
+        ax.plot(*extremes(steps, values), color=run.color, lw=1.6, label=label)
+        return
+    ax.plot(*extremes(steps, values), color=run.color, alpha=0.2, lw=0.7, zorder=1)
+    ax.plot(*moving_median(steps, values, reach), color=run.color, lw=1.6, label=label)
 
 
 def fit_to_curves(ax) -> None:
@@ -231,10 +246,12 @@ def draw_reference(ax, title: str, reference: Reference) -> None:
 
 def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Reference]) -> None:
     """The curves of one panel, and the figures of others beside them."""
+    # An eightieth of the figure: runs of different lengths are smoothed alike.
+    reach = max(1, int(ax.get_xlim()[1]) // 80)
     for run in runs:
         for key in panel.metrics:
             if key in run.curves:
-                plot_curve(ax, run, key)
+                plot_curve(ax, run, key, reach)
     panel.fit(ax)
 
     if panel.title in OPENAI_124M:

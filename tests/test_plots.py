@@ -167,9 +167,38 @@ def test_a_spike_does_not_squash_the_rest(figure, tmp_path):
     assert sorted(max(line.get_ydata()) > 11 for line in loss.lines) == [False, False, True]  # only the faint line
 
 
-def test_a_median_is_that_of_the_points_around():
+def test_a_median_is_that_of_the_steps_around():
     noisy = np.array([5, 1, 2, np.nan, 3, 900, 4])
-    assert plots.moving_median(noisy, 5).tolist() == [2, 2, 2.5, 2.5, 3.5, 4, 4]
+    assert plots.moving_median(np.arange(7), noisy, 2)[1].tolist() == [2, 2, 2.5, 2.5, 3.5, 4, 4]
+    # With a step missing, as in a log of every second step.
+    assert plots.moving_median(np.arange(7) * 2, noisy, 2)[1].tolist() == [3, 2, 1.5, 2.5, 451.5, 4, 452]
+
+
+def test_a_long_run_is_drawn_by_its_extremes():
+    values = np.sin(np.arange(100_000))
+    values[[500, 70_001]] = [-9, 99]
+    values[50_000:50_040] = np.nan
+    steps, drawn = plots.extremes(np.arange(100_000), values)
+    assert len(steps) == len(drawn) == 4000 and (np.diff(steps) >= 0).all()
+    assert np.nanmin(drawn) == -9 and steps[np.nanargmin(drawn)] == 500
+    assert np.nanmax(drawn) == 99 and abs(steps[np.nanargmax(drawn)] - 70_001) < 50
+    steps, drawn = plots.moving_median(np.arange(100_000), values, 1250)
+    assert len(steps) == 1000 and steps[-1] == 99_999 and np.abs(drawn).max() < 0.1
+
+
+def test_runs_of_different_lengths_are_smoothed_alike(figure, tmp_path):
+    """The same losses in both, as far as the short run goes."""
+    rng = np.random.default_rng(0)
+    losses = rng.normal(4, 1, 4000)
+    for name, steps in (("long", 4000), ("short", 400)):
+        rows = [{"step": step, "train_loss": losses[step]} for step in range(steps)]
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "metrics.jsonl", rows)
+    loss = find_panel(figure(tmp_path / "long", tmp_path / "short"), "Loss")
+    long, short = [line.get_data() for line in loss.lines if line.get_alpha() is None]
+    inside = long[0] < 400 - 50
+    expected = np.interp(long[0][inside], *short)
+    assert np.abs(long[1][inside] - expected).max() < 0.1
 
 
 def test_a_run_has_one_colour_and_its_folders_name(figure, tmp_path):
