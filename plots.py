@@ -9,6 +9,7 @@ Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's
 while a run is still writing, without a display, and without importing torch. plots.ipynb calls read_curves and draw.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ import tyro
 
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
-from system.cli import UserError, print0, require, run_cli
+from system.cli import UserError, print0, printable, require, run_cli
 from system.files import atomic_write
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
@@ -49,13 +50,17 @@ GREY = "#777777"  # of what belongs to no run
 # Measured at few steps, so the points are marked.
 EVALUATIONS = ("val_loss", "hellaswag_acc_norm")
 EVALUATION_STYLE = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3}
+FAINT_STYLE = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
+BOLD_STYLE = {"lw": 1.6}
+# What the legend calls the last values of a run.
+LAST_VALUES = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
 
 class PlottedRun(NamedTuple):
     """A run as it is drawn in every panel."""
 
     name: str
-    color: str
+    color: Any
     curves: Curves
 
 
@@ -177,15 +182,13 @@ def moving_median(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np
 def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
     """Draw a curve; one with a value at every step faintly and, over it, its moving median."""
     steps, values = run.curves[key]
-    label = f"{run.name} {key}: {values[-1]:.4g} at step {steps[-1]:,}"
     if key in EVALUATIONS:
-        ax.plot(steps, values, color=run.color, label=label, **EVALUATION_STYLE)
-        return
-    if key == "lr":  # has no noise
-        ax.plot(*extremes(steps, values), color=run.color, lw=1.6, label=label)
-        return
-    ax.plot(*extremes(steps, values), color=run.color, alpha=0.2, lw=0.7, zorder=1)
-    ax.plot(*moving_median(steps, values, reach), color=run.color, lw=1.6, label=label)
+        ax.plot(steps, values, color=run.color, **EVALUATION_STYLE)
+    elif key == "lr":  # has no noise
+        ax.plot(*extremes(steps, values), color=run.color, **BOLD_STYLE)
+    else:
+        ax.plot(*extremes(steps, values), color=run.color, **FAINT_STYLE)
+        ax.plot(*moving_median(steps, values, reach), color=run.color, **BOLD_STYLE)
 
 
 def fit_to_curves(ax) -> None:
@@ -244,14 +247,27 @@ def draw_reference(ax, title: str, reference: Reference) -> None:
     ax.set_ylim(bottom=np.nanmin([ax.get_ylim()[0], *low]))
 
 
-def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Reference]) -> None:
+def style_lines(keys: set[str], reach: int) -> list[Any]:
+    """Entries of the legend for what is faint, bold and dashed. `keys`: the metrics of the panel that were measured."""
+    from matplotlib.lines import Line2D
+
+    lines = []
+    if "train_loss" in keys:
+        lines.append(Line2D([], [], color="black", label="train, each step", **FAINT_STYLE))
+        lines.append(Line2D([], [], color="black", label=f"train, median of {2 * reach + 1:,} steps", **BOLD_STYLE))
+    if "val_loss" in keys:
+        lines.append(Line2D([], [], color="black", label="val", **EVALUATION_STYLE))
+    return lines
+
+
+def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Reference], reach: int) -> None:
     """The curves of one panel, and the figures of others beside them."""
-    # An eightieth of the figure: runs of different lengths are smoothed alike.
-    reach = max(1, int(ax.get_xlim()[1]) // 80)
+    drawn = set()
     for run in runs:
         for key in panel.metrics:
             if key in run.curves:
                 plot_curve(ax, run, key, reach)
+                drawn.add(key)
     panel.fit(ax)
 
     if panel.title in OPENAI_124M:
@@ -263,11 +279,67 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
             ax.axhline(level, color=GREY, ls=":", lw=1.2, label=f"OpenAI GPT-2 124M: {level}")
             ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
     if panel.is_wide:
-        ax.legend(fontsize=9)
+        others, _ = ax.get_legend_handles_labels()
+        ax.legend(handles=style_lines(drawn, reach) + others, fontsize=9)
     ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def describe_run(run: PlottedRun, reach: int) -> str:
+    """quickstart: train 5.537, val 5.601 at step 80: the ends of its lines, as they are drawn."""
+    ends = []
+    for key, word in LAST_VALUES.items():
+        if key in run.curves:
+            steps, values = run.curves[key]
+            if key not in EVALUATIONS:
+                steps, values = moving_median(steps, values, reach)
+            ends.append(f"{word} {values[-1]:#.4g}")
+    last_step = max(steps[-1] for steps, _ in run.curves.values())
+    return f"{run.name}: {', '.join([*ends, f'step {last_step:,}'])}"
+
+
+def run_colors(count: int) -> list[Any]:
+    """Ten colors that are easy to tell apart, or as many as needed of a rainbow."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return [colormaps["tab10"](i) for i in range(count)]
+    return [colormaps["turbo"](i / (count - 1)) for i in range(count)]
+
+
+def shortest_names(runs: list[Path]) -> list[str]:
+    """For each path as much of its end as no other path has: "a" and "b" of log/a and log/b, "m1/log/a" and "m2/log/a"
+    of the same run of two machines."""
+    names = []
+    for run in runs:
+        length = 1
+        while sum(other.parts[-length:] == run.parts[-length:] for other in runs) > 1:
+            length += 1
+        # What no terminal could print: control codes, and bytes that are not UTF-8.
+        name = "/".join(run.parts[-length:]).encode(errors="replace").decode()
+        names.append(printable(name))
+    return names
+
+
+def drawable_names(figure, names: list[str]) -> list[str]:
+    """The names; a number for each that has characters which matplotlib's font lacks, as DejaVu lacks Chinese ones."""
+    drawable, numbered = [], []
+    for number, name in enumerate(names, start=1):
+        with warnings.catch_warnings(record=True) as missing_glyphs:
+            warnings.simplefilter("always")
+            text = figure.text(0, 0, name)
+            text.get_window_extent()
+            text.remove()
+        if missing_glyphs:
+            numbered.append(f"run {number} is {name}")
+            name = f"run {number}"
+        drawable.append(name)
+    if numbered:
+        fix = "font.family in a matplotlibrc names another"
+        print0(f"warning: the font of the picture lacks characters of these names ({fix}): {', '.join(numbered)}")
+    return drawable
 
 
 def arrange(panels: list[Panel]) -> list[list[str]]:
@@ -280,47 +352,68 @@ def arrange(panels: list[Panel]) -> list[list[str]]:
     return [np.repeat(row, COLUMNS // len(row)).tolist() for row in rows]
 
 
-def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
+def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
     """Draw runs into one image.
 
     Args:
-        run_dirs: their folders; the same folder twice is one run.
+        runs: their folders, or logs; the same twice is one run.
         out: the image; its suffix sets the format.
         reference: draw the public runs of their recipes (lifecycle/reference.py) behind them.
 
     Returns `out`. Raises UserError if there is nothing to draw, or no image of this format can be written.
     """
+    import matplotlib
+
+    # Names are no formulas, whatever they contain, and need no LaTeX.
+    with matplotlib.rc_context({"text.usetex": False, "text.parse_math": False}):
+        figure = draw_figure(list(dict.fromkeys(Path(run).resolve() for run in runs)), reference)  # each run once
+        out = Path(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with atomic_write(out) as f:
+                figure.savefig(f, format=out.suffix[1:] or "png")
+        except ValueError as e:
+            raise UserError(f"cannot write the image {out}: {e}; choose another, such as --out curves.png") from None
+    return out
+
+
+def draw_figure(paths: list[Path], reference: bool):
+    """The Figure of these runs."""
     from matplotlib.figure import Figure  # pyplot's would need a display
+    from matplotlib.lines import Line2D
 
-    # A dict has each key once, in order.
-    dirs = list(dict.fromkeys(Path(run_dir).resolve() for run_dir in run_dirs))
-    runs = [PlottedRun("/".join(d.parts[-2:]), f"C{i % 10}", read_curves(d)) for i, d in enumerate(dirs)]
-    references = []
-    if reference:
-        found = dict.fromkeys(choose_reference(d) for d in dirs)
-        references = [reference for reference in found if reference]
-
-    measured = {key for run in runs for key in run.curves}
+    curves_by_run = {path: read_curves(path) for path in paths}
+    measured = {key for curves in curves_by_run.values() for key in curves}
     panels = [panel for panel in PANELS if measured.intersection(panel.metrics)]
     require(panels, "no run with a measured step; give one or more: python plots.py log/quickstart")
-    last_step = max(steps[-1] for run in runs for steps, _ in run.curves.values())
-
     grid = arrange(panels)
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
-    figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")
+    figure = Figure(layout="constrained", dpi=110)
+
+    # The x axis, and how many steps to each side a median covers: runs of different lengths are smoothed alike.
+    last_step = max(int(steps[-1]) for curves in curves_by_run.values() for steps, _ in curves.values())
+    reach = max(1, last_step // 80)
+
+    references = []
+    if reference:
+        found = dict.fromkeys(choose_reference(path) for path in curves_by_run)
+        references = [reference for reference in found if reference]
+    names = drawable_names(figure, shortest_names(list(curves_by_run)))
+    runs = [PlottedRun(*run) for run in zip(names, run_colors(len(names)), curves_by_run.values(), strict=True)]
+
     axes = figure.subplot_mosaic(grid, height_ratios=heights)
     for panel in panels:
         axes[panel.title].set_xlim(0, max(1, last_step) * 1.01)
-        draw_panel(axes[panel.title], panel, runs, references)
+        draw_panel(axes[panel.title], panel, runs, references, reach)
 
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_write(out) as f:
-            figure.savefig(f, format=out.suffix[1:] or "png")
-    except ValueError as e:
-        raise UserError(f"cannot write the image {out}: {e}; choose another, such as --out curves.png") from None
-    return out
+    # One legend of the runs, below the panels, for which the figure grows.
+    labels = [describe_run(run, reach) for run in runs]
+    lines = [Line2D([], [], color=run.color, lw=3) for run in runs]
+    columns = 2 if len(runs) > 1 and max(map(len, labels)) < 80 else 1
+    figure.legend(lines, labels, fontsize=9, ncols=columns, loc="outside lower center", frameon=False)
+    rows = math.ceil(len(runs) / columns)
+    figure.set_size_inches(12, sum(heights) + 0.5 + 0.2 * rows)
+    return figure
 
 
 # ------------------------------------------------------------------------- command line

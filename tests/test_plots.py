@@ -58,6 +58,11 @@ def legend_texts(figure, title="Loss"):
     return [text.get_text() for text in find_panel(figure, title).get_legend().get_texts()]
 
 
+def run_labels(figure):
+    """The entries of the legend of the runs."""
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 # ------------------------------------------------------------------------- reading
 
 
@@ -151,7 +156,10 @@ def test_one_run(figure, tmp_path):
     for ax in fig.axes:
         assert ax.get_ylabel() and ax.get_xlabel() == "step"
         assert ax.get_xlim()[1] == pytest.approx(299 * 1.01)
-    assert any("/run val_loss: 6.542 at step 250" in text for text in legend_texts(fig))
+    val_loss, *last_train_losses = [3.5 + 7 * math.exp(-step / 300) for step in (250, 296, 297, 298, 299)]
+    train_loss = np.median(last_train_losses)  # the end of the bold line
+    assert run_labels(fig) == [f"run: train {train_loss:.3f}, val {val_loss:.3f}, HellaSwag 0.2917, step 299"]
+    assert legend_texts(fig) == ["train, each step", "train, median of 7 steps", "val"]
     assert any("GPT-2 124M: 0.2955" in text for text in legend_texts(fig, "HellaSwag"))
     assert not any("1558M" in text for text in legend_texts(fig, "HellaSwag"))  # it would flatten the curve
     assert find_panel(fig, "Gradient norm before clipping").get_yscale() == "log"
@@ -195,20 +203,54 @@ def test_runs_of_different_lengths_are_smoothed_alike(figure, tmp_path):
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "metrics.jsonl", rows)
     loss = find_panel(figure(tmp_path / "long", tmp_path / "short"), "Loss")
-    long, short = [line.get_data() for line in loss.lines if line.get_alpha() is None]
+    long, short = [line.get_data() for line in loss.lines if line.get_lw() > 1]
     inside = long[0] < 400 - 50
     expected = np.interp(long[0][inside], *short)
     assert np.abs(long[1][inside] - expected).max() < 0.1
 
 
-def test_a_run_has_one_colour_and_its_folders_name(figure, tmp_path):
-    runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a", 300, 1, KEYS[:-1])]
+def test_a_run_has_one_colour(figure, tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 300, 1, KEYS[:-1])]
     fig = figure(*runs, runs[0])  # the same folder twice is one run
-    labels = legend_texts(fig)
-    assert labels[0].startswith("x/a ") and labels[2].startswith("y/a ") and len(labels) == 4
-    colors = [{line.get_color() for line in ax.lines} - {plots.GREY} for ax in fig.axes]
-    assert colors[0] == colors[2] == colors[3] == {"C0", "C1"}
-    assert colors[1] == {"C0"}  # only one run has HellaSwag, and it keeps its colour
+    colors = [[line.get_color() for line in fig.legends[0].get_lines()]]
+    for ax in fig.axes:
+        drawn = [line.get_color() for line in ax.lines if len(line.get_xdata()) > 2]
+        colors.append(list(dict.fromkeys(drawn)))
+    assert len(colors[0]) == 2 and colors[0] == colors[1] == colors[3] == colors[4]
+    assert colors[2] == colors[0][:1]  # only one run has HellaSwag, and it keeps its colour
+
+
+@pytest.mark.parametrize("paths, names", [
+    (["log/quickstart"], ["quickstart"]),
+    (["log/a", "log/b"], ["a", "b"]),
+    (["m1/log/quickstart", "m2/log/quickstart", "m2/log/b"], ["m1/log/quickstart", "m2/log/quickstart", "b"]),
+    (["a", "old/a", "old/old/a"], ["work/a", "work/old/a", "old/old/a"]),
+    (["_old", "a$b_{", "x$y$z", r"\alpha", "%d #1"], ["_old", "a$b_{", "x$y$z", r"\alpha", "%d #1"]),
+])  # fmt: skip
+def test_names_tell_runs_apart(figure, tmp_path, paths, names):
+    """As they are: no name is a formula, or hidden from the legend."""
+    fig = figure(*(write_run(tmp_path / "work" / path, 3, keys=["lr"]) for path in paths))
+    assert run_labels(fig) == [f"{name}: step 2" for name in names]
+    fig.draw_without_rendering()
+
+
+def test_a_name_that_the_font_lacks_is_a_number(figure, tmp_path, capsys):
+    fig = figure(*(write_run(tmp_path / name, 3, keys=["lr"]) for name in ("训练", "été", "실험", "a\x07", "b\udcff")))
+    assert run_labels(fig) == [f"{name}: step 2" for name in ("run 1", "été", "run 3", "a\ufffd", "b?")]
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "run 1 is 训练, run 3 is 실험" in out
+
+
+def test_twenty_runs_leave_the_panels_their_size(figure, tmp_path):
+    runs = [write_run(tmp_path / f"a-rather-long-name-of-a-run-{i}", 60) for i in range(20)]
+    heights, colors = [], []
+    for some in (runs[:1], runs):
+        fig = figure(*some)
+        fig.draw_without_rendering()
+        heights.append([ax.get_position().height * fig.get_figheight() for ax in fig.axes])
+        colors.append({line.get_color() for line in fig.legends[0].get_lines()})
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
+    assert len(colors[1]) == 20
 
 
 def test_the_reference_band_is_what_judge_accepts(figure, tmp_path):
