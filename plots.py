@@ -10,6 +10,7 @@ while a run is still writing, without a display, and without importing torch. pl
 """
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ import tyro
 
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
-from system.cli import UserError, print0, printable, require, run_cli
+from system.cli import explain_errors, print0, printable, require, run_cli
 from system.files import atomic_write
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
@@ -78,10 +79,11 @@ def find_log(run: Path) -> Path | None:
 
 def read_curves(run: str | Path) -> Curves:
     """Curves of a run, by its folder or its log: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one
-    value per step (the last). A line cut off by a crash, or still being written, is skipped. Raises UserError if there
-    is nothing to read."""
+    value per step (the last); empty if there is no log. A line cut off by a crash, or still being written, is skipped.
+    """
     path = find_log(Path(run))
-    require(path, f"no metrics.jsonl in {run}; give the folder of a run: python plots.py log/quickstart")
+    if path is None:
+        return {}
     read = metrics.read_metrics if path.suffix == ".jsonl" else read_other_log
 
     # Several lines may have the same step. If a key has several values, the last one counts.
@@ -126,14 +128,36 @@ def read_other_log(path: Path) -> Iterator[dict[str, float]]:
                 before_step = {}
 
 
-def write_tensorboard(run_dir: Path) -> Path:
+def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
+    """The curves of each of these runs, once. What is no run, as some of log/*, is left out, with a message. Raises
+    UserError if nothing is left."""
+    require(paths, "give the folder of a run: python plots.py log/quickstart")
+    curves_by_run, others = {}, []
+    for path in dict.fromkeys(Path(path).resolve() for path in paths):
+        curves = read_curves(path)
+        if curves:
+            curves_by_run[path] = curves
+        else:
+            others.append(str(path))
+    problem = f"no metrics.jsonl, or other log, with a measured step in {', '.join(others)}"
+    require(curves_by_run, f"{problem}; give the folder of a run: python plots.py log/quickstart")
+    if others:
+        print0(f"skipped: {problem}")
+    return curves_by_run
+
+
+def folder_of(run: Path) -> Path:
+    """Where the picture of a run belongs: in its folder, or beside its log."""
+    return run if run.is_dir() else run.parent
+
+
+def write_tensorboard(run: Path, curves: Curves) -> Path:
     """Write the curves of a run that had no --tracker to RUN_DIR/tensorboard, and return that folder. Raises
     UserError if the folder exists."""
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard would draw the points of a second file over those of the first.
-    out = run_dir / "tensorboard"
-    curves = read_curves(run_dir)
+    out = folder_of(run) / "tensorboard"
     require(not out.exists(), f"{out} already exists")
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
@@ -357,35 +381,37 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
 
     Args:
         runs: their folders, or logs; the same twice is one run.
-        out: the image; its suffix sets the format.
+        out: the image, whose suffix sets the format, or its folder.
         reference: draw the public runs of their recipes (lifecycle/reference.py) behind them.
 
-    Returns `out`. Raises UserError if there is nothing to draw, or no image of this format can be written.
+    Returns the image's path. Raises UserError if there is nothing to draw, or the image cannot be written.
     """
     import matplotlib
 
+    fix = "choose another, such as --out curves.png"
     # Names are no formulas, whatever they contain, and need no LaTeX.
     with matplotlib.rc_context({"text.usetex": False, "text.parse_math": False}):
-        figure = draw_figure(list(dict.fromkeys(Path(run).resolve() for run in runs)), reference)  # each run once
-        out = Path(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        figure = draw_figure(read_runs(runs), reference)
+        with explain_errors(f"cannot write the image {out}", fix):
+            out = Path(out)
+            if out.is_dir():
+                out = out / "curves.png"
+            # The image replaces what is there: /dev/null, too, for root.
+            require(out.is_file() or not out.exists(), f"it is not a file; {fix}")
+            out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(out) as f:
                 figure.savefig(f, format=out.suffix[1:] or "png")
-        except ValueError as e:
-            raise UserError(f"cannot write the image {out}: {e}; choose another, such as --out curves.png") from None
     return out
 
 
-def draw_figure(paths: list[Path], reference: bool):
+def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
     """The Figure of these runs."""
     from matplotlib.figure import Figure  # pyplot's would need a display
     from matplotlib.lines import Line2D
 
-    curves_by_run = {path: read_curves(path) for path in paths}
     measured = {key for curves in curves_by_run.values() for key in curves}
     panels = [panel for panel in PANELS if measured.intersection(panel.metrics)]
-    require(panels, "no run with a measured step; give one or more: python plots.py log/quickstart")
+    require(panels, f"nothing of what was measured has a panel here: {', '.join(sorted(measured))}")
     grid = arrange(panels)
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
     figure = Figure(layout="constrained", dpi=110)
@@ -420,7 +446,7 @@ def draw_figure(paths: list[Path], reference: bool):
 
 
 def main(
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     reference: bool = False,
     out: Path | None = None,
     tensorboard: bool = False,
@@ -428,20 +454,23 @@ def main(
     """Draw the curves of runs.
 
     Args:
-        run_dirs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c); several are
-            overlaid.
+        runs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c), or logs, also what a
+            console showed; several are overlaid.
         reference: draw the band of public runs of the same recipe behind the curves of a run from scratch.
         out: the image; default: RUN_DIR/curves.png for one run, curves.png here for several.
         tensorboard: draw nothing, but write RUN_DIR/tensorboard of each.
     """
+    # The image goes to a file. matplotlib refuses to be imported with a backend that it does not know.
+    os.environ["MPLBACKEND"] = "agg"
     if tensorboard:
-        for folder in run_dirs:
-            print0(f"wrote {write_tensorboard(folder)}; to see it: tensorboard --logdir {folder}")
+        for run, curves in read_runs(runs).items():
+            folder = write_tensorboard(run, curves)
+            print0(f"wrote {folder}; to see it: tensorboard --logdir {folder.parent}")
         return
 
     # The picture of one run belongs to its folder; one of several runs belongs to none of theirs.
-    folder = run_dirs[0] if len(run_dirs) == 1 else Path()
-    print0(f"wrote {draw(run_dirs, out or folder / 'curves.png', reference)}")
+    folder = folder_of(runs[0]) if len(runs) == 1 else Path()
+    print0(f"wrote {draw(runs, out or folder / 'curves.png', reference)}")
 
 
 if __name__ == "__main__":

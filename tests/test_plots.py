@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,8 +135,8 @@ def test_a_finished_run_becomes_tensorboard_curves(tmp_path):
     points = events.Scalars("loss/val_loss")  # the tag of --tracker tensorboard
     assert [(p.step, round(p.value, 4)) for p in points] == [(0, 10.95), (250, 5.9)]
     assert "run/grad_norm" in events.Tags()["scalars"] and not (tmp_path / "curves.png").exists()
-    with pytest.raises(UserError, match="tensorboard"):
-        plots.write_tensorboard(tmp_path)
+    with pytest.raises(UserError, match="tensorboard already exists"):
+        plots.main((tmp_path,), tensorboard=True)
 
 
 def test_a_run_that_diverged_is_drawn(figure, tmp_path):
@@ -276,9 +277,10 @@ def test_a_run_has_the_public_runs_of_its_recipe(figure, tmp_path, capsys, steps
 
 
 def test_command_line(run_script, tmp_path):
-    """Without a screen, with a matplotlib backend that cannot work here, and without torch, which takes seconds."""
-    run = write_run(tmp_path / "a")
-    env = {"MPLBACKEND": "TkAgg", "DISPLAY": "", "PYTHONPROFILEIMPORTTIME": "1"}
+    """Without a screen or LaTeX, with a matplotlib that is set up for both, and without torch, which takes seconds."""
+    run = write_run(tmp_path / "a$1$")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    env = {"MPLBACKEND": "nonsense", "MATPLOTLIBRC": str(tmp_path), "DISPLAY": "", "PYTHONPROFILEIMPORTTIME": "1"}
     done = run_script("plots.py", run, "--reference", cwd=tmp_path, env=env)
     assert "curves.png" in done.stdout and "matplotlib" in done.stderr and "| torch\n" not in done.stderr
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -291,6 +293,36 @@ def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").is_file()
     plots.main((a,), out=tmp_path / "deep" / "er.svg")
     assert "<svg" in (tmp_path / "deep" / "er.svg").read_text()
+    plots.main((a / "metrics.jsonl",))
+    plots.main((a, b), out=tmp_path / "deep")
+    assert (a / "curves.png").is_file() and (tmp_path / "deep" / "curves.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["pipe", "curves.xyz", "a/metrics.jsonl/x.png", "n" * 300])
+def test_an_image_that_cannot_be_written_is_an_error(tmp_path, name):
+    """A pipe stands for all that is no file: root could replace /dev/null."""
+    run = write_run(tmp_path / "a", 3, keys=["lr"])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=name.split("/")[-1]):
+        plots.main((run,), out=tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_no_run_is_skipped(tmp_path, monkeypatch, capsys):
+    """As of log/*: a picture, the lock of a start that was refused, and a run that has not measured anything yet."""
+    run = write_run(tmp_path / "run", 3, keys=["lr"])
+    others = [tmp_path / name for name in ("locked", "begun", "curves.png")]
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked" / ".lock").touch()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").write_text('{"step": 0}\n{"st')
+    (tmp_path / "curves.png").write_bytes(b"\x89PNG\r\n")
+    plots.main((run, *others), out=tmp_path / "new.png")
+    out = capsys.readouterr().out
+    assert (tmp_path / "new.png").is_file() and all(str(path) in out for path in others)
+    for nothing in (others, []):
+        with pytest.raises(UserError, match=r"python plots\.py log/quickstart"):
+            plots.main(tuple(nothing), out=tmp_path / "none.png")
 
 
 # ------------------------------------------------------------------------- the notebook
