@@ -215,27 +215,59 @@ def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
         ax.plot(*moving_median(steps, values, reach), color=run.color, **BOLD_STYLE)
 
 
+def drawn_points(ax) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of all curves of a panel that are numbers, (N,) each."""
+    x, y = np.hstack([np.asarray(line.get_data(), float) for line in ax.lines])
+    is_number = np.isfinite(y)
+    return x[is_number], y[is_number]
+
+
 def fit_to_curves(ax) -> None:
-    """Fit y to the curves, except for the highs of the first twentieth of the steps and the highest 0.5% of the points,
-    which would squash the rest."""
-    x, y = np.hstack([np.asarray(line.get_data(), float) for line in ax.lines])  # (all points,) each
-    late = y[np.isfinite(y) & (x >= 0.05 * x.max())]
+    """Fit y to the curves, except for the highest 0.5% of the points and, of a long run, the highs of the first
+    twentieth of its steps, which would squash the rest."""
+    x, y = drawn_points(ax)
+    last_step = ax.get_xlim()[1]
+    late = y[x >= 0.05 * last_step] if last_step > 1000 else y
     if len(late):
-        low, high = np.nanmin(y), np.quantile(late, 0.995)
+        low, high = y.min(), np.quantile(late, 0.995)
         padding = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)  # also around a curve that is constant
         ax.set_ylim(low - padding, high + padding)
 
 
+def fit_loss(ax) -> None:
+    """A loss that goes to 0 is on a log scale, where one sees how far it has come."""
+    _, y = drawn_points(ax)
+    if np.any((y > 0) & (y < 0.1)):
+        use_log_scale(ax)
+    else:
+        fit_to_curves(ax)
+
+
 def fit_from_zero(ax) -> None:
-    """Fit y to the curves and to 0: a rate or a speed is compared by its distance from 0."""
+    """A rate is compared by its distance from 0."""
     fit_to_curves(ax)
     ax.set_ylim(bottom=0)
 
 
+def fit_speed(ax) -> None:
+    """The first step compiles, and a few others wait for a disk or another program: they may leave the panel."""
+    x, y = drawn_points(ax)
+    steady = y[x > 0]
+    if len(steady):
+        slow, fast = np.quantile(steady, [0.02, 0.98])
+        ax.set_ylim(0.9 * slow, 1.1 * fast)
+    ax.yaxis.set_major_formatter("{x:,.10g}")
+
+
 def use_log_scale(ax) -> None:
-    """A log scale shows both a tenfold spike of the norm and the quiet rest."""
+    """A log scale shows both a tenfold spike and the quiet rest."""
+    _, y = drawn_points(ax)
     ax.set_yscale("log", subs=[2, 5])
-    ax.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    ax.yaxis.set_major_formatter("{x:g}")
+    if len(y) and y.max() < 1000 * y.min():  # with more powers of ten, their own labels are enough
+        ax.yaxis.set_minor_formatter("{x:g}")
+    else:
+        ax.yaxis.set_minor_formatter("")
 
 
 class Panel(NamedTuple):
@@ -249,11 +281,11 @@ class Panel(NamedTuple):
 
 
 PANELS = [
-    Panel("Loss", "cross-entropy (nats per token)", ("val_loss", "train_loss"), fit_to_curves, is_wide=True),
+    Panel("Loss", "cross-entropy (nats per token)", ("val_loss", "train_loss"), fit_loss, is_wide=True),
     Panel("HellaSwag", "accuracy (acc_norm)", ("hellaswag_acc_norm",), fit_to_curves, is_wide=True),
     Panel("Learning rate", "learning rate", ("lr",), fit_from_zero),
     Panel("Gradient norm before clipping", "global L2 norm (log scale)", ("grad_norm",), use_log_scale),
-    Panel("Speed", "tokens per second", ("tokens_per_second",), fit_from_zero),
+    Panel("Speed", "tokens per second", ("tokens_per_second",), fit_speed),
 ]
 
 
@@ -268,7 +300,8 @@ def draw_reference(ax, title: str, reference: Reference) -> None:
     data = DATASETS[reference.preset]
     label = f"{reference.preset}, {reference.max_steps:,} steps on {data}: public runs ({reference.runs})"
     ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
-    ax.set_ylim(bottom=np.nanmin([ax.get_ylim()[0], *low]))
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(np.nanmin([bottom, *low]), np.nanmax([top, *high]))
 
 
 def style_lines(keys: set[str], reach: int) -> list[Any]:

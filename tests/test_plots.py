@@ -176,6 +176,32 @@ def test_a_spike_does_not_squash_the_rest(figure, tmp_path):
     assert sorted(max(line.get_ydata()) > 11 for line in loss.lines) == [False, False, True]  # only the faint line
 
 
+def test_the_first_losses_of_a_short_run_are_in_the_picture(figure, tmp_path):
+    low, high = find_panel(figure(write_run(tmp_path / "run", 80)), "Loss").get_ylim()
+    assert low < 8.9 and 10.5 < high < 11.5
+
+
+def test_a_loss_that_goes_to_zero_is_on_a_log_scale(figure, tmp_path):
+    losses = [*(10 * 0.5**i for i in range(20)), 0.0, 1e-6]
+    rows = [{"step": i, "train_loss": loss} for i, loss in enumerate(losses)]
+    (tmp_path / "run").mkdir()
+    loss = find_panel(figure(write_jsonl(tmp_path / "run" / "metrics.jsonl", rows).parent), "Loss")
+    loss.figure.draw_without_rendering()
+    assert loss.get_yscale() == "log" and loss.get_ylim()[0] <= 1e-6 and loss.get_ylim()[1] >= 10
+    assert {"0.01", "1"} <= {label.get_text() for label in loss.get_yticklabels()}
+
+
+def test_the_first_step_does_not_set_the_axis_of_speed(figure, tmp_path):
+    """It compiles; a step in the middle waits for a disk."""
+    for steps in (1, 80, 5000):
+        rows = [{"step": i, "tokens_per_second": 50_000 + i % 3} for i in range(steps)]
+        rows[0]["tokens_per_second"] = rows[-steps // 2]["tokens_per_second"] = 300
+        (tmp_path / str(steps)).mkdir()
+        speed = find_panel(figure(write_jsonl(tmp_path / str(steps) / "metrics.jsonl", rows).parent), "Speed")
+        low, high = speed.get_ylim()
+        assert steps == 1 or 40_000 < low < high < 60_000
+
+
 def test_a_median_is_that_of_the_steps_around():
     noisy = np.array([5, 1, 2, np.nan, 3, 900, 4])
     assert plots.moving_median(np.arange(7), noisy, 2)[1].tolist() == [2, 2, 2.5, 2.5, 3.5, 4, 4]
