@@ -355,13 +355,14 @@ def test_what_is_no_run_is_skipped(tmp_path, monkeypatch, capsys):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Its cells as one program, which shows two figures of the public runs and one of the runs in log/."""
+    """Its cells as one program, which shows a picture of the runs in log/ and two figures of the public runs."""
     shown = []
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: shown.append("figure"))
     display = SimpleNamespace(Image=lambda path, width: path, display=shown.append)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     write_run(tmp_path / "log" / "quickstart", 3, keys=["lr"])
+    (tmp_path / "log" / "gpt2-124m").mkdir()  # of a start that was refused
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "plots.ipynb").read_text())["cells"]
     exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {})
-    assert shown == ["figure", "figure", Path("curves.png")]
+    assert shown == [Path("curves.png"), "figure", "figure"]
