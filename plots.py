@@ -5,8 +5,9 @@
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
-Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
-while a run is still writing, without a display, and without importing torch. plots.ipynb calls read_curves and draw.
+Reads metrics.jsonl and config.json of each run's folder, or else build-nanogpt's log.txt, llm.c's main.log, or what a
+console showed; works while a run is still writing, without a display, and without importing torch. plots.ipynb calls
+read_curves and draw.
 """
 
 import math
@@ -70,7 +71,8 @@ class PlottedRun(NamedTuple):
 
 def find_log(run: Path) -> Path | None:
     """The file with what a run measured: in its folder, or `run` itself; None if there is none."""
-    candidates = [run / "metrics.jsonl", run / "log.txt", run / "main.log", *sorted(run.glob("*.log")), run]
+    consoles = sorted(run.glob("*.log"), reverse=True)  # train.sh and others name them by the time: the newest first
+    candidates = [run / "metrics.jsonl", run / "log.txt", run / "main.log", *consoles, run]
     for path in candidates:
         if path.is_file() and path.suffix in (".jsonl", ".txt", ".log"):
             return path
@@ -166,15 +168,15 @@ def write_tensorboard(run: Path, curves: Curves) -> Path:
     return out
 
 
-def choose_reference(folder: Path) -> Reference | None:
+def choose_reference(run: Path) -> Reference | None:
     """The public runs drawn behind a run: those of its preset, steps and tokens per step, if there are any. The log of
     another trainer states none of these: it gets gpt2-124m's."""
-    config = metrics.read_config(folder)
+    config = metrics.read_config(run)
     if not config:
         return read_references()[0]
     found = find_reference(config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
     if not found:
-        print0(f"{folder}: no public run has its preset, steps and tokens per step")
+        print0(f"{run}: no public run has its preset, steps and tokens per step")
     return found
 
 
@@ -340,12 +342,13 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
         ax.legend(handles=style_lines(drawn, reach) + others, fontsize=9)
     ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
     ax.xaxis.set_major_formatter("{x:,.10g}")
+    ax.locator_params(axis="x", nbins=9 if panel.is_wide else 4)  # 1,000,000 takes room
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def describe_run(run: PlottedRun, reach: int) -> str:
-    """quickstart: train 5.537, val 5.601 at step 80: the ends of its lines, as they are drawn."""
+    """The name of a run and the ends of its lines, as they are drawn: "quickstart: train 5.537, val 5.601, step 80"."""
     ends = []
     for key, word in LAST_VALUES.items():
         if key in run.curves:
@@ -385,7 +388,8 @@ def drawable_names(figure, names: list[str]) -> list[str]:
     drawable, numbered = [], []
     for number, name in enumerate(names, start=1):
         with warnings.catch_warnings(record=True) as missing_glyphs:
-            warnings.simplefilter("always")
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
             text = figure.text(0, 0, name)
             text.get_window_extent()
             text.remove()
@@ -422,8 +426,9 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     import matplotlib
 
     fix = "choose another, such as --out curves.png"
-    # Names are no formulas, whatever they contain, and need no LaTeX.
-    with matplotlib.rc_context({"text.usetex": False, "text.parse_math": False}):
+    # Names are no formulas, whatever they contain; so no other text is one, and none needs LaTeX.
+    no_formulas = {"text.usetex": False, "text.parse_math": False, "axes.formatter.use_mathtext": False}
+    with matplotlib.rc_context(no_formulas):
         figure = draw_figure(read_runs(runs), reference)
         with explain_errors(f"cannot write the image {out}", fix):
             out = Path(out)

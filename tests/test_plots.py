@@ -305,7 +305,7 @@ def test_a_run_has_the_public_runs_of_its_recipe(figure, tmp_path, capsys, steps
 def test_command_line(run_script, tmp_path):
     """Without a screen or LaTeX, with a matplotlib that is set up for both, and without torch, which takes seconds."""
     run = write_run(tmp_path / "a$1$")
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\naxes.formatter.use_mathtext: True\n")
     env = {"MPLBACKEND": "nonsense", "MATPLOTLIBRC": str(tmp_path), "DISPLAY": "", "PYTHONPROFILEIMPORTTIME": "1"}
     done = run_script("plots.py", run, "--reference", cwd=tmp_path, env=env)
     assert "curves.png" in done.stdout and "matplotlib" in done.stderr and "| torch\n" not in done.stderr
