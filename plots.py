@@ -126,8 +126,9 @@ def read_other_log(path: Path) -> Iterator[dict[str, float]]:
             if step:
                 measured = re.findall(rf"\b([a-z_/]+)[ :]+{NUMBER}", line)
                 values = {OTHER_LOG_KEYS[k]: float(v.replace(",", "")) for k, v in measured if k in OTHER_LOG_KEYS}
-                yield {"step": int(step[1]), **before_step, **values}
-                before_step = {}
+                if values:  # not in a line of a sample that begins with a number
+                    yield {"step": int(step[1]), **before_step, **values}
+                    before_step = {}
 
 
 def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
@@ -217,9 +218,9 @@ def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
         ax.plot(*moving_median(steps, values, reach), color=run.color, **BOLD_STYLE)
 
 
-def drawn_points(ax) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of all curves of a panel that are numbers, (N,) each."""
-    x, y = np.hstack([np.asarray(line.get_data(), float) for line in ax.lines])
+def drawn_points(lines: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of all points of these lines that are numbers, (N,) each."""
+    x, y = np.hstack([np.asarray(line.get_data(), float) for line in lines])
     is_number = np.isfinite(y)
     return x[is_number], y[is_number]
 
@@ -227,7 +228,7 @@ def drawn_points(ax) -> tuple[np.ndarray, np.ndarray]:
 def fit_to_curves(ax) -> None:
     """Fit y to the curves, except for the highest 0.5% of the points and, of a long run, the highs of the first
     twentieth of its steps, which would squash the rest."""
-    x, y = drawn_points(ax)
+    x, y = drawn_points(ax.lines)
     last_step = ax.get_xlim()[1]
     late = y[x >= 0.05 * last_step] if last_step > 1000 else y
     if len(late):
@@ -238,7 +239,7 @@ def fit_to_curves(ax) -> None:
 
 def fit_loss(ax) -> None:
     """A loss that goes to 0 is on a log scale, where one sees how far it has come."""
-    _, y = drawn_points(ax)
+    _, y = drawn_points(ax.lines)
     if np.any((y > 0) & (y < 0.1)):
         use_log_scale(ax)
     else:
@@ -252,8 +253,9 @@ def fit_from_zero(ax) -> None:
 
 
 def fit_speed(ax) -> None:
-    """The first step compiles, and a few others wait for a disk or another program: they may leave the panel."""
-    x, y = drawn_points(ax)
+    """Fit y to the bold lines. The first step compiles, and a few others wait for a disk or include an evaluation: they
+    may leave the panel."""
+    x, y = drawn_points(ax.lines[1::2])  # a faint line and a bold one for each run
     steady = y[x > 0]
     if len(steady):
         slow, fast = np.quantile(steady, [0.02, 0.98])
@@ -263,7 +265,7 @@ def fit_speed(ax) -> None:
 
 def use_log_scale(ax) -> None:
     """A log scale shows both a tenfold spike and the quiet rest."""
-    _, y = drawn_points(ax)
+    _, y = drawn_points(ax.lines)
     ax.set_yscale("log", subs=[2, 5])
     ax.yaxis.set_major_formatter("{x:g}")
     if len(y) and y.max() < 1000 * y.min():  # with more powers of ten, their own labels are enough

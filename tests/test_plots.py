@@ -91,7 +91,7 @@ OTHER_LOGS = {
     "step     0 | loss: 10.950100 | lr 1.0000e-06 | norm: 15.3700 | dt: 1760.61ms | tok/sec: 297788.49\n"
     "step     1 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/sec: 653032.59\n"
     "validation loss: 5.9000\nHellaSwag accuracy: 2545/10042=0.2534\n"
-    "rank 1 sample 0: Hello, a model, step 3 | loss: 1.0rank 0 sample 1: Hello\n"
+    "rank 1 sample 0: Hello, a model, step 3 | loss: 1.0rank 0 sample 1: Hello\n3 norms\n"
     "step   250 | loss: 5.950000 | lr 5.0000e-04 | norm: 0.7000 | dt: 19807.22ms | tok/sec: 26469.54\n"
     "step   251 | loss: nan | lr 5.0000e-04 | norm: nan | dt: 802.85ms | tok/sec: 653032.59\n",
     "ours.log": "step     0/19073 | loss: 10.950100 | lr 1.0000e-06 | norm: 15.3700 | dt: 176.61ms | tok/sec: 297,788\n"
