@@ -142,7 +142,7 @@ def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
             curves_by_run[path] = curves
         else:
             others.append(str(path))
-    problem = f"no metrics.jsonl, or other log, with a measured step in {', '.join(others)}"
+    problem = f"no run in {', '.join(others)}: no metrics.jsonl or other log there has a measured step"
     require(curves_by_run, f"{problem}; give the folder of a run: python plots.py log/quickstart")
     if others:
         print0(f"skipped: {problem}")

@@ -323,7 +323,7 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     columns = min(3, len(comparisons))
     rows = -(-len(comparisons) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.8 * rows + 1), layout="constrained")
-    figure.suptitle("The same training steps, by the program of another project and by this one")
+    figure.suptitle("The same training steps,\nby the program of another project and by this one")
     panels = iter(figure.subfigures(rows, columns, squeeze=False).flat)  # the last row may have more of them
     for name, found in comparisons.items():
         panel = next(panels)
