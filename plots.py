@@ -5,22 +5,25 @@
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
     python plots.py log/quickstart --tensorboard         # the same curves as log/quickstart/tensorboard
 
-Reads OUT/metrics.jsonl and OUT/config.json of each run, or else build-nanogpt's log.txt or llm.c's main.log; works
-while a run is still writing, without a display, and without importing torch. plots.ipynb calls read_curves and draw.
+Reads metrics.jsonl and config.json of each run's folder, or else build-nanogpt's log.txt, llm.c's main.log, or what a
+console showed; works while a run is still writing, without a display, and without importing torch. plots.ipynb calls
+read_curves and draw.
 """
 
+import math
+import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import tyro
 
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
-from system.cli import UserError, print0, require, run_cli
+from system.cli import explain_errors, print0, printable, require, run_cli
 from system.files import atomic_write
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
@@ -30,56 +33,69 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 # and its acc_norm in completion style.
 OPENAI_124M = {"Loss": 3.2924, "HellaSwag": 0.2955}
 
-# What build-nanogpt (first line) and llm.c (second line) call our metrics.
+# What other logs call our metrics: log.txt of build-nanogpt, main.log of llm.c, modded-nanogpt, and consoles.
 OTHER_LOG_KEYS = {
     "train": "train_loss", "val": "val_loss", "hella": "hellaswag_acc_norm",
-    "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm", "lr": "lr", "norm": "grad_norm",
+    "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
+    "train_loss": "train_loss", "val_loss": "val_loss",
+    "loss": "train_loss", "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
-
-# The panels by title: the label of the y axis, and the metrics of which a panel shows at least one. A wide panel has a
-# row of its own and a legend.
-PANELS = {
-    "Loss": ("cross-entropy (nats per token)", ("val_loss", "train_loss")),
-    "HellaSwag": ("accuracy (acc_norm)", ("hellaswag_acc_norm",)),
-    "Learning rate": ("learning rate", ("lr",)),
-    "Gradient norm before clipping": ("global L2 norm (log scale)", ("grad_norm",)),
-    "Speed": ("tokens per second", ("tokens_per_second",)),
+NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?|nan|inf)(?=\s)"
+# build-nanogpt's console prints these lines before that of their step.
+EVALUATION_LINES = {
+    "val_loss": rf"validation loss: {NUMBER}",
+    "hellaswag_acc_norm": rf"HellaSwag accuracy: \d+/\d+={NUMBER}",
 }
-WIDE = ("Loss", "HellaSwag")
-COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
 
+COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
 GREY = "#777777"  # of what belongs to no run
 # Measured at few steps, so the points are marked.
 EVALUATIONS = ("val_loss", "hellaswag_acc_norm")
 EVALUATION_STYLE = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3}
+FAINT_STYLE = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
+BOLD_STYLE = {"lw": 1.6}
+# What the legend calls the last values of a run.
+LAST_VALUES = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
 
 class PlottedRun(NamedTuple):
     """A run as it is drawn in every panel."""
 
     name: str
-    color: str
+    color: Any
     curves: Curves
 
 
 # ------------------------------------------------------------------------- reading
 
 
-def read_curves(run_dir: str | Path) -> Curves:
-    """Curves of a run: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one value per step (the last).
-    A line cut off by a crash, or still being written, is skipped. Raises UserError if there is nothing to read."""
-    logs = {"metrics.jsonl": metrics.read_metrics, "log.txt": read_other_log, "main.log": read_other_log}
-    paths = [path for path in (Path(run_dir) / name for name in logs) if path.is_file()]
-    require(paths, f"no metrics.jsonl in {run_dir}; give the folder of a run: python plots.py log/quickstart")
-    rows = logs[paths[0].name](paths[0])
+def find_log(run: Path) -> Path | None:
+    """The file with what a run measured: in its folder, or `run` itself; None if there is none."""
+    consoles = sorted(run.glob("*.log"), reverse=True)  # train.sh and others name them by the time: the newest first
+    candidates = [run / "metrics.jsonl", run / "log.txt", run / "main.log", *consoles, run]
+    for path in candidates:
+        if path.is_file() and path.suffix in (".jsonl", ".txt", ".log"):
+            return path
+    return None
+
+
+def read_curves(run: str | Path) -> Curves:
+    """Curves of a run, by its folder or its log: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one
+    value per step (the last); empty if there is no log. A line cut off by a crash, or still being written, is skipped.
+    """
+    path = find_log(Path(run))
+    if path is None:
+        return {}
+    read = metrics.read_metrics if path.suffix == ".jsonl" else read_other_log
 
     # Several lines may have the same step. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
-    for row in rows:
+    for row in read(path):
         for key, value in row.items():
             # matplotlib cannot scale larger numbers.
             if key != "step" and isinstance(value, int | float) and not abs(value) >= 1e30:
                 values_by_step.setdefault(key, {})[row["step"]] = float(value)
+
     curves = {}
     for key, values in values_by_step.items():
         steps = sorted(values)
@@ -88,25 +104,63 @@ def read_curves(run_dir: str | Path) -> Curves:
 
 
 def read_other_log(path: Path) -> Iterator[dict[str, float]]:
-    """Rows as in metrics.jsonl of a log of build-nanogpt ("250 val 5.9012") or llm.c ("s:250 trl:5.90 lr:0.0002")."""
-    # Both begin a line with the step; what follows are names and numbers, with a space or a colon between them.
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        step = re.match(r"(?:s:)?(\d{1,18}) ", line)
-        is_complete = line.endswith("\n")  # otherwise the line is still being written
-        if step and is_complete:
-            measured = re.findall(r"\b([a-z]+)[ :](\d+\.\d+|nan|inf)(?=\s)", line)
-            values = {OTHER_LOG_KEYS[key]: float(value) for key, value in measured if key in OTHER_LOG_KEYS}
-            yield {"step": int(step[1]), **values}
+    """Rows as in metrics.jsonl of another program's log, or of what it printed:
+
+    build-nanogpt    250 val 5.9012
+    its console      step   250 | loss: 5.901234 | lr 2.1e-04 | norm: 0.7012 | dt: 802.85ms | tok/sec: 653032.59
+    llm.c            s:250 trl:5.90 lr:0.0002
+    modded-nanogpt   step:250/4578 val_loss:5.9012 train_time:35500ms
+    """
+    before_step = {}
+    with open(path, errors="replace") as f:
+        for line in f:
+            if not line.endswith("\n"):  # still being written
+                return
+            for key, pattern in EVALUATION_LINES.items():
+                evaluation = re.match(pattern, line)
+                if evaluation:
+                    before_step[key] = float(evaluation[1])
+
+            # A line begins with the step; what follows are names and numbers, with spaces or a colon between them.
+            step = re.match(r"(?:s:|step[: ]\s*)?(\d{1,18})(?:/\d+)? ", line)
+            if step:
+                measured = re.findall(rf"\b([a-z_/]+)[ :]+{NUMBER}", line)
+                values = {OTHER_LOG_KEYS[k]: float(v.replace(",", "")) for k, v in measured if k in OTHER_LOG_KEYS}
+                if values:  # not in a line of a sample that begins with a number
+                    yield {"step": int(step[1]), **before_step, **values}
+                    before_step = {}
 
 
-def write_tensorboard(run_dir: Path) -> Path:
+def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
+    """The curves of each of these runs, once. What is no run, as some of log/*, is left out, with a message. Raises
+    UserError if nothing is left."""
+    require(paths, "give the folder of a run: python plots.py log/quickstart")
+    curves_by_run, others = {}, []
+    for path in dict.fromkeys(Path(path).resolve() for path in paths):
+        curves = read_curves(path)
+        if curves:
+            curves_by_run[path] = curves
+        else:
+            others.append(str(path))
+    problem = f"no run in {', '.join(others)}: no metrics.jsonl or other log there has a measured step"
+    require(curves_by_run, f"{problem}; give the folder of a run: python plots.py log/quickstart")
+    if others:
+        print0(f"skipped: {problem}")
+    return curves_by_run
+
+
+def folder_of(run: Path) -> Path:
+    """Where the picture of a run belongs: in its folder, or beside its log."""
+    return run if run.is_dir() else run.parent
+
+
+def write_tensorboard(run: Path, curves: Curves) -> Path:
     """Write the curves of a run that had no --tracker to RUN_DIR/tensorboard, and return that folder. Raises
     UserError if the folder exists."""
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard would draw the points of a second file over those of the first.
-    out = run_dir / "tensorboard"
-    curves = read_curves(run_dir)
+    out = folder_of(run) / "tensorboard"
     require(not out.exists(), f"{out} already exists")
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
@@ -115,51 +169,128 @@ def write_tensorboard(run_dir: Path) -> Path:
     return out
 
 
-def choose_reference(folder: Path) -> Reference | None:
+def choose_reference(run: Path) -> Reference | None:
     """The public runs drawn behind a run: those of its preset, steps and tokens per step, if there are any. The log of
     another trainer states none of these: it gets gpt2-124m's."""
-    config = metrics.read_config(folder)
+    config = metrics.read_config(run)
     if not config:
         return read_references()[0]
     found = find_reference(config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
     if not found:
-        print0(f"{folder}: no public run has its preset, steps and tokens per step")
+        print0(f"{run}: no public run has its preset, steps and tokens per step")
     return found
 
 
 # ------------------------------------------------------------------------- drawing
 
 
-def moving_median(values: np.ndarray, window: int) -> np.ndarray:
-    """Median of the `window` (odd) points around each point, fewer at the ends: a spike or a NaN leaves no trace.
-    (N,) -> (N,)."""
-    padded = np.pad(values, window // 2, constant_values=np.nan)  # (N + window - 1,)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, window)  # (N, window)
-    with warnings.catch_warnings(action="ignore"):  # a window of only NaNs stays NaN
-        return np.nanmedian(windows, axis=1)
+def extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest value of each of 2,000 stretches of a curve: a picture cannot show more, and a million
+    points would take minutes. (N,), (N,) -> (4000,), (4000,), or the curve itself if it is no longer than that."""
+    if len(steps) <= 4000:
+        return steps, values
+    starts = np.linspace(0, len(steps), 2000, endpoint=False).astype(int)
+    # fmin and fmax leave out NaN where there is a number.
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    return steps[starts].repeat(2), np.stack([low, high], axis=1).ravel()
 
 
-def plot_curve(ax, run: PlottedRun, key: str) -> None:
-    """Draw a curve; one with a value at every step faintly and, over it, its moving median over a fortieth of it."""
+def moving_median(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
+    """The median of the values at most `reach` steps away, fewer at the ends, at each step or at 1,000 of them: a spike
+    or a NaN leaves no trace. (N,), (N,) -> (n,), (n,)."""
+    centers = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]
+    firsts = np.searchsorted(steps, centers - reach)
+    ends = np.searchsorted(steps, centers + reach, side="right")
+    with warnings.catch_warnings(action="ignore"):  # a median of only NaNs stays NaN
+        medians = [np.nanmedian(values[first:end]) for first, end in zip(firsts, ends, strict=True)]
+    return centers, np.array(medians)
+
+
+def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
+    """Draw a curve; one with a value at every step faintly and, over it, its moving median."""
     steps, values = run.curves[key]
-    label = f"{run.name} {key}: {values[-1]:.4g} at step {steps[-1]:,}"
     if key in EVALUATIONS:
-        ax.plot(steps, values, color=run.color, label=label, **EVALUATION_STYLE)
-        return
-    window = 1 if key == "lr" else 2 * (len(values) // 80) + 1  # a learning rate has no noise
-    ax.plot(steps, values, color=run.color, alpha=0.2, lw=0.7, zorder=1)
-    ax.plot(steps, moving_median(values, window), color=run.color, lw=1.6, label=label)
+        ax.plot(steps, values, color=run.color, **EVALUATION_STYLE)
+    elif key == "lr":  # has no noise
+        ax.plot(*extremes(steps, values), color=run.color, **BOLD_STYLE)
+    else:
+        ax.plot(*extremes(steps, values), color=run.color, **FAINT_STYLE)
+        ax.plot(*moving_median(steps, values, reach), color=run.color, **BOLD_STYLE)
 
 
-def fit_y_axis(ax) -> None:
-    """Fit y to the curves, except for the highs of the first twentieth of the steps and the highest 0.5% of the points,
-    which would squash the rest."""
-    x, y = np.hstack([np.asarray(line.get_data(), float) for line in ax.lines])  # (all points,) each
-    late = y[np.isfinite(y) & (x >= 0.05 * x.max())]
+def drawn_points(lines: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of all points of these lines that are numbers, (N,) each."""
+    x, y = np.hstack([np.asarray(line.get_data(), float) for line in lines])
+    is_number = np.isfinite(y)
+    return x[is_number], y[is_number]
+
+
+def fit_to_curves(ax) -> None:
+    """Fit y to the curves, except for the highest 0.5% of the points and, of a long run, the highs of the first
+    twentieth of its steps, which would squash the rest."""
+    x, y = drawn_points(ax.lines)
+    last_step = ax.get_xlim()[1]
+    late = y[x >= 0.05 * last_step] if last_step > 1000 else y
     if len(late):
-        low, high = np.nanmin(y), np.quantile(late, 0.995)
+        low, high = y.min(), np.quantile(late, 0.995)
         padding = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)  # also around a curve that is constant
         ax.set_ylim(low - padding, high + padding)
+
+
+def fit_loss(ax) -> None:
+    """A loss that goes to 0 is on a log scale, where one sees how far it has come."""
+    _, y = drawn_points(ax.lines)
+    if np.any((y > 0) & (y < 0.1)):
+        use_log_scale(ax)
+    else:
+        fit_to_curves(ax)
+
+
+def fit_from_zero(ax) -> None:
+    """A rate is compared by its distance from 0."""
+    fit_to_curves(ax)
+    ax.set_ylim(bottom=0)
+
+
+def fit_speed(ax) -> None:
+    """Fit y to the bold lines. The first step compiles, and a few others wait for a disk or include an evaluation: they
+    may leave the panel."""
+    x, y = drawn_points(ax.lines[1::2])  # a faint line and a bold one for each run
+    steady = y[x > 0]
+    if len(steady):
+        slow, fast = np.quantile(steady, [0.02, 0.98])
+        ax.set_ylim(0.9 * slow, 1.1 * fast)
+    ax.yaxis.set_major_formatter("{x:,.10g}")
+
+
+def use_log_scale(ax) -> None:
+    """A log scale shows both a tenfold spike and the quiet rest."""
+    _, y = drawn_points(ax.lines)
+    ax.set_yscale("log", subs=[2, 5])
+    ax.yaxis.set_major_formatter("{x:g}")
+    if len(y) and y.max() < 1000 * y.min():  # with more powers of ten, their own labels are enough
+        ax.yaxis.set_minor_formatter("{x:g}")
+    else:
+        ax.yaxis.set_minor_formatter("")
+
+
+class Panel(NamedTuple):
+    """A panel of the figure. It is drawn if a run has one of its metrics."""
+
+    title: str
+    y_label: str
+    metrics: tuple[str, ...]
+    fit: Callable[[Any], None]  # sets the y axis of the axes with all curves in them
+    is_wide: bool = False  # in a row of its own, with a legend
+
+
+PANELS = [
+    Panel("Loss", "cross-entropy (nats per token)", ("val_loss", "train_loss"), fit_loss, is_wide=True),
+    Panel("HellaSwag", "accuracy (acc_norm)", ("hellaswag_acc_norm",), fit_to_curves, is_wide=True),
+    Panel("Learning rate", "learning rate", ("lr",), fit_from_zero),
+    Panel("Gradient norm before clipping", "global L2 norm (log scale)", ("grad_norm",), use_log_scale),
+    Panel("Speed", "tokens per second", ("tokens_per_second",), fit_speed),
+]
 
 
 def draw_reference(ax, title: str, reference: Reference) -> None:
@@ -173,88 +304,189 @@ def draw_reference(ax, title: str, reference: Reference) -> None:
     data = DATASETS[reference.preset]
     label = f"{reference.preset}, {reference.max_steps:,} steps on {data}: public runs ({reference.runs})"
     ax.fill_between(steps, low, high, fc=GREY, ec="black", alpha=0.4, lw=0.8, zorder=1.5, label=label)
-    ax.set_ylim(bottom=np.nanmin([ax.get_ylim()[0], *low]))
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(np.nanmin([bottom, *low]), np.nanmax([top, *high]))
 
 
-def draw_panel(ax, title: str, runs: list[PlottedRun], references: list[Reference]) -> None:
+def style_lines(keys: set[str], reach: int) -> list[Any]:
+    """Entries of the legend for what is faint, bold and dashed. `keys`: the metrics of the panel that were measured."""
+    from matplotlib.lines import Line2D
+
+    lines = []
+    if "train_loss" in keys:
+        lines.append(Line2D([], [], color="black", label="train, each step", **FAINT_STYLE))
+        lines.append(Line2D([], [], color="black", label=f"train, median of {2 * reach + 1:,} steps", **BOLD_STYLE))
+    if "val_loss" in keys:
+        lines.append(Line2D([], [], color="black", label="val", **EVALUATION_STYLE))
+    return lines
+
+
+def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Reference], reach: int) -> None:
     """The curves of one panel, and the figures of others beside them."""
-    y_label, keys = PANELS[title]
+    drawn = set()
     for run in runs:
-        for key in keys:
+        for key in panel.metrics:
             if key in run.curves:
-                plot_curve(ax, run, key)
+                plot_curve(ax, run, key, reach)
+                drawn.add(key)
+    panel.fit(ax)
 
-    # Gradient norms are compared by their ratios; a learning rate or a speed by its distance from 0.
-    if title == "Gradient norm before clipping":
-        ax.set_yscale("log", subs=[2, 5])  # shows both a tenfold spike and the quiet rest
-        ax.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    else:
-        fit_y_axis(ax)
-    if title in ("Learning rate", "Speed"):
-        ax.set_ylim(bottom=0)
-
-    if title in WIDE:
+    if panel.title in OPENAI_124M:
         for reference in references:
-            draw_reference(ax, title, reference)
+            draw_reference(ax, panel.title, reference)
         # With a loss on other data, a line would mean nothing.
-        if references or title == "HellaSwag":
-            level = OPENAI_124M[title]
+        if references or panel.title == "HellaSwag":
+            level = OPENAI_124M[panel.title]
             ax.axhline(level, color=GREY, ls=":", lw=1.2, label=f"OpenAI GPT-2 124M: {level}")
             ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
-        ax.legend(fontsize=9)
-    ax.set(title=title, ylabel=y_label)
+    if panel.is_wide:
+        others, _ = ax.get_legend_handles_labels()
+        ax.legend(handles=style_lines(drawn, reach) + others, fontsize=9)
+    ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
     ax.xaxis.set_major_formatter("{x:,.10g}")
+    ax.locator_params(axis="x", nbins=9 if panel.is_wide else 4)  # 1,000,000 takes room
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def draw(run_dirs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
+def describe_run(run: PlottedRun, reach: int) -> str:
+    """The name of a run and the ends of its lines, as they are drawn: "quickstart: train 5.537, val 5.601, step 80"."""
+    ends = []
+    for key, word in LAST_VALUES.items():
+        if key in run.curves:
+            steps, values = run.curves[key]
+            if key not in EVALUATIONS:
+                steps, values = moving_median(steps, values, reach)
+            ends.append(f"{word} {values[-1]:#.4g}")
+    last_step = max(steps[-1] for steps, _ in run.curves.values())
+    return f"{run.name}: {', '.join([*ends, f'step {last_step:,}'])}"
+
+
+def run_colors(count: int) -> list[Any]:
+    """Ten colors that are easy to tell apart, or as many as needed of a rainbow."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return [colormaps["tab10"](i) for i in range(count)]
+    return [colormaps["turbo"](i / (count - 1)) for i in range(count)]
+
+
+def shortest_names(runs: list[Path]) -> list[str]:
+    """For each path as much of its end as no other path has: "a" and "b" of log/a and log/b, "m1/log/a" and "m2/log/a"
+    of the same run of two machines."""
+    names = []
+    for run in runs:
+        length = 1
+        while sum(other.parts[-length:] == run.parts[-length:] for other in runs) > 1:
+            length += 1
+        # What no terminal could print: control codes, and bytes that are not UTF-8.
+        name = "/".join(run.parts[-length:]).encode(errors="replace").decode()
+        names.append(printable(name))
+    return names
+
+
+def drawable_names(figure, names: list[str]) -> list[str]:
+    """The names; a number for each that has characters which matplotlib's font lacks, as DejaVu lacks Chinese ones."""
+    drawable, numbered = [], []
+    for number, name in enumerate(names, start=1):
+        with warnings.catch_warnings(record=True) as missing_glyphs:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
+            text = figure.text(0, 0, name)
+            text.get_window_extent()
+            text.remove()
+        if missing_glyphs:
+            numbered.append(f"run {number} is {name}")
+            name = f"run {number}"
+        drawable.append(name)
+    if numbered:
+        fix = "font.family in a matplotlibrc names another"
+        print0(f"warning: the font of the picture lacks characters of these names ({fix}): {', '.join(numbered)}")
+    return drawable
+
+
+def arrange(panels: list[Panel]) -> list[list[str]]:
+    """The titles of the panels by row and column: a row for each wide panel and one for the rest, which share its
+    COLUMNS evenly."""
+    rows = [[panel.title] for panel in panels if panel.is_wide]
+    narrow = [panel.title for panel in panels if not panel.is_wide]
+    if narrow:
+        rows.append(narrow)
+    return [np.repeat(row, COLUMNS // len(row)).tolist() for row in rows]
+
+
+def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
     """Draw runs into one image.
 
     Args:
-        run_dirs: their folders; the same folder twice is one run.
-        out: the image; its suffix sets the format.
+        runs: their folders, or logs; the same twice is one run.
+        out: the image, whose suffix sets the format, or its folder.
         reference: draw the public runs of their recipes (lifecycle/reference.py) behind them.
 
-    Returns `out`. Raises UserError if there is nothing to draw, or no image of this format can be written.
+    Returns the image's path. Raises UserError if there is nothing to draw, or the image cannot be written.
     """
-    from matplotlib.figure import Figure  # pyplot's would need a display
+    import matplotlib
 
-    dirs = list(dict.fromkeys(Path(d).resolve() for d in run_dirs))
-    runs = [PlottedRun("/".join(d.parts[-2:]), f"C{i % 10}", read_curves(d)) for i, d in enumerate(dirs)]
+    fix = "choose another, such as --out curves.png"
+    # Names are no formulas, whatever they contain; so no other text is one, and none needs LaTeX.
+    no_formulas = {"text.usetex": False, "text.parse_math": False, "axes.formatter.use_mathtext": False}
+    with matplotlib.rc_context(no_formulas):
+        figure = draw_figure(read_runs(runs), reference)
+        with explain_errors(f"cannot write the image {out}", fix):
+            out = Path(out)
+            if out.is_dir():
+                out = out / "curves.png"
+            # The image replaces what is there: /dev/null, too, for root.
+            require(out.is_file() or not out.exists(), f"it is not a file; {fix}")
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(out) as f:
+                figure.savefig(f, format=out.suffix[1:] or "png")
+    return out
+
+
+def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
+    """The Figure of these runs."""
+    from matplotlib.figure import Figure  # pyplot's would need a display
+    from matplotlib.lines import Line2D
+
+    measured = {key for curves in curves_by_run.values() for key in curves}
+    panels = [panel for panel in PANELS if measured.intersection(panel.metrics)]
+    require(panels, f"nothing of what was measured has a panel here: {', '.join(sorted(measured))}")
+    grid = arrange(panels)
+    heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
+    figure = Figure(layout="constrained", dpi=110)
+
+    # The x axis, and how many steps to each side a median covers: runs of different lengths are smoothed alike.
+    last_step = max(int(steps[-1]) for curves in curves_by_run.values() for steps, _ in curves.values())
+    reach = max(1, last_step // 80)
+
     references = []
     if reference:
-        found = dict.fromkeys(map(choose_reference, dirs))  # each once, in the order of the runs
+        found = dict.fromkeys(choose_reference(path) for path in curves_by_run)
         references = [reference for reference in found if reference]
+    names = drawable_names(figure, shortest_names(list(curves_by_run)))
+    runs = [PlottedRun(*run) for run in zip(names, run_colors(len(names)), curves_by_run.values(), strict=True)]
 
-    # A row for each wide panel and one for the rest, which share its columns evenly. Panels without data are left out.
-    titles = [title for title, (_, keys) in PANELS.items() if any(run.curves.keys() & set(keys) for run in runs)]
-    require(titles, "no run with a measured step; give one or more: python plots.py log/quickstart")
-    rows = [[title] for title in titles if title in WIDE] + [[title for title in titles if title not in WIDE]]
-    grid = [np.repeat(row, COLUMNS // len(row)) for row in rows if row]
-    heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
+    axes = figure.subplot_mosaic(grid, height_ratios=heights)
+    for panel in panels:
+        axes[panel.title].set_xlim(0, max(1, last_step) * 1.01)
+        draw_panel(axes[panel.title], panel, runs, references, reach)
 
-    figure = Figure(figsize=(12, sum(heights) + 0.4), dpi=110, layout="constrained")
-    last_step = max(steps[-1] for run in runs for steps, _ in run.curves.values())
-    for title, ax in figure.subplot_mosaic(grid, height_ratios=heights).items():
-        ax.set(xlim=(0, max(1, last_step) * 1.01), xlabel="step")
-        draw_panel(ax, title, runs, references)
-
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_write(out) as f:
-            figure.savefig(f, format=out.suffix[1:] or "png")
-    except ValueError as e:
-        raise UserError(f"cannot write the image {out}: {e}; choose another, such as --out curves.png") from None
-    return out
+    # One legend of the runs, below the panels, for which the figure grows.
+    labels = [describe_run(run, reach) for run in runs]
+    lines = [Line2D([], [], color=run.color, lw=3) for run in runs]
+    columns = 2 if len(runs) > 1 and max(map(len, labels)) < 80 else 1
+    figure.legend(lines, labels, fontsize=9, ncols=columns, loc="outside lower center", frameon=False)
+    rows = math.ceil(len(runs) / columns)
+    figure.set_size_inches(12, sum(heights) + 0.5 + 0.2 * rows)
+    return figure
 
 
 # ------------------------------------------------------------------------- command line
 
 
 def main(
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     reference: bool = False,
     out: Path | None = None,
     tensorboard: bool = False,
@@ -262,20 +494,23 @@ def main(
     """Draw the curves of runs.
 
     Args:
-        run_dirs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c); several are
-            overlaid.
+        runs: run folders (--out-dir of train_gpt2.py, or a log folder of build-nanogpt or llm.c), or logs, also what a
+            console showed; several are overlaid.
         reference: draw the band of public runs of the same recipe behind the curves of a run from scratch.
         out: the image; default: RUN_DIR/curves.png for one run, curves.png here for several.
         tensorboard: draw nothing, but write RUN_DIR/tensorboard of each.
     """
+    # The image goes to a file. matplotlib refuses to be imported with a backend that it does not know.
+    os.environ["MPLBACKEND"] = "agg"
     if tensorboard:
-        for folder in run_dirs:
-            print0(f"wrote {write_tensorboard(folder)}; to see it: tensorboard --logdir {folder}")
+        for run, curves in read_runs(runs).items():
+            folder = write_tensorboard(run, curves)
+            print0(f"wrote {folder}; to see it: tensorboard --logdir {folder.parent}")
         return
 
     # The picture of one run belongs to its folder; one of several runs belongs to none of theirs.
-    folder = run_dirs[0] if len(run_dirs) == 1 else Path()
-    print0(f"wrote {draw(run_dirs, out or folder / 'curves.png', reference)}")
+    folder = folder_of(runs[0]) if len(runs) == 1 else Path()
+    print0(f"wrote {draw(runs, out or folder / 'curves.png', reference)}")
 
 
 if __name__ == "__main__":

@@ -310,33 +310,48 @@ def main(argv: list[str]) -> None:
     require(not problems, "; ".join(problems))
 
 
+# What a legend calls the planted errors.
+PLANTED_LABELS: dict[PlantedError, str] = {
+    "rate": "a learning rate 1% too high",
+    "decay": "weight decay on every weight",
+    "target": "each token as its own target",
+}
+
+
 def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     """Draw a panel a reference: both curves, and below them the difference of each step, with the limit."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(comparisons))
     rows = -(-len(comparisons) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.4 * rows), layout="constrained")
+    figure = Figure(figsize=(4.2 * columns, 3.8 * rows + 1), layout="constrained")
+    figure.suptitle("The same training steps,\nby the program of another project and by this one")
     panels = iter(figure.subfigures(rows, columns, squeeze=False).flat)  # the last row may have more of them
     for name, found in comparisons.items():
         panel = next(panels)
-        above, below = panel.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        above.set_title(f"{name} and {REFERENCES[name].flags.split()[0]}", fontsize=9)
-        above.plot([record.loss for record in found.expected], color="#9ecae1", lw=5, label="reference")
-        above.plot([record.loss for record in found.curve], color="#08306b", lw=1, label="this project")
-        for plant, curve in {"": found.curve, **found.planted}.items():
+        above, below = panel.subplots(2, 1, sharex=True, height_ratios=(1, 1))
+        above.set_title(f"{name} and our preset {REFERENCES[name].flags.split()[0]}", fontsize=10)
+        above.plot([record.loss for record in found.expected], color="#9ecae1", lw=5, label="loss of their program")
+        above.plot([record.loss for record in found.curve], color="#08306b", lw=1, label="loss of this project")
+        above.set_ylabel("loss\n(nats per token)", fontsize=9)
+
+        for plant, curve in {None: found.curve, **found.planted}.items():
             # Losses that are equal have no place on a log scale: they are drawn at its foot.
             apart = [max(abs(a.loss - b.loss), 1e-8) for a, b in zip(curve, found.expected, strict=True)]
-            style = {"label": f"difference, planted {plant}"} if plant else {"color": "#08306b", "label": "difference"}
-            below.plot(apart, "-" if plant else ".", lw=1, ms=3.5, **style)
-        below.axhline(REFERENCES[name].limit, color="#777777", lw=1, ls="--", label="limit")
-        below.set(yscale="log", xlabel="step")
+            if plant is None:
+                below.plot(apart, ".", color="#08306b", ms=4, label="difference of the two: rounding")
+            else:
+                below.plot(apart, lw=1, label=f"difference with a bug put in: {PLANTED_LABELS[plant]}")
+        limit = REFERENCES[name].limit
+        below.axhline(limit, color="#777777", lw=1, ls="--", label="limit: more than that is no rounding")
+        below.set(yscale="log", ylim=(5e-9, 50), xlabel="step")
+        below.set_ylabel("difference\nof the losses", fontsize=9)
         for axes in (above, below):
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
 
     # One legend below all panels: each label once.
     lines = {line.get_label(): line for axes in figure.get_axes() for line in axes.get_lines()}
-    figure.legend(handles=list(lines.values()), fontsize=8, frameon=False, ncols=6, loc="outside lower center")
+    figure.legend(handles=list(lines.values()), fontsize=9, frameon=False, ncols=columns, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -1,5 +1,7 @@
 """bench/parity.py: a reference that does the same has the same curve, and a planted error gives another one."""
 
+from typing import get_args
+
 import pytest
 from helpers import make_shards
 
@@ -59,6 +61,10 @@ def test_the_same_agrees_and_planted_errors_do_not(tmp_path):
 
     parity.draw({"build-nanogpt": found}, tmp_path / "plots" / "parity.png")
     assert (tmp_path / "plots" / "parity.png").is_file()
+
+
+def test_a_legend_explains_every_planted_error():
+    assert tuple(parity.PLANTED_LABELS) == get_args(parity.PlantedError)
 
 
 def test_an_edit_that_finds_nothing_is_an_error():

@@ -104,12 +104,18 @@ VIDEO = replace(PRESETS["gpt2-124m"], total_batch_size=16_384)
 XL = replace(PRESETS["gpt2-1558m"], total_batch_size=2**20)
 RECORD8, SPEEDRUN = PRESETS["record8-124m"], PRESETS["speedrun-124m"]
 LONGER = replace(RECORD8, model=replace(RECORD8.model, block_size=2048), sequence_length=2048)
-FITTED = [(SPEEDRUN, "H200", 1071), (VIDEO, "A100-80GB", 90), (EAGER, "H100", 1574)]
+# 621k tokens/s a B200 and 128k an L40S: modded-nanogpt's track 3, 20260501_muonsq and 20260504_muloco_normuonh.
+FITTED = [
+    (SPEEDRUN, "H200", 1071), (VIDEO, "A100-80GB", 90), (EAGER, "H100", 1574), (SPEEDRUN, "8xB200", 105.5),
+    (SPEEDRUN, "4xL40S", 1024),
+]  # fmt: skip
+# 202k tokens/s an A100 of four: track 3, 20260509_contra_muon_split_cooldown. The two 4090s are tyler-romero's.
 CHECKED = [
     (PRESETS["llmc-124m"], "8xH100", 138), (RECORD8, "8xH100", 142), (SPEEDRUN, "8xH200", 144),
     (SPEEDRUN, "8xH100", 155), (EAGER, "2xH100", 755), (EAGER, "8xA100-40GB", 566), (RECORD8, "A100-80GB", 2359),
     (RECORD8, "8xA100-80GB", 262), (PRESETS["untied-124m"], "2xA100-40GB", 755), (PRESETS["llmc-124m"], "8xA100", 300),
     (XL, "8xH100", 2700), (LONGER, "A100-80GB", 2689), (PRESETS["gpt2-124m"], "2x4090", 2372),
+    (SPEEDRUN, "4xA100", 649),
 ]  # fmt: skip
 
 
