@@ -191,12 +191,16 @@ def predict(cfg: TrainConfig) -> str:
     state_bytes = optim.state_bytes(model, cfg) / optimizer_shards
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
+    accuracy = "of the published runs, half are within 15%, all within 40% (docs/renting.md)"
+    unmeasured = [name for name in dict.fromkeys(cards) if not CARDS[name].is_measured]
+    if unmeasured:
+        accuracy = f"no run is published on {' or '.join(unmeasured)}: the share of its peak is a guess"
     verdict = "fit, and leave the rest to activations" if needed_gb < gb else "do not fit: use a larger card"
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
         f"{describe_speed(cfg, model, step_s, max_steps, len(cards), peak_flops)}\n{assumed}"
-        "of the published runs, half are within 15%, all within 40% (docs/renting.md); to measure, use --dry-run there"
+        f"{accuracy}; to measure, use --dry-run there"
     )
 
 
