@@ -65,6 +65,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten.
     cfg, model, data, val_data, saved = resume.open_run(cfg, rt)
     max_steps = cfg.total_steps(data.order.sequences_per_epoch)
+    data_id = data.fingerprint()
     step = start = saved["step"] if saved else 0
     if resume.is_complete(cfg, rt, step, max_steps):
         print0(f"the run is complete at step {step}; to train on, raise --max-steps")
@@ -101,7 +102,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             writer.join()
             weights = optim.float32_state_dict(model)
             resume.check_weights_agree(rt, weights, step)
-            state = resume.train_state(cfg, rt, step, max_steps, data.fingerprint(), optimizers, scaler)
+            state = resume.train_state(cfg, rt, step, max_steps, data_id, optimizers, scaler)
             if rt.is_main:
                 # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
                 metrics.flush()

@@ -13,9 +13,11 @@ script that must end with one clear message.
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 # As the scripts set it: threads that wait do not spin, because the tests run side by side. Read when torch is imported.
@@ -27,6 +29,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import processes
 import pytest
 from helpers import ROOT, TINY_FLAGS, train_quickstart, write_random_walk_shards
+
+TEST_SECONDS = 240
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,6 +46,22 @@ def offline():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", connect_here)
         yield
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request):
+    """A test that hangs fails."""
+    if threading.current_thread() is not threading.main_thread() or request.node.get_closest_marker("slow"):
+        yield
+        return
+
+    def fail(*_):
+        raise TimeoutError(f"{request.node.name} takes more than {TEST_SECONDS} seconds")
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(TEST_SECONDS)
+    yield
+    signal.alarm(0)
 
 
 # ------------------------------------------------------------------------- data

@@ -64,6 +64,23 @@ def test_rate_and_decay_come_from_the_group(name):
     assert not [n for n in before if before[n].any() and torch.equal(decayed[n], plain[n])]
 
 
+def test_each_role_has_its_own_rate():
+    """By what a parameter is, not by its name: an added table of the vocabulary is an embedding, wherever it is."""
+    cfg = dataclasses.replace(BASE, optimizer="muon", embed_lr_scale=2.0, vector_lr_scale=3.0, max_lr=1.0, muon_lr=5.0)
+    model = GPT(dataclasses.replace(SMALL, tied_head=False))
+    model.transformer.h[0].attn.value_table = torch.nn.Embedding(64, 16)
+    model.temperature = torch.nn.Parameter(torch.ones(1))
+    rates = {
+        p: g["peak_lr"] for groups in optim.parameter_groups(model, cfg).values() for g in groups for p in g["params"]
+    }
+    block = model.transformer.h[0]
+
+    assert len(rates) == len(list(model.parameters()))
+    assert [rates[p] for p in (model.transformer.wte.weight, block.attn.value_table.weight)] == [2.0, 2.0]
+    assert [rates[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)] == [3.0, 3.0, 3.0]
+    assert [rates[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == [5.0, 1.0]
+
+
 @pytest.mark.parametrize("setting", ["beta1", "beta2", "adam_eps", "muon_momentum"])
 def test_every_setting_changes_the_weights(setting):
     cfg = dataclasses.replace(BASE, optimizer="muon", **OWN_SETTINGS)

@@ -267,7 +267,7 @@ def test_an_error_on_one_rank_ends_the_other(tiny_args, tiny_data, tmp_path, run
 # ------------------------------------------------------------------------- ranks that differ
 
 
-def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path, monkeypatch):
+def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path, one_run, monkeypatch):
     """Two machines may have another checkpoint, length of the run, network, shards or HellaSwag rows."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     fewer_rows = write_jsonl(tmp_path / "fewer.jsonl", make_hellaswag_rows(6))
@@ -281,7 +281,8 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
         flags = [*tiny_args, "--hellaswag-every", "4", "--hellaswag-data", rows, *words]
         cfg = parse_config("quickstart", *flags)
         data = resume.open_data(cfg)[0]
-        resume.check_ranks_agree(cfg, CPU, step and {"step": step}, data)
+        saved = step and {"step": step, "model_file": checkpoint.model_path(one_run, step)}
+        resume.check_ranks_agree(cfg, CPU, saved, data)
         return found[-1]
 
     facts = find_facts(step=3)
@@ -296,6 +297,13 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
         names = [name for name in facts if facts[name] != other[name]]
         assert len(names) == bool(word) and word in "".join(names)
     assert find_facts("--hellaswag-data", tmp_path / "missing")["the checkpoint to resume from"] == "none"
+
+
+def test_two_checkpoints_of_one_step_are_told_apart(one_run, tiny_args, tmp_path):
+    other = train_quickstart(tiny_args, tmp_path / "other", "--seed", "5", "--max-steps", "3")
+    step_3, step_3_of_another = (checkpoint.model_path(run, 3) for run in (one_run, other))
+    assert checkpoint.describe_step(step_3) == checkpoint.describe_step(step_3)
+    assert checkpoint.describe_step(step_3) != checkpoint.describe_step(step_3_of_another)
 
 
 def change_the_seed_of_rank_1() -> None:

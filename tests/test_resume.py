@@ -15,6 +15,7 @@ from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
 from system.cli import UserError
 from system.files import lock_folder
+from tokens.loader import Loader
 from weights import checkpoint
 from weights.open_model import open_model
 
@@ -157,6 +158,52 @@ def test_weights_alone_are_never_overwritten(tiny_args, trained_run):
         with pytest.raises(UserError, match=r"--init-from .*model_00012.pt"):
             train_quickstart(tiny_args, trained_run, "--resume", start)
         assert read_bytes(trained_run) == before
+
+
+def test_a_damaged_checkpoint_is_named_and_not_overwritten(tiny_args, trained_run):
+    """Neither beside complete steps nor alone: the run would start again in its place."""
+    for last, fix in ((9, "resume from step 9"), (-1, "start again")):
+        delete_checkpoints_after(trained_run, last)
+        (trained_run / "model_00012.pt").write_bytes(b"cut")
+        before = read_bytes(trained_run)
+        with pytest.raises(UserError, match=rf"model_00012.pt is damaged \(3 bytes\).*{fix}"):
+            train_quickstart(tiny_args, trained_run, "--resume", "auto")
+        assert read_bytes(trained_run) == before
+
+
+def test_an_error_between_two_updates_loses_no_step(tiny_args, tiny_data, tmp_path, one_run):
+    """A shard that is damaged while the run reads it: all updates before are saved, and the run goes on from there."""
+    flags, run = [*tiny_args, "--save-every", "0", "--no-shuffle"], tmp_path / "run"
+    path = tiny_data / "tiny_train_000002.npy"
+    content = path.read_bytes()
+    read, whole = Loader._read_shard, train_quickstart(flags, tmp_path / "whole")
+
+    def read_damaged(loader, index):
+        if loader.paths[index] == path:
+            path.write_bytes(content[:-100])
+        return read(loader, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "_read_shard", read_damaged)
+        with pytest.raises(UserError, match=r"tiny_train_000002\.npy"):
+            train_quickstart(flags, run)
+    assert checkpoint.latest_step(run) > 0
+
+    path.write_bytes(content)
+    train_quickstart(flags, run, "--resume", "auto")
+    assert load_curve(run) == load_curve(whole)
+    assert same_bits(load_weights(run), load_weights(whole))
+
+
+def test_another_batch_size_says_where_the_data_continue(tiny_args, trained_run, capsys):
+    flags = ["--resume", "auto", "--max-steps", "13", "--total-batch-size", "128", "--allow-drift"]
+    train_quickstart(tiny_args, trained_run, *flags)
+    assert "at sequence 48, not at 96" in capsys.readouterr().out
+
+
+def test_a_refusal_names_the_flags_that_restore(tiny_args, trained_run):
+    with pytest.raises(UserError, match=r"Restore them: --shuffle --max-lr 0.003;"):
+        train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-lr", "1", "--no-shuffle")
 
 
 def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run, tmp_path, capsys):

@@ -91,6 +91,14 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, one_run, unpoisoned
     assert load_curve(run) == load_curve(one_run)
 
 
+def test_a_refused_update_pushes_no_checkpoint_out(tiny_args, tmp_path, unpoisoned):
+    """Its weights may be the cause, and the ones before them the way back."""
+    poison(at=lambda micro_step: micro_step >= 14)
+    with pytest.raises(UserError, match="step 7: loss nan"):
+        train_quickstart(tiny_args, tmp_path / "run", "--save-every", "3", "--keep", "1", "--val-every", "0")
+    assert checkpoint.complete_steps(tmp_path / "run") == [6, 7]
+
+
 # ------------------------------------------------------------------------- float16 and its loss scale
 
 # As record8-124m and speedrun-124m on a GPU before Ampere: AdamW and Muon, and weights that then stay in float32.
@@ -135,7 +143,7 @@ def test_float16_refuses_a_loss_that_is_nan(tiny_args, tmp_path, monkeypatch, un
     poison()
     set_initial_loss_scale(monkeypatch, 8.0)
 
-    with pytest.raises(UserError, match="step 0: loss nan"):
+    with pytest.raises(UserError, match=r"step 0: loss nan.*--dtype float32"):
         train_quickstart(tiny_args, tmp_path / "loss", *FLOAT16)
 
 
