@@ -319,7 +319,12 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime, Callabl
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
         return None
-    return lambda model, rt, check: summarize(score(model, examples, rt, check=check), examples)
+
+    def score_run(model: GPT, rt: Runtime, check: Callable[[], None]) -> dict[str, float | int]:
+        has_terminal = rt.is_main and sys.stderr.isatty()
+        return summarize(score(model, examples, rt, progress=has_terminal, check=check), examples)
+
+    return score_run
 
 
 def summary_line(result: dict[str, float | int]) -> str:

@@ -53,7 +53,7 @@ from training import optim
 from training.config import HELLASWAG_DATA, Mark, TrainConfig, has_mark, settings_by_flag
 from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
-from training.presets import OTHER_TRAINERS, PRESETS
+from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
 from training.schedule import set_learning_rates
 from weights import checkpoint
 
@@ -291,7 +291,9 @@ def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:
     path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step if best is None else best)))
     what = "weights" if best is None else "of the saved weights, the lowest val loss"
     text = f"done: {step} steps in {format_duration(seconds)}; {what}: {path}"
-    return f'{text}\nnext: python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} "Once upon a time"'
+    prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
+    commands = f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {shlex.quote(prompt)}"
+    return f"{text}\nnext: {commands}"
 
 
 # ------------------------------------------------------------------------- the command line
@@ -330,7 +332,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
             default=defaults,
             args=flags,
             prog="train_gpt2.py [PRESET]",
-            description=f"Presets: {', '.join(PRESETS)}; the values below are those of {defaults.preset}.",
+            description=f"{describe_presets()}\n\nThe values below are those of {defaults.preset}.",
             compact_help="--help" not in flags,
             console_outputs=env_rank() == 0,
         )

@@ -10,6 +10,7 @@ Called by train_gpt2.py between two steps. Nothing here changes the model, the g
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from lifecycle import reference
 from lifecycle.resume import describe_files
@@ -110,7 +112,7 @@ class Evaluator:
 
     @torch.no_grad()
     def sample_text(self, step: int, stop: StopRequest) -> str:
-        """If samples are due, continuations of the prompt, one a line, cut short when this rank is asked to stop; ""
+        """If samples are due, continuations of the prompt, cut short when this rank is asked to stop; ""
         otherwise and on all ranks but 0."""
         cfg, rt = self.cfg, self.rt
         if not (rt.is_main and self.prompt and step > 0 and is_due(step, cfg.sample_every, self.max_steps)):
@@ -128,7 +130,7 @@ class Evaluator:
             columns.append(new_ids.tolist())
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
-        return "\n".join(f"sample {i}: {text}" for i, text in enumerate(texts))
+        return "\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(texts, 1))
 
 
 def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
@@ -210,7 +212,8 @@ def validate(
     # Float64 sums, where the device has them, keep thousands of batches exact enough that the result does not depend on
     # the number of ranks.
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
-    for i in range(0, count, stride):
+    has_terminal = rt.is_main and sys.stderr.isatty()
+    for i in tqdm(range(0, count, stride), "validation", disable=not has_terminal, leave=False):
         check()
 
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.

@@ -66,18 +66,21 @@ class StopRequest:
         """Let SIGTERM, SIGINT and SIGHUP ask for a stop inside this context. The first one is noted, and the run saves
         itself. One that comes later ends the process as usual, without saving."""
 
+        def write(message: str) -> None:
+            # Not print, which is not reentrant: the signal may have interrupted a call of it.
+            if env_rank() == 0:
+                with suppress(OSError):
+                    os.write(1, f"{message}\n".encode())
+
         def handler(number: int, frame: Any) -> None:
             if self.signal is not None and time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
+                write("ends now, without saving; --resume auto continues from the newest checkpoint")
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             if self.signal is None:
                 self.signal = signal.Signals(number).name
                 self.signal_time = time.monotonic()
-                message = f"{self.signal}: the run saves and stops; a second one, 2 s later, ends it without saving\n"
-                # Not print, which is not reentrant: the signal may have interrupted a call of it.
-                if env_rank() == 0:
-                    with suppress(OSError):
-                        os.write(1, message.encode())
+                write(f"{self.signal}: the run saves and stops; a second one, 2 s later, ends it without saving")
 
         # SIGHUP: the terminal is gone, and torchrun passes that on even under nohup.
         numbers = [signal.SIGTERM, signal.SIGINT]

@@ -21,7 +21,7 @@ from model import GPTConfig
 from system.cli import UserError
 from train_gpt2 import parse
 from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, settings_by_flag, shapes_result
-from training.presets import PRESETS, is_network_from_init
+from training.presets import PRESETS, SUMMARIES, is_network_from_init
 
 GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
 
@@ -105,6 +105,7 @@ def test_presets_have_the_numbers_of_their_recipes(name):
 def test_every_preset_has_a_recipe_and_its_own_name():
     """Two presets of one name, as after a replace() without preset=, would leave one of the recipes without."""
     assert set(PRESETS) - {"quickstart"} == set(RECIPES)
+    assert set(PRESETS) == set(SUMMARIES)
     for name, cfg in PRESETS.items():
         assert cfg.preset == name and str(cfg.run_dir) == f"log/{name}"
         assert TrainConfig.from_dict(cfg.to_dict()) == cfg

@@ -98,11 +98,32 @@ PRESETS = {cfg.preset: cfg for cfg in (
         model=_small, data_dir="data/stdlib",
         sequence_length=256, total_batch_size=4096, max_steps=80,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,
-        val_every=40, val_tokens=65_536, hellaswag_every=0, save_every=40, keep=2,
+        val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=40, keep=2,
         sample_every=80, sample_prompt="def ",
     ),
 )}
 # fmt: on
+
+
+# What the help says of each.
+SUMMARIES = {
+    "gpt2-124m": "build-nanogpt's GPT-2 124M on FineWeb-Edu 10B, the recipe of the lecture",
+    "gpt2-350m": "GPT-2 medium, with GPT-3's rate",
+    "gpt2-774m": "GPT-2 large, with GPT-3's rate",
+    "gpt2-1558m": "GPT-2 XL, with GPT-3's rate",
+    "untied-124m": "DDP-BASEMODEL-TRAIN's recipe: an untied head, half as many tokens a step",
+    "llmc-124m": "llm.c's GPT-2 124M on FineWeb",
+    "record8-124m": "modded-nanogpt's record 8: RoPE, ReLU^2, Muon, bfloat16 weights",
+    "speedrun-124m": "modded-nanogpt's simple trainer, result 36: to 3.28 in 3,250 steps",
+    "finetune": "OpenAI's GPT-2 on your own text",
+    "overfit": "one batch by heart, to see that a network learns at all",
+    "quickstart": "a tiny GPT-2 in minutes, on a CPU",
+}
+
+
+def describe_presets() -> str:
+    """The presets, one a line, for the help."""
+    return "\n".join(["Presets:", *(f"  {name:<14} {SUMMARIES[name]}" for name in PRESETS)])
 
 
 def is_network_from_init(cfg: TrainConfig) -> bool:
