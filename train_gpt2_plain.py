@@ -94,8 +94,8 @@ def find_shards(cfg: Config, split: str, needed: int) -> list[Path]:
     paths = sorted(Path(cfg.data_dir).glob(f"*_{split}_*.npy"))
     lengths = [len(np.load(path, mmap_mode="r")) for path in paths]
     found = sum(len(sequence_starts(length, cfg.sequence_length)) for length in lengths)
-    problem = f"the {split} shards of --data-dir {cfg.data_dir} (*_{split}_*.npy) hold {found} sequences of {needed}"
-    fix = f"make more with fineweb.py --out {cfg.data_dir}, or use a smaller --val-tokens or --sequence-length"
+    problem = f"*_{split}_*.npy in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
+    fix = f"make shards with fineweb.py --out {cfg.data_dir}, or use a smaller --val-tokens or --sequence-length"
     require(found >= needed, f"{problem}; {fix}")
     return paths
 
@@ -196,17 +196,19 @@ def train(cfg: Config) -> None:
     # Half a million tokens do not fit in memory. What the ranks take in one forward pass does, and a step has several.
     B, T = cfg.micro_batch_size, cfg.sequence_length
     tokens_per_pass = B * T * world_size
+    val_tokens = cfg.val_tokens if cfg.val_every else 0
     rule = f"--micro-batch-size x --sequence-length x ranks = {B} x {T} x {world_size} = {tokens_per_pass} tokens"
-    for flag, tokens in (("--total-batch-size", cfg.total_batch_size), ("--val-tokens", cfg.val_tokens)):
-        require(tokens > 0 and tokens % tokens_per_pass == 0, f"{flag} {tokens} must be a multiple of {rule}")
+    for flag, tokens in (("--total-batch-size", cfg.total_batch_size), ("--val-tokens", val_tokens)):
+        fix = f"use {flag} {max(1, round(tokens / tokens_per_pass)) * tokens_per_pass}"
+        require(tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
     micro_steps = cfg.total_batch_size // tokens_per_pass
-    val_steps = cfg.val_tokens // tokens_per_pass
+    val_steps = val_tokens // tokens_per_pass
 
     # What the run needs must be there, and what is there is not overwritten.
     context = cfg.model.block_size
-    require(T <= context, f"--sequence-length {T} exceeds the network's context: use --model.block-size {T}")
+    require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
     train_shards = find_shards(cfg, "train", needed=1)
-    val_shards = find_shards(cfg, "val", needed=cfg.val_tokens // T) if cfg.val_every else []
+    val_shards = find_shards(cfg, "val", needed=val_tokens // T)
     out_dir = Path(cfg.out_dir)
     is_free = not out_dir.exists() or not any(out_dir.iterdir())
     require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: use a new folder")
@@ -263,7 +265,8 @@ def train(cfg: Config) -> None:
             if world_size > 1:
                 forward.require_backward_grad_sync = micro_step == micro_steps - 1
 
-            x, y = next(batches)  # (B, T) each
+            # x (B, T) -> logits (B, T, vocabulary) -> with y (B, T) the mean of B * T cross-entropies, a number.
+            x, y = next(batches)
             with autocast:
                 _, loss = forward(x, y)
             loss = loss / micro_steps

@@ -1,4 +1,4 @@
-"""A whole run learns, and is the same compiled. test_plain.py has a plain trainer that it equals, test_golden.py losses."""
+"""A whole run learns, and is the same compiled. test_plain.py and test_golden.py compare losses, norms and weights."""
 
 import time
 from functools import partial
