@@ -70,7 +70,7 @@ class Config:
     sample_prompt: str = "Hello, I'm a language model,"  # text to continue
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # precision of the matrix products
-    compile: bool = False  # torch.compile: the first step takes a minute longer, the others are much faster
+    compile: bool = False  # torch.compile: a long first step, then faster ones
 
 
 # ------------------------------------------------------------------------- data

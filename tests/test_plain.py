@@ -67,8 +67,9 @@ def largest_differences(a: Path, b: Path) -> dict[str, float]:
 
 
 def is_rounding(differences: dict[str, float]) -> bool:
-    """Whether two runs are the same computation. Measured: 1.8e-7 (losses), 1.2e-7 (norms), 1.9e-7 (weights)."""
-    return all(difference < (1e-12 if key in ("step", "lr") else 1e-6) for key, difference in differences.items())
+    """Whether two runs compute the same. The limit is ten times what was measured; beta2 0.951 changes the norms by
+    3e-4."""
+    return differences["step"] == 0 and differences["lr"] < 1e-12 and max(differences.values()) < 2e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
