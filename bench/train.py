@@ -5,9 +5,11 @@
     python -m bench train quickstart --only ours ../another-worktree            # two versions of this project
 
 "ours" is train_gpt2.py, from its command to its end, without evaluations; a folder in its place is another checkout of
-this project. All contenders train the same network on the same tokens: one process, the preset's batch and dtype. Peers
-have AdamW, so their comparison needs --optimizer adamw and a --micro-batch-size for all, as above. build-nanogpt runs
-without torch.compile, as it comes. The contenders take turns in separate processes. The table's columns:
+this project. "plain" is train_gpt2_plain.py, eager as it comes; "plain-compiled" adds --compile. All contenders train
+the same network on as many tokens of the same data: one process, the preset's batch and dtype. Peers and the plain
+trainer have AdamW, so a comparison with them needs --optimizer adamw and a --micro-batch-size for all, as above.
+build-nanogpt runs without torch.compile, as it comes. The contenders take turns in separate processes. The table's
+columns:
 
     tokens/s, step ms    medians over all timed steps, from one update to the next
     ours is              how many times as fast the first contender is
@@ -15,6 +17,7 @@ without torch.compile, as it comes. The contenders take turns in separate proces
                          round and, if there are several, full in the last
 """
 
+import json
 import os
 import resource
 import statistics
@@ -22,18 +25,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from bench import peers, turns
 from system.cli import require
 
+if TYPE_CHECKING:
+    from training.config import TrainConfig
+
 # What each contender of this project adds to the command line of train_gpt2.py.
 OUR_FLAGS = {"ours": [], "ours-eager": ["--no-compile"], "ours-recompute": ["--recompute"]}
+# train_gpt2_plain.py, and whether it is compiled.
+PLAIN = {"plain": False, "plain-compiled": True}
 # The peers, each with its file and whether it is compiled.
 PEERS = {
     "nanogpt": ("nanogpt", "model.py", False),
@@ -54,13 +63,24 @@ class Args:
     steps: int = 6
     """Timed steps per round."""
     rounds: int = 2
-    only: tuple[str, ...] = ("ours", "nanogpt-compiled", "build-nanogpt")
-    """Some of ours, ours-eager, ours-recompute, nanogpt, nanogpt-compiled, build-nanogpt, and folders."""
+    only: tuple[str, ...] = ("ours", "plain-compiled", "plain", "nanogpt-compiled", "build-nanogpt")
+    """Some of ours, ours-eager, ours-recompute, plain, plain-compiled, nanogpt, nanogpt-compiled, build-nanogpt, and
+    folders."""
 
 
 def words(args: Args) -> list[str]:
     """The command line of train_gpt2.py, for all contenders."""
     return [args.preset, "--data-dir", str(args.data_dir), *args.flags]
+
+
+def parse_for_adamw(args: Args) -> "TrainConfig":
+    """The settings of the run, for contenders with AdamW alone and without a search for the micro-batch."""
+    from training.presets import parse
+
+    cfg = parse(words(args), lambda path: {})
+    require(cfg.micro_batch_size != "auto", "plain and peers need a fixed micro-batch: -- --micro-batch-size 16")
+    require(cfg.optimizer == "adamw", "plain and peers have AdamW: -- --optimizer adamw")
+    return cfg
 
 
 # ------------------------------------------------------------------------- one contender
@@ -80,6 +100,8 @@ def measure(args: Args, sources: dict[str, str], name: str) -> dict:
     steps = WARMUP_STEPS + args.steps
     if name in PEERS:
         facts = run_peer(args, name, sources[name], steps)
+    elif name in PLAIN:
+        facts = run_plain(args, name, steps)
     else:
         facts = run_ours(args, name, steps)
 
@@ -91,20 +113,46 @@ def measure(args: Args, sources: dict[str, str], name: str) -> dict:
 def run_ours(args: Args, name: str, steps: int) -> dict:
     """train_gpt2.py with `steps` steps; `name` may be the folder of another checkout."""
     if name not in OUR_FLAGS:
-        for module in [m for m in sys.modules if m.split(".")[0] in ("model", "system", "tokens", "training")]:
-            del sys.modules[module]
+        # Every module of this checkout but the bench itself, so that the other checkout's are imported.
+        here = str(Path.cwd())
+        for module, loaded in list(sys.modules.items()):
+            is_ours = (getattr(loaded, "__file__", None) or "").startswith(here) and ".venv" not in loaded.__file__
+            if is_ours and module.split(".")[0] not in ("bench", "__main__"):
+                del sys.modules[module]
         os.chdir(name)
         sys.path.insert(0, str(Path.cwd()))
     import train_gpt2
-    from lifecycle.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as out_dir:
         no_periods = "--val-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0".split()
         flags = [*no_periods, *OUR_FLAGS.get(name, []), "--max-steps", str(steps), "--out-dir", out_dir]
         sys.argv = ["train_gpt2.py", *words(args), *flags]
         train_gpt2.main()
-        losses = [row["train_loss"] for row in read_metrics(Path(out_dir, "metrics.jsonl")) if "train_loss" in row]
-    return {"loss": losses[-1], "peak_gb": peak_gb()}
+        return {"loss": last_loss(Path(out_dir)), "peak_gb": peak_gb()}
+
+
+def last_loss(run: Path) -> float:
+    """The training loss of the last step of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["train_loss"] for row in rows if "train_loss" in row][-1]
+
+
+def run_plain(args: Args, name: str, steps: int) -> dict:
+    """train_gpt2_plain.py with `steps` steps, and the settings that it shares with train_gpt2.py."""
+    import torch
+
+    import train_gpt2_plain
+    from system import machine
+    from system.distributed import Runtime
+
+    cfg = parse_for_adamw(args)
+    rt = machine.choose_precision(Runtime(machine.choose_device(cfg.device), torch.float32), cfg.dtype)
+    settings = {field.name: getattr(cfg, field.name) for field in fields(train_gpt2_plain.Config)}
+    settings |= {"dtype": machine.dtype_name(rt.dtype), "compile": PLAIN[name]}
+    settings |= {"max_steps": steps, "val_every": 0, "sample_every": 0}
+    with tempfile.TemporaryDirectory() as out_dir:
+        train_gpt2_plain.train(train_gpt2_plain.Config(**settings | {"out_dir": out_dir}))
+        return {"loss": last_loss(Path(out_dir)), "peak_gb": peak_gb()}
 
 
 def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
@@ -115,11 +163,8 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     from lifecycle import resume
     from system import distributed, machine
     from tokens.loader import to_device
-    from train_gpt2 import parse
 
-    cfg = parse(words(args), lambda path: {})
-    require(cfg.micro_batch_size != "auto", "peers need a fixed micro-batch: -- --micro-batch-size 16")
-    require(cfg.optimizer == "adamw", "peers have AdamW: -- --optimizer adamw")
+    cfg = parse_for_adamw(args)
 
     # The module with its GPT and GPTConfig, which @dataclass looks up; of build-nanogpt's script, the part above its
     # data and its loop.
@@ -172,10 +217,9 @@ def main(argv: list[str]) -> None:
     args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench train")
     args = replace(args, data_dir=args.data_dir.resolve())  # contenders may run in other folders
     for name in args.only:
-        known = ", ".join([*OUR_FLAGS, *PEERS])
-        require(
-            name in OUR_FLAGS or name in PEERS or Path(name, "train_gpt2.py").exists(), f"{name} is none of {known}"
-        )
+        known = [*OUR_FLAGS, *PLAIN, *PEERS]
+        is_known = name in known or Path(name, "train_gpt2.py").exists()
+        require(is_known, f"{name} is none of {', '.join(known)}")
     sources = {name: peers.read(args.peers, *PEERS[name][:2]) for name in args.only if name in PEERS}
     run: Callable[[str], dict] = partial(measure, args, sources)
     results = turns.take_turns(run, args.only, args.rounds)

@@ -16,7 +16,10 @@ from system.cli import UserError
 SMALL = "--optimizer=adamw --micro-batch-size=4 --sequence-length=32 --total-batch-size=256 --no-compile"
 SMALL += " --model.n-layer=1 --model.n-head=2 --model.n-embd=32 --model.block-size=32"
 RUNS = {
-    "train": (f"quickstart --data-dir {{tmp}}/data --steps 1 --rounds 1 --only {{rows}} -- {SMALL}", f"ours {ROOT}"),
+    "train": (
+        f"quickstart --data-dir {{tmp}}/data --steps 1 --rounds 1 --only {{rows}} -- {SMALL}",
+        f"ours plain {ROOT}",
+    ),
     "tokens": ("{tmp}/a.parquet --rounds 1 --only {rows}", "fineweb.py"),
     "generate": (
         "--device cpu --rounds 1 --new-tokens 2 --samples 1 --data {tmp}/rows.jsonl --limit 2 --only {rows}",

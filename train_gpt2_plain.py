@@ -1,0 +1,320 @@
+"""Train a GPT-2, plainly: the whole trainer in one file over model.py. Read it first, from `train`.
+
+    python fineweb.py --source stdlib --out data/stdlib          # tokens from this Python's own library, in seconds
+    python train_gpt2_plain.py --data-dir data/stdlib --model.n-layer 4 --model.n-head 4 --model.n-embd 128 \\
+        --sequence-length 256 --total-batch-size 4096 --micro-batch-size 8 --max-steps 80 --warmup-steps 10 \\
+        --max-lr 3e-3 --min-lr 3e-4 --val-every 40 --val-tokens 65536 --sample-every 80 --dtype float32
+    python infer.py log/plain "def "                             # also hellaswag.py, plots.py and hub.py open log/plain
+
+    torchrun --standalone --nproc_per_node=8 train_gpt2_plain.py --micro-batch-size 64 --compile     # GPT-2 124M
+
+The defaults are build-nanogpt's recipe for GPT-2 124M, which is the preset gpt2-124m of train_gpt2.py. That program
+computes the same, and adds what a long run needs and what makes it faster. With --no-shuffle, its losses, gradient
+norms and weights are those of this file, up to rounding (tests/test_plain.py).
+
+A step reads micro_steps * B sequences of T tokens on each rank, of which B at a time fit in memory:
+
+    for each micro-batch    tokens (B, T + 1) -> inputs x (B, T) and targets y (B, T)
+                            loss = mean cross-entropy of model(x) and y, divided by micro_steps
+                            backward: its gradients are added to those of the micro-batches before
+    once a step             average the gradients over the ranks, clip their norm, set the rate, update with AdamW
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+
+from model import GPT, GPTConfig
+from system.cli import env_rank, print0, require, run_cli
+from tokens import tokenizer
+
+# GPT-2 has 50,257 tokens. Rows that no token uses pad the vocabulary to a multiple of 128, for the matmul kernels.
+GPT2_124M = GPTConfig(vocab_size=50304)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings, with the names that they have in train_gpt2.py. A period (--*-every) of 0 turns that thing off."""
+
+    model: GPTConfig = GPT2_124M
+    data_dir: str = "data/fineweb-edu"  # folder of .npy shards, as fineweb.py writes them
+    out_dir: str = "log/plain"  # run folder, which must be new
+    seed: int = 1337  # of the random weights and of the samples
+
+    max_steps: int = 19_073  # optimizer steps: with the defaults, one pass over 10 billion tokens
+    total_batch_size: int = 524_288  # tokens per step, over all ranks and micro-steps
+    micro_batch_size: int = 16  # sequences per forward pass of a rank (B): as many as fit in memory
+    sequence_length: int = 1024  # tokens per sequence (T)
+
+    max_lr: float = 6e-4  # peak learning rate
+    min_lr: float = 6e-5  # learning rate at the end
+    warmup_steps: int = 715  # steps over which the rate rises linearly to its peak
+    weight_decay: float = 0.1  # of matrices and embeddings
+    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+
+    val_every: int = 250  # steps between measurements of the validation loss
+    val_tokens: int = 10_485_760  # tokens to validate on, from the start of the val split
+    sample_every: int = 250  # steps between samples
+    sample_prompt: str = "Hello, I'm a language model,"  # text to continue
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # precision of the matrix products
+    compile: bool = False  # torch.compile: a long first step, then faster ones
+
+
+# ------------------------------------------------------------------------- data
+
+
+def sequence_starts(num_tokens: int, T: int) -> range:
+    """Where the sequences of a shard begin. Each has T inputs and T targets, which are the inputs shifted by one token:
+    T + 1 tokens, of which the last is the first of the next sequence. For 11 tokens and T = 4:
+
+        token          0    1    2    3    4    5    6    7    8    9    10
+        sequence 0     |---- inputs ----|
+                            |--- targets ----|
+        sequence 1                         |---- inputs ----|
+                                                |--- targets ----|   two tokens are too few for another sequence
+    """
+    return range(0, num_tokens - T, T)
+
+
+def find_shards(cfg: Config, split: str, needed: int) -> list[Path]:
+    """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed."""
+    paths = sorted(Path(cfg.data_dir).glob(f"*_{split}_*.npy"))
+    lengths = [len(np.load(path, mmap_mode="r")) for path in paths]
+    found = sum(len(sequence_starts(length, cfg.sequence_length)) for length in lengths)
+    problem = f"*_{split}_*.npy in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
+    fix = f"make shards with fineweb.py --out {cfg.data_dir}, or use a smaller --val-tokens or --sequence-length"
+    require(found >= needed, f"{problem}; {fix}")
+    return paths
+
+
+def read_sequences(paths: list[Path], T: int) -> Iterator[np.ndarray]:
+    """Yield the sequences (T + 1,) of the shards, one after another, epoch after epoch."""
+    while True:
+        for path in paths:
+            tokens = np.load(path)  # (num_tokens,) uint16
+            for start in sequence_starts(len(tokens), T):
+                yield tokens[start : start + T + 1]
+
+
+def read_batches(
+    paths: list[Path], B: int, T: int, rank: int, world_size: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's micro-batches on its device: inputs and targets, (B, T) int64 each."""
+    # Blocks of B sequences, dealt out to the ranks in turn. So a step has the same tokens on any number of ranks.
+    sequences = read_sequences(paths, T)
+    while True:
+        for owner in range(world_size):
+            block = list(islice(sequences, B))
+            if owner == rank:
+                tokens = torch.from_numpy(np.stack(block).astype(np.int64)).to(device)  # (B, T + 1)
+                yield tokens[:, :-1], tokens[:, 1:]
+
+
+# ------------------------------------------------------------------------- optimization
+
+
+def make_optimizer(model: GPT, cfg: Config) -> torch.optim.Optimizer:
+    """AdamW with GPT-3's betas. Matrices and embeddings decay; vectors do not."""
+    # Decay pulls a weight toward zero unless the loss holds it, which keeps the many weights of a matrix small. Vectors
+    # are biases and the gains of LayerNorm: few, and a gain belongs near 1.
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+    # fused: one kernel updates many parameters.
+    return torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def learning_rate(step: int, cfg: Config) -> float:
+    """The rate of a step: a linear warm-up to max_lr, then half a cosine down to min_lr."""
+    # Adam divides by an average that the first gradients alone decide, so begin with small updates. step + 1: the first
+    # step learns, too.
+    if step < cfg.warmup_steps:
+        return cfg.max_lr * (step + 1) / cfg.warmup_steps
+
+    # progress rises from 0 at the end of the warm-up to 1 at the end of the run; the cosine's share falls from 1 to 0.
+    progress = (step - cfg.warmup_steps) / (cfg.max_steps - cfg.warmup_steps)
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    return cfg.min_lr + share * (cfg.max_lr - cfg.min_lr)
+
+
+# ------------------------------------------------------------------------- evaluation
+
+
+def mean_over_ranks(x: Tensor) -> float:
+    """The mean of a number over all ranks. Every rank must call it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)  # the sum: gloo, which ranks on CPUs use, has no mean
+        x = x / dist.get_world_size()
+    return x.item()
+
+
+@torch.no_grad()
+def validate(forward: Callable, batches: Iterator[tuple[Tensor, Tensor]], autocast: torch.autocast) -> float:
+    """The mean loss over these batches, and those of all ranks."""
+    losses = []
+    for x, y in batches:
+        with autocast:
+            _, loss = forward(x, y)
+        losses.append(loss)
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def sample_text(model: GPT, cfg: Config, device: torch.device) -> str:
+    """Four continuations of the prompt, one a line."""
+    encoding = tokenizer.encoding()
+    prompt = torch.tensor([encoding.encode_ordinary(cfg.sample_prompt)] * 4, device=device)  # (4, length)
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    rows = model.generate(prompt, 32, generator=generator).tolist()  # (4, length + 32)
+    return "\n".join(f"sample {i}: {encoding.decode(row)}" for i, row in enumerate(rows))
+
+
+# ------------------------------------------------------------------------- the run
+
+
+def train(cfg: Config) -> None:
+    """The whole run. Raises UserError if it cannot start as asked. Every rank must call it."""
+    # torchrun starts this file once for each GPU. Each of these processes, a rank, learns its number from its
+    # environment. Without torchrun there is one, rank 0.
+    rank = env_rank()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+
+    # Half a million tokens do not fit in memory. What the ranks take in one forward pass does, and a step has several.
+    B, T = cfg.micro_batch_size, cfg.sequence_length
+    tokens_per_pass = B * T * world_size
+    val_tokens = cfg.val_tokens if cfg.val_every else 0
+    rule = f"--micro-batch-size x --sequence-length x ranks = {B} x {T} x {world_size} = {tokens_per_pass} tokens"
+    for flag, tokens in (("--total-batch-size", cfg.total_batch_size), ("--val-tokens", val_tokens)):
+        fix = f"use {flag} {max(1, round(tokens / tokens_per_pass)) * tokens_per_pass}"
+        require(tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
+    micro_steps = cfg.total_batch_size // tokens_per_pass
+    val_steps = val_tokens // tokens_per_pass
+
+    # What the run needs must be there, and what is there is not overwritten.
+    context = cfg.model.block_size
+    require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
+    train_shards = find_shards(cfg, "train", needed=1)
+    val_shards = find_shards(cfg, "val", needed=val_tokens // T)
+    out_dir = Path(cfg.out_dir)
+    is_free = not out_dir.exists() or not any(out_dir.iterdir())
+    require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: use a new folder")
+
+    # A GPU if there is one. Autocast computes matrix products in bfloat16, which has half the bits of float32 and the
+    # same range. Weights, gradients and the loss stay in float32.
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32, for the products that are left in float32
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+
+    # The network. Its weights are drawn on the CPU and then moved, so a seed means the same weights on any device.
+    torch.manual_seed(cfg.seed)
+    model = GPT(cfg.model).to(device)
+    optimizer = make_optimizer(model, cfg)
+    network = f"{model.num_params():,} parameters on {device}"
+    print0(f"{network}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
+
+    # `forward` is the same network as training calls it. DDP gives every rank rank 0's weights, and averages the
+    # gradients over the ranks during a backward pass. So all make the same update, and their weights stay equal.
+    forward = torch.compile(model) if cfg.compile else model
+    if world_size > 1:
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
+        forward = nn.parallel.DistributedDataParallel(forward)
+
+    batches = read_batches(train_shards, B, T, rank, world_size, device)
+    for step in range(cfg.max_steps + 1):
+        # The evaluations come before the update of a step, and once after the last update.
+        is_last = step == cfg.max_steps
+        row = {"step": step}
+
+        # The loss on text that is never trained on, in nats per token. A network that knows nothing gives all tokens
+        # the same probability: ln(50304) = 10.83. GPT-2's random weights begin near 10.95. A run that begins far above
+        # has weights that are too large; in one that begins below, the network sees its targets.
+        if cfg.val_every and (step % cfg.val_every == 0 or is_last):
+            val_batches = read_batches(val_shards, B, T, rank, world_size, device)
+            row["val_loss"] = validate(forward, islice(val_batches, val_steps), autocast)
+            print0(f"step {step:5d}/{cfg.max_steps} | val loss: {row['val_loss']:.4f}")
+        if rank == 0 and step > 0 and cfg.sample_every and (step % cfg.sample_every == 0 or is_last):
+            print0(sample_text(model, cfg, device))
+        if is_last:
+            break
+
+        # Forward and backward. backward() adds to the gradients that are there, so after all micro-batches they are
+        # those of the sum of the losses. Wanted are those of the mean over the whole batch. Each loss is the mean of
+        # its micro-batch, and these are equally large: divided by their number, they sum to the mean of the whole.
+        start = time.perf_counter()
+        loss_sum = torch.zeros((), device=device)
+        for micro_step in range(micro_steps):
+            # The ranks average the sum, in the last backward pass. Averaging in each pass would give the same, and send
+            # every gradient micro_steps times. DDP wants to know before the forward pass.
+            if world_size > 1:
+                forward.require_backward_grad_sync = micro_step == micro_steps - 1
+
+            # x (B, T) -> logits (B, T, vocabulary) -> with y (B, T) the mean of B * T cross-entropies, a number.
+            x, y = next(batches)
+            with autocast:
+                _, loss = forward(x, y)
+            loss = loss / micro_steps
+            loss.backward()
+            loss_sum += loss.detach()
+        loss = mean_over_ranks(loss_sum)
+
+        # The norm of all gradients together. A rare batch has very large ones, which would undo much of what has been
+        # learned: scale them down to the norm grad_clip. Their direction stays.
+        norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+
+        # The update, at this step's rate. Then drop the gradients: the next backward() would add to them.
+        lr = learning_rate(step, cfg)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # .item() has waited for the device, where only the update still runs: its time counts toward the next step.
+        seconds = time.perf_counter() - start
+        speed = cfg.total_batch_size / seconds
+        row |= {"train_loss": loss, "lr": lr, "grad_norm": norm, "step_ms": 1e3 * seconds, "tokens_per_second": speed}
+        write_row(out_dir, row)
+        losses = f"loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f}"
+        print0(f"step {step:5d}/{cfg.max_steps} | {losses} | dt: {1e3 * seconds:.2f}ms | tok/sec: {speed:,.0f}")
+
+    # The weights, as infer.py, hellaswag.py, hub.py and --init-from of train_gpt2.py open them (weights/checkpoint.py).
+    write_row(out_dir, row)
+    if rank == 0:
+        path = out_dir / f"model_{cfg.max_steps:05d}.pt"
+        content = {"format": 1, "model": dict(model.state_dict()), "config": asdict(cfg.model), "step": cfg.max_steps}
+        torch.save(content, path)
+        print0(f'done: {path}; next: python plots.py {out_dir}; python infer.py {path} "Once upon a time"')
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def write_row(out_dir: Path, row: dict[str, float]) -> None:
+    """Append a line to metrics.jsonl, which plots.py draws. Only rank 0 writes."""
+    if env_rank() == 0:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with open(out_dir / "metrics.jsonl", "a") as f:
+            f.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    train(tyro.cli(Config, description=__doc__, console_outputs=env_rank() == 0))
+
+
+if __name__ == "__main__":
+    run_cli(main)
