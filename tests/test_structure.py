@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 
 from helpers import ROOT
 
-SCRIPTS = {"train_gpt2", "fineweb", "hellaswag", "infer", "hub", "plots"}
+SCRIPTS = {"train_gpt2", "train_gpt2_plain", "fineweb", "hellaswag", "infer", "hub", "plots"}
 # Each layer may import itself and those before it.
 LAYERS = [{"system"}, {"model"}, {"tokens"}, {"training"}, {"weights"}, {"lifecycle"}, SCRIPTS]
 
