@@ -366,11 +366,11 @@ def explain_absence(out: Path) -> str:
 def signal_ranks(torchrun: int, number: int) -> None:
     """Send a signal to the ranks of a torchrun, or to torchrun if it has none yet. Ranks that were asked themselves
     save, and torchrun ends without a word; asked in their place, it would print a traceback of its own."""
-    pids = [torchrun]
+    pids = []
     with suppress(OSError):
-        ranks = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-        pids = [int(rank) for rank in ranks] or pids
-    for pid in pids:
+        children = map(int, Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split())
+        pids = [pid for pid in children if os.getsid(pid) == pid]  # torchrun gives each rank a session
+    for pid in pids or [torchrun]:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 

@@ -27,7 +27,7 @@ PYTHON = r"""#!/bin/bash
 OUT=$(cat "$POD/OUT"; echo x); OUT=${OUT%x}
 save() { cp "$POD/checkpoint" "$OUT/optim_$1.pt"; cp "$POD/checkpoint" "$OUT/model_$1.pt"; }
 status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS_FILE"; }
-hang() { echo $$ >>"$POD/trainer"; exec {never}<>"$POD/never"; while :; do read -rt 0.05 -u $never; done; }
+hang() { echo $$ >>"$POD/trainer"; exec {never}<>"$POD/never"; for _ in {1..2000}; do read -rt 0.05 -u $never; done; }
 trap 'save 00042; status stopped "signal SIGTERM"; exit 1' TERM
 [[ $1 != rank ]] || hang
 [[ ${!#} != --help ]] || exec printf 'usage\nflags\n'
@@ -42,7 +42,7 @@ case $* in
     finish) save 00010; status finished "" ;;
     limit) save 00010; status stopped "the time limit" ;;
     hang) hang ;;
-    ranks) trap 'echo Traceback; exit 1' TERM; "$0" rank & "$0" rank & wait ;;
+    ranks) trap 'echo Traceback; exit 1' TERM; "$0" rank & setsid "$0" rank & a=$!; setsid "$0" rank & wait $a $! ;;
     unmount) mv "$OUT" "$OUT.gone" ;;
     user-error) status user_error "--max-lr -1 must be positive"; exit 1 ;;
     save-crash) save 00010; exit 3 ;;

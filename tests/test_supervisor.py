@@ -306,13 +306,16 @@ def test_a_stop_saves_and_keeps_the_machine(rented):
 
 
 def test_a_stop_asks_the_ranks_themselves(pod):
-    """torchrun, asked in their place, ends in a traceback."""
+    """torchrun, asked in their place, ends in a traceback. Ranks lead sessions; another child of torchrun is none."""
     pod.start_and_train(PLAN="ranks")
-    wait_for(lambda: len(pod.read("trainer").split()) == 2)
+    wait_for(lambda: len(pod.read("trainer").split()) == 3)
+    pids = [int(pid) for pid in pod.read("trainer").split()]
+    ranks = [pid for pid in pids if os.getsid(pid) == pid]
     pod.start("stop", "run")
     log = pod.wait_until_ended()
+
     assert "Traceback" not in log and "training stopped" in log
-    assert not any(is_alive(int(rank)) for rank in pod.read("trainer").split())
+    assert len(ranks) == 2 and [pid for pid in pids if is_alive(pid)] == [pid for pid in pids if pid not in ranks]
 
 
 def test_a_trainer_that_does_not_stop_is_killed(pod):
