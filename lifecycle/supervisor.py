@@ -341,10 +341,10 @@ def stop(folders: list[str]) -> None:
             continue
 
         # The supervisor leads its session. If it was killed, its torchrun may still train.
-        supervisors = [pid for pid in holders if os.getsid(pid) == pid]
+        supervisors = [pid for pid in holders if leads_session(pid)]
         for pid in holders:
             if pid in supervisors:
-                os.kill(pid, signal.SIGTERM)
+                send(pid, signal.SIGTERM)
             elif not supervisors:
                 signal_ranks(pid, signal.SIGTERM)
         pids = ", ".join(map(str, supervisors or holders))
@@ -366,13 +366,25 @@ def explain_absence(out: Path) -> str:
 def signal_ranks(torchrun: int, number: int) -> None:
     """Send a signal to the ranks of a torchrun, or to torchrun if it has none yet. Ranks that were asked themselves
     save, and torchrun ends without a word; asked in their place, it would print a traceback of its own."""
-    pids = []
+    ranks = []
     with suppress(OSError):
         children = map(int, Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split())
-        pids = [pid for pid in children if os.getsid(pid) == pid]  # torchrun gives each rank a session
-    for pid in pids or [torchrun]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        ranks = [pid for pid in children if leads_session(pid)]  # torchrun gives each rank a session
+    for pid in ranks or [torchrun]:
+        send(pid, number)
+
+
+def leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def read_status(out: Path) -> tuple[str, str]:
@@ -517,7 +529,7 @@ class Supervisor:
         with suppress(OSError):
             (self.out / "status.json").unlink(missing_ok=True)
 
-        # --local-addr: a machine's own name need not resolve, and torchrun would wait for minutes.
+        # --local-addr: where a machine's own name does not resolve, torchrun would wait for more than six minutes.
         command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc}"]
         command += ["--local-addr=127.0.0.1", str(ROOT / "train_gpt2.py"), *args]
         # The trainer inherits the lock: if this process is killed, the folder is in use until torchrun has ended, too.

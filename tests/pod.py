@@ -29,13 +29,13 @@ save() { cp "$POD/checkpoint" "$OUT/optim_$1.pt"; cp "$POD/checkpoint" "$OUT/mod
 status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS_FILE"; }
 hang() { echo $$ >>"$POD/trainer"; exec {never}<>"$POD/never"; for _ in {1..2000}; do read -rt 0.05 -u $never; done; }
 trap 'save 00042; status stopped "signal SIGTERM"; exit 1' TERM
-[[ $1 != rank ]] || hang
+[[ $1 != rank ]] || { for fd in {3..20}; do eval "exec $fd>&-"; done; hang; } # torchrun hands on no open file
 [[ ${!#} != --help ]] || exec printf 'usage\nflags\n'
 [[ ${!#} != --check ]] || { printf 'a note\n%s\n2\n' "$OUT"; exec test ! -e "$POD/refuse"; }
 case $* in
 *hub.py\ check*) [[ ! -e $POD/no-token ]] ;;
 *hub.py*) echo "${*:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
-*)  echo "${*:4}" >>"$POD/starts"
+*)  echo "${*:3}" >>"$POD/starts"
     plan=(${PLAN:-finish})
     start=$(wc -l <"$POD/starts")
     case ${plan[start - 1]:-${plan[-1]}} in

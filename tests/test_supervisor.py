@@ -120,7 +120,8 @@ def test_the_same_command_starts_and_resumes(pod):
     pod.wait_until_ended()
 
     assert f"pid {pod.supervisor}" in done.stdout and pod.read("run/train.log")
-    assert "--nproc_per_node=2 " in pod.read("starts")
+    # With a host name that did not resolve, torchrun had not started after 400 seconds; with --local-addr after 21.
+    assert "--standalone --nproc_per_node=2 --local-addr=127.0.0.1 " in pod.read("starts")
     assert pod.read("starts").endswith("train_gpt2.py gpt2-124m --resume auto --max-steps 5\n")
     assert not pod.read("pushed") and not pod.read("removed")
 
