@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from system.cli import UserError, require, run_cli
+from system.cli import UserError, print0, require, run_cli
 from weights.names import latest_step, model_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,10 +242,10 @@ def start(args: list[str]) -> None:
         sys.exit(supervisor.supervise())
     lock.close()
 
-    print(f"started: {supervisor.nproc} process(es), run folder {out}, pid {pid}")
-    print(f"follow:  tail -F {shlex.quote(str(link))}")
+    print0(f"started: {supervisor.nproc} process(es), run folder {out}, pid {pid}")
+    print0(f"follow:  tail -F {shlex.quote(str(link))}")
     stop_command = shlex.join([str(ROOT / "train.sh"), "stop", str(out)])
-    print(f"stop:    {stop_command}    # it saves; the same command resumes", flush=True)
+    print0(f"stop:    {stop_command}    # it saves; the same command resumes")
     require(show_log(log_path, pid) == 0, f"the run has failed: see {log_path}")
 
 
@@ -348,7 +348,7 @@ def stop(folders: list[str]) -> None:
             elif not supervisors:
                 signal_ranks(pid, signal.SIGTERM)
         pids = ", ".join(map(str, supervisors or holders))
-        print(f"process {pids} saves and stops: tail -F {shlex.quote(str(out / 'train.log'))}", flush=True)
+        print0(f"process {pids} saves and stops: tail -F {shlex.quote(str(out / 'train.log'))}")
     require(not problems, "; ".join(problems))
 
 
@@ -403,7 +403,8 @@ def log(message: str) -> None:
     """Write a decision to the log. A disk that is full must not end the supervisor."""
     # Not print, which a signal may interrupt, and whose handler logs, too.
     with suppress(OSError):
-        os.write(1, os.fsencode(f"{time.strftime('%Y-%m-%d %H:%M:%S')} train.sh: {message}\n"))
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} train.sh: {message}\n"
+        os.write(1, line.encode(errors="replace"))
 
 
 class Supervisor:
@@ -444,18 +445,17 @@ class Supervisor:
         try:
             outcome = self.train()
         except Exception:  # whatever it is, the machine must be given back
-            traceback.print_exc()
+            log(traceback.format_exc())
             outcome = "failed: train.sh itself, see above"
         training_ended.set()
         log(f"training {outcome}")
         if self.settings.push_every:
             pusher.join()
 
-        has_failed = outcome.startswith("failed")
         self.give_back(self.secure_weights())
         with suppress(OSError):
             (self.out / "train.pid").unlink()
-        return int(has_failed)
+        return int(outcome.startswith("failed"))
 
     def ask_to_stop(self, *_: object) -> None:
         """Handle a signal: whatever runs is ended where it is waited for. Another signal changes nothing: ranks would
@@ -647,8 +647,8 @@ def trainer_env(root: Path = ROOT) -> dict[str, str]:
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S)}
     # Compiled code stays in the project's folder, which may be on a network volume: the next pod then has it, too.
-    # torch cannot compile in a folder whose name has a space.
-    if not any(character.isspace() for character in str(root)):
+    # But torch cannot compile in a folder whose name a shell would split: it puts the name on a command line as it is.
+    if shlex.quote(str(root)) == str(root):
         env["TORCHINDUCTOR_CACHE_DIR"] = str(root / ".cache")
     return {name: os.environ.get(name) or value for name, value in env.items()}
 

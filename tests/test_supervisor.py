@@ -215,7 +215,10 @@ def test_a_bad_setting_is_refused_by_name(pod, arguments, settings, named):
     assert done.stderr.count("\n") == 1 and not pod.read("starts")
 
 
-@pytest.mark.parametrize("root, has_cache", [("/home/me/gpt2", True), ("/mnt/c/Users/First Last/gpt2", False)])
+ROOTS = [("/home/me/gpt2", True), ("/mnt/c/Users/First Last/gpt2", False), ("/home/me/it's/gpt2", False)]
+
+
+@pytest.mark.parametrize("root, has_cache", ROOTS)
 def test_compiled_code_stays_where_torch_can_compile(monkeypatch, root, has_cache):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert ("TORCHINDUCTOR_CACHE_DIR" in supervisor.trainer_env(Path(root))) == has_cache
@@ -489,6 +492,13 @@ def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, r
     wait_for(lambda: not is_alive(rented.supervisor))
     assert rented.read("removed").strip() == removed
     assert plan != ["crash"] or not rented.read("pushed")
+
+
+def test_a_fault_of_the_supervisor_gives_the_machine_back(rented):
+    rented.constants["trainer_env"] = None  # it calls that
+    rented.start(check=False)
+    assert "TypeError" in rented.wait_until_ended()
+    assert rented.read("removed") == "pod delete pod7\n"
 
 
 @pytest.mark.parametrize("name", ["r ", " r", "a  b"])
