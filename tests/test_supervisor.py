@@ -360,6 +360,8 @@ def test_a_run_whose_folder_was_moved_can_be_stopped(pod):
     pod.run.mkdir()  # as a trainer that saves makes it again
     refused = pod.start("stop", "run", check=False)
     assert refused.returncode == 1 and str(new) in refused.stderr
+    (pod.root / "OUT").write_text(str(new))
+    assert str(pod.supervisor) in pod.start(check=False).stderr  # no second run in it
     pod.start("stop", "new place")
     wait_for(lambda: not is_alive(pod.supervisor))
     (log,) = new.glob("train-*.log")
