@@ -30,7 +30,7 @@ from tokens.shards import find_shards
 from training import optim, schedule
 from training.config import TrainConfig, as_flag, changed_settings, shapes_result
 from training.presets import is_network_from_init
-from weights import checkpoint
+from weights import checkpoint, names
 from weights.open_model import open_model
 
 
@@ -99,7 +99,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
 
     # A damaged file is neither used in silence nor overwritten.
-    for path in checkpoint.damaged_models(run_dir):
+    for path in names.damaged_models(run_dir):
         problem = f"{path} is damaged ({path.stat().st_size:,} bytes)"
         fix = f"move it and its optim_*.pt away to {'start again' if newest is None else f'resume from step {newest}'}"
         raise UserError(f"{problem}; {fix}, or write to another folder with --out-dir")
@@ -224,7 +224,7 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
 
 def describe_checkpoint(saved: dict[str, Any]) -> str:
     """The step, and what identifies its files: two machines may have two runs at the same step."""
-    return f"step {saved['step']} ({checkpoint.describe_step(saved['model_file'])})"
+    return f"step {saved['step']} ({names.describe_step(saved['model_file'])})"
 
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:

@@ -16,7 +16,7 @@ from helpers import same_bits, train_quickstart, write_jsonl
 from lifecycle.metrics import best_steps
 from model import GPT, GPTConfig
 from system.cli import UserError
-from weights import checkpoint
+from weights import checkpoint, names
 from weights.open_model import open_model
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
@@ -141,7 +141,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         save(tmp_path, step, keep=2)
 
     assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
-    assert not checkpoint.is_complete(tmp_path / "model_00099.pt")  # --keep has deleted it since it was listed
+    assert not names.is_complete(tmp_path / "model_00099.pt")  # --keep has deleted it since it was listed
     assert len(list(tmp_path.iterdir())) == 6 + 1  # and the metrics
 
 

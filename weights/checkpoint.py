@@ -33,12 +33,10 @@ The optimizer comes first because a model file is what every reader looks for: w
 from __future__ import annotations
 
 import functools
-import re
 import shlex
 import threading
 import zipfile
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -50,9 +48,14 @@ from model import GPT, GPTConfig
 from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
 from system.machine import copy_to_host
-
-# The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
-FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
+from weights.names import (
+    FILE_NAME,
+    complete_steps,
+    latest_step,
+    model_path,
+    newest_model,
+    optim_path,
+)
 
 # Stored in every file. Files of another layout would have another number, and are refused.
 FORMAT = 1
@@ -66,59 +69,6 @@ TRAIN_STATE_TYPES = {
     "optimizers": list,
 }
 MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
-
-
-# ------------------------------------------------------------------------- which checkpoints a run folder has
-
-
-def model_path(run_dir: str | Path, step: int) -> Path:
-    """Where the weights of a step are, or will be."""
-    return Path(run_dir) / f"model_{step:05d}.pt"
-
-
-def optim_path(run_dir: str | Path, step: int) -> Path:
-    """Where the train state of a step is, or will be."""
-    return Path(run_dir) / f"optim_{step:05d}.pt"
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a .pt file was written to its end: it is a zip archive, and torch.save writes the archive's directory
-    last. The content is not read; read_file checks it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return bool(archive.infolist())
-    # FileNotFoundError: --keep has just deleted it. NotImplementedError: a newer zip version.
-    except (zipfile.BadZipFile, ValueError, FileNotFoundError, IsADirectoryError, NotImplementedError):
-        return False
-
-
-def complete_steps(run_dir: str | Path, needed: Iterable[str] = ("model", "optim")) -> list[int]:
-    """The steps of a run folder whose `needed` files are all complete, in ascending order."""
-    kinds_by_step: dict[int, set[str]] = {}
-    for path in Path(run_dir).glob("*.pt"):
-        match = FILE_NAME.fullmatch(path.name)
-        if match and is_complete(path):
-            kinds_by_step.setdefault(int(match["step"]), set()).add(match["kind"])
-
-    # A step with one file is of no use for what needs both: the write was killed, or a file was moved away.
-    return sorted(step for step, kinds in kinds_by_step.items() if kinds.issuperset(needed))
-
-
-def latest_step(run_dir: str | Path) -> int | None:
-    """The newest complete step of a run folder, which --resume auto uses; None if there is none."""
-    return max(complete_steps(run_dir), default=None)
-
-
-def newest_model(run_dir: Path) -> Path:
-    """The model_*.pt of the newest complete step of a folder. Raises UserError if the folder has none."""
-    # A folder pulled from the Hub may have no optimizer files: a model alone is enough for inference.
-    steps = complete_steps(run_dir) or complete_steps(run_dir, ["model"])
-    if steps:
-        return model_path(run_dir, steps[-1])
-
-    raise UserError(
-        f"{run_dir} holds no complete checkpoint (model_*.pt); a run saves when it is stopped, and at its end"
-    )
 
 
 # ------------------------------------------------------------------------- reading
@@ -200,24 +150,6 @@ def read_file(path: Path) -> dict[str, Any]:
     is_ours = isinstance(content, dict) and content.get("format") == FORMAT
     require(is_ours, f"{path} is not a checkpoint of this project; {import_command}")
     return content
-
-
-def damaged_models(run_dir: str | Path) -> list[Path]:
-    """The files named like a step's weights that were not written to their end. Nothing here leaves one: a model file
-    gets its name when it is complete."""
-    paths = sorted(Path(run_dir).glob("model_*.pt"))
-    return [path for path in paths if FILE_NAME.fullmatch(path.name) and not is_complete(path)]
-
-
-def describe_step(model_file: Path) -> str:
-    """A text that differs if either file of a checkpoint does: the CRC-32 of what the archives say about their
-    records, which is read quickly."""
-    crc = 0
-    for path in (model_file, model_file.with_name(model_file.name.replace("model_", "optim_"))):
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                crc = zlib.crc32(f"{record.filename} {record.CRC}".encode(), crc)
-    return f"{crc:08x}"
 
 
 @functools.cache
