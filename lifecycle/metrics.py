@@ -159,7 +159,7 @@ class MetricsLogger:
         if row["mfu"]:
             parts.append(f"mfu: {row['mfu']:.1%}")
         # A disk that is slower than training; the first batch always takes a moment.
-        if row["wait_ms"] > 0.05 * row["step_ms"] and step > self.start:
+        if row["wait_ms"] > max(10, 0.05 * row["step_ms"]) and step > self.start:
             parts.append(f"waited for data: {row['wait_ms']:.0f}ms")
         # The time of the first step is not representative. The step of this line is done, but not counted yet.
         if step > self.start:

@@ -125,8 +125,8 @@ def open_init_from(cfg: TrainConfig) -> GPT:
 
     # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
     actual, wanted = vars(model.config), vars(cfg.model)
-    names = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
-    different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in names)
+    differing = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
+    different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in differing)
     is_free = not different or is_network_from_init(cfg)
     require(is_free, f"in --init-from {cfg.init_from}, {different}; drop the --model flags")
     return model
