@@ -97,52 +97,46 @@ class Runtime:
     def check_equal(self, facts: dict[str, str], fix: str) -> None:
         """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs from
         rank 0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call it."""
-        found = self.gather((socket.gethostname(), facts))
-        host_0, facts_0 = found[0]
+        hosts = self.gather(socket.gethostname())
+        facts_of_ranks = self.gather(facts)
         differences = []
-        for rank, (host, its_facts) in enumerate(found):
-            for name in facts_0 | its_facts:
-                value_0, value = facts_0.get(name), its_facts.get(name)
+        for rank in range(1, self.world_size):
+            for name in facts_of_ranks[0] | facts_of_ranks[rank]:
+                value_0, value = facts_of_ranks[0].get(name), facts_of_ranks[rank].get(name)
                 if value != value_0:
-                    differences.append(f"{name} is {value_0} on rank 0 ({host_0}), but {value} on rank {rank} ({host})")
+                    on_rank = f"rank {rank} ({hosts[rank]})"
+                    differences.append(f"{name} is {value_0} on rank 0 ({hosts[0]}), but {value} on {on_rank}")
         require(not differences, f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
 
 
 @contextmanager
-def session(
-    device: str = "auto", deterministic: bool = False, settings: dict[str, str] | None = None
-) -> Iterator[Runtime]:
+def session(device: str = "auto", settings: dict[str, str] | None = None) -> Iterator[Runtime]:
     """Yield this process's Runtime, in float32 until a precision is chosen. Under torchrun join the other ranks, and
     leave them at the end.
 
     device: auto, cpu, mps, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
-    deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
-    # All must be set before CUDA starts: cuBLAS needs a fixed workspace, Inductor must not choose kernels by timing.
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
-    machine.use_expandable_segments()
-
-    # Which process this is, as torchrun sets it, and its device.
+    # Which process this is, as torchrun sets it.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    dev = machine.choose_device(device, local_rank)
-    rt = Runtime(dev, torch.float32, env_rank(), world_size)
 
-    # torch's global switches: deterministic kernels, and the precision of float32 products on a GPU.
-    if deterministic or dev.type == "cpu":
+    machine.use_expandable_segments()  # before CUDA starts
+    rt = Runtime(machine.choose_device(device, local_rank), torch.float32, env_rank(), world_size)
+
+    # torch's global switches.
+    if rt.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    if rt.device.type == "cpu":
+        # Bit-identical results; on a CPU they cost nothing measurable.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes new tensors twice
-    if dev.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
     # Ranks on a CPU share its cores; without this each would use all of them.
-    if dev.type == "cpu" and ranks_here > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    if rt.device.type == "cpu" and local_world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
 
     if world_size > 1:
         rt = join_group(rt)

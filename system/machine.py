@@ -2,8 +2,8 @@
 
     device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-    rt = choose_precision(rt)                         # prints "precision: bfloat16, the fastest of ..."
-    lacking = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
+    rt = choose_precision(rt)                         # prints "precision: bfloat16 (4.0 times as fast ...)"
+    missing = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
 Importing this imports torch, so cli.set_omp_wait_policy must have run before.
@@ -141,8 +141,8 @@ def dtype_name(dtype: object) -> str:
 
 @functools.cache
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
-    # The flags avx512_bf16, amx_bf16, bf16. Only Linux lists them in a file; elsewhere float32 is used.
+    """Whether the CPU multiplies bfloat16 in hardware; emulated, it is slower than float32."""
+    # The flags avx512_bf16, amx_bf16 and, of Arm, bf16. Only Linux lists them in a file; elsewhere float32 is used.
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "bf16" in cpuinfo.read_text()
 
@@ -162,47 +162,49 @@ def supported_dtypes(device: torch.device) -> list[torch.dtype]:
 def bfloat16_speedup() -> float:
     """How many times as fast this CPU multiplies large matrices in bfloat16 as in float32. A CPU's flags do not tell: a
     Xeon with AVX512-BF16 but without AMX is slower in bfloat16, a Zen 5 four times as fast."""
-    tries = {}
+    multiply = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(512, 768, dtype=dtype)
         weight = torch.ones(3072, 768, dtype=dtype)
-        tries[dtype] = partial(linear, x, weight)
-        tries[dtype]()  # warms up
+        multiply[dtype] = partial(linear, x, weight)
+        multiply[dtype]()  # warms up
 
-    # In turn, because the machine may be busy for a while; the fastest of each, because that can only slow them.
-    best = dict.fromkeys(tries, math.inf)
+    # Both in turn, because the machine may be busy for a while; the fastest of each, because a busy machine only slows.
+    fastest = {torch.float32: math.inf, torch.bfloat16: math.inf}  # seconds
     for _ in range(5):
-        for dtype, multiply in tries.items():
+        for dtype in fastest:
             start = time.perf_counter()
-            multiply()
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    return best[torch.float32] / best[torch.bfloat16]
+            multiply[dtype]()
+            fastest[dtype] = min(fastest[dtype], time.perf_counter() - start)
+    return fastest[torch.float32] / fastest[torch.bfloat16]
 
 
-def choose_precision(rt: Any, asked: str = "auto", began_in: str | None = None) -> Any:
-    """The Runtime `rt` with the precision that all ranks use: the one `asked` for by --dtype, else the one that a
-    resumed run `began_in`, else the fastest that all have. Prints which and why.
+def choose_precision(rt: Any, dtype_flag: str = "auto", saved_dtype: str | None = None) -> Any:
+    """The Runtime `rt` with the precision that all ranks use: the one of --dtype, else the one that a resumed run was
+    saved in, else the fastest that every rank has. Prints which and why.
 
     All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
-    lacks what was asked for. Every rank must call it.
+    lacks the one of --dtype. Every rank must call it.
     """
-    # What all ranks have, the preferred first. A CPU computes in anything, if slowly.
-    of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
-    usable = [name for name in of_ranks[0] if all(name in own for own in of_ranks)]
-    if asked != "auto":
+    # What every rank has, the preferred first. A CPU computes in anything, if slowly.
+    names_of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
+    usable = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
+
+    if dtype_flag != "auto":
+        is_usable = dtype_flag in usable or rt.device.type != "cuda"
         fix = f"use --dtype {usable[0]}, or leave it out"
-        is_usable = asked in usable or rt.device.type != "cuda"
-        require(is_usable, f"--dtype {asked}: not every GPU of this run has it; {fix}")
-        chosen, reason = asked, "by --dtype"
-    elif began_in in usable:
-        chosen, reason = began_in, "as the run began"
-    else:
-        chosen, reason = usable[0], f"the fastest of {', '.join(usable)} here"
+        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
+        chosen, reason = dtype_flag, "by --dtype"
+    elif saved_dtype in usable:
+        chosen, reason = saved_dtype, "in which the run began"
+    elif rt.device.type == "cpu" and usable[0] == "bfloat16":
         # The slowest of the CPUs decides.
-        if rt.device.type == "cpu" and chosen == "bfloat16":
-            speedup = min(rt.gather(bfloat16_speedup()))
-            chosen = "bfloat16" if speedup >= MIN_BFLOAT16_SPEEDUP else "float32"
-    print0(f"precision: {chosen}, {reason}")
+        speedup = min(rt.gather(bfloat16_speedup()))
+        chosen = "bfloat16" if speedup >= MIN_BFLOAT16_SPEEDUP else "float32"
+        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 on this CPU"
+    else:
+        chosen, reason = usable[0], "the fastest that this machine has"
+    print0(f"precision: {chosen} ({reason})")
     return replace(rt, dtype=getattr(torch, chosen))
 
 
@@ -282,9 +284,9 @@ def missing_compiler(device: torch.device) -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
-    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    numbers = {"torch": str(torch.__version__), "python": platform.python_version()}
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        found["commit"] = done.stdout.strip()
-    return found
+        numbers["commit"] = done.stdout.strip()
+    return numbers

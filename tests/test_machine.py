@@ -148,12 +148,12 @@ def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trai
 def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, own, other, chosen):
     """A 2080 Ti beside a 3090: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: own)
-    monkeypatch.setattr(Runtime, "gather", lambda self, of_own: [of_own, DTYPES[other]])
+    monkeypatch.setattr(Runtime, "gather", lambda self, names: [names, DTYPES[other]])
     rt = Runtime(torch.device("cuda", 0), FP32, world_size=2)
 
     assert machine.choose_precision(rt).dtype == chosen
     assert machine.choose_precision(rt, "float32").dtype == FP32
-    assert machine.choose_precision(rt, began_in="bfloat16").dtype == chosen
+    assert machine.choose_precision(rt, saved_dtype="bfloat16").dtype == chosen
     if chosen == FP16:
         with pytest.raises(UserError, match=r"--dtype bfloat16.*--dtype float16"):
             machine.choose_precision(rt, "bfloat16")
