@@ -16,6 +16,7 @@ import torch
 from faults import hub_server
 from faults.hub_server import Fault
 from helpers import load_curve, load_weights, make_shards, same_bits
+from huggingface_hub import close_session
 
 import hub as hub_script
 from system.cli import UserError
@@ -191,6 +192,25 @@ def test_what_the_hub_refuses_is_one_message(run, data, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     run("pull-data", "tester/none", tmp_path / "out", fails_with="HF_HUB_OFFLINE")
     assert not (tmp_path / "out").exists()  # no empty folder is left behind
+
+
+@pytest.mark.parametrize("code", [403, 429, 503])
+def test_the_reason_of_the_hub_is_what_is_said(run, hub, published, tmp_path, code):
+    """Of a gated file, of too many requests, of a Hub that is down: the network works."""
+    hub.faults.append(Fault("status", "train_000001.npy", times=10**6, code=code))
+    assert "network" not in run("pull-data", "tester/toy", tmp_path / "out", fails_with=str(code))
+
+
+@pytest.mark.parametrize("token", ["\u201chf_x\u201d", "hf_\u2013x"])
+def test_a_token_with_a_typographic_character_is_named(run, data, token):
+    run("push-data", data, "tester/toy", token=token, fails_with="HF_TOKEN")
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "foo://127.0.0.1:1", "http://127.0.0.1:x"])
+def test_a_proxy_that_cannot_be_used_is_named(run, tmp_path, monkeypatch, proxy):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    close_session()  # which another test may have opened
+    run("pull-data", "tester/toy", tmp_path / "out", fails_with="ALL_PROXY")
 
 
 @pytest.mark.parametrize("endpoint, is_disabled", [("https://huggingface.co", False), ("https://mirror.example", True)])
