@@ -17,6 +17,7 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 """
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import env_rank, require
+from system.cli import UserError, check_rank_variables, env_number, env_rank, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -118,13 +119,10 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
-    # Which process this is, as torchrun sets it.
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-
+    check_rank_variables()
     machine.use_expandable_segments()  # before CUDA starts
-    rt = Runtime(machine.choose_device(device, local_rank), torch.float32, env_rank(), world_size)
+    dev = machine.choose_device(device, env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE"))
+    rt = Runtime(dev, torch.float32, env_rank(), env_number("WORLD_SIZE"))
 
     # torch's global switches.
     if rt.device.type == "cuda":
@@ -134,28 +132,67 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes new tensors twice
 
-    # Ranks on a CPU share its cores; without this each would use all of them.
-    if rt.device.type == "cpu" and local_world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
-
-    if world_size > 1:
+    if rt.device.type == "cpu":
+        share_cores(env_number("LOCAL_WORLD_SIZE"))
+    if rt.world_size > 1:
         rt = join_group(rt)
         facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
         rt.check_equal(facts, "start every machine with the same command, code and software")
     yield rt
 
     # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
-    if world_size > 1:
+    if rt.world_size > 1:
         dist.destroy_process_group()
 
 
-def join_group(rt: Runtime) -> Runtime:
-    """Join the ranks at the address that torchrun's environment gives. Every rank must call it."""
-    if rt.device.type == "cuda":
-        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=rt.device)
+def share_cores(ranks_here: int) -> None:
+    """Divide the CPU cores that this process may use among the ranks of this machine; each would use all of them."""
+    # torchrun sets OMP_NUM_THREADS=1 unless the user has set it, and torch has read it.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    is_users = threads is not None and (threads != "1" or "TORCHELASTIC_RUN_ID" not in os.environ)
+    if ranks_here == 1 or is_users:
+        return
+    if hasattr(os, "sched_getaffinity"):  # Linux; fewer than cpu_count under taskset or in a container's cpuset
+        cores = len(os.sched_getaffinity(0))
     else:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    return replace(rt, slow_group=dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT))
+        cores = os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // ranks_here))
+
+
+def join_group(rt: Runtime) -> Runtime:
+    """Join the ranks at the address that torchrun's environment gives. Raises UserError if that address or the network
+    interface cannot be used. Every rank must call it."""
+    with default_signals():
+        try:
+            if rt.device.type == "cuda":
+                dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=rt.device)
+            else:
+                dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+            return replace(rt, slow_group=dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT))
+        except RuntimeError as e:
+            # Anything else may come of another rank's crash, after which the run is started again.
+            if "EADDRINUSE" in str(e):
+                problem = f"another program uses the port MASTER_PORT={os.environ['MASTER_PORT']}"
+                raise UserError(f"{problem}; choose another, or use torchrun --standalone") from None
+            if "Unable to find address" in str(e):
+                problem = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} has no address on this machine"
+                raise UserError(f"{problem}; unset it, or name an interface that `ip address` lists") from None
+            raise
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP end the process at once inside this context, which waits in C++ for other ranks,
+    where Python's handlers do not run. Nothing is lost: training has not begun."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:  # SIGHUP under nohup
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def weight_checksum(parameters: list[Tensor]) -> str:
