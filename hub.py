@@ -19,15 +19,18 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from system.cli import UserError, print0, require, run_cli  # before all packages: it says what this Python lacks
+
+# isort: split
 import tyro
 
 from lifecycle import metrics
 from model import GPT
-from system.cli import UserError, print0, require, run_cli
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -52,9 +55,10 @@ def check(repo: str, public: bool = False) -> None:
         repo = open_for_push(api, repo, "model", public)
         _, files = list_files(api, repo, "model")
     print0(f"{repo} exists, and this token may push to it")
-    checkpoints = [name for name in files if checkpoint.FILE_NAME.fullmatch(name)]
+    checkpoints = find_checkpoints(files)
     if checkpoints:
-        print0(f"note: it has {max(checkpoints)}; if that is another run's, choose another name: pull takes the newest")
+        newest = max(checkpoints, key=checkpoints.get)
+        print0(f"note: it has {newest}; if that is another run's, choose another name: pull takes the newest")
 
 
 def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
@@ -98,10 +102,11 @@ def download(api: HfApi, repo: str, repo_type: str, commit: str, files: dict[str
 
 
 def has_content_of(file: RepoSibling, path: Path) -> bool:
-    """Whether the local file `path` has the content of a file of the Hub, which knows the sha256 of large files and
-    the size of the others."""
+    """Whether the local file `path` has the content of a file of the Hub, which knows the sha256 of a large file, and
+    git's hash of a small one."""
     if not file.lfs:
-        return path.stat().st_size == file.size
+        content = path.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == file.blob_id
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest() == file.lfs.sha256
 
@@ -287,12 +292,18 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
         every_step: all checkpoints instead of the newest, but none of a run that is still training.
     """
     with open_hub() as api:
-        is_unfinished = not every_step and api.revision_exists(repo, UNFINISHED)
-        commit, files = list_files(api, repo, "model", UNFINISHED if is_unfinished else "main")
+        commit, files = list_files(api, repo, "model")
+        step_by_name = find_checkpoints(files)
+
+        # The branch of a run that is still training, or was pushed as one file, if it has a newer step.
+        if not every_step and api.revision_exists(repo, UNFINISHED):
+            unfinished = list_files(api, repo, "model", UNFINISHED)
+            unfinished_steps = find_checkpoints(unfinished[1])
+            if max(unfinished_steps.values(), default=-1) >= max(step_by_name.values(), default=-1):
+                commit, files = unfinished
+                step_by_name = unfinished_steps
 
         # The newest step, or all, and what describes the run. The export has the same weights as the checkpoint.
-        matches = [checkpoint.FILE_NAME.fullmatch(name) for name in files]
-        step_by_name = {match[0]: int(match["step"]) for match in matches if match}
         require(step_by_name, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
         newest_step = max(step_by_name.values())
         names = [name for name, step in step_by_name.items() if every_step or step == newest_step]
@@ -304,6 +315,12 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
     if pulled_config.exists() and not config.exists():
         shutil.copy(pulled_config, config)
     print0(f"{repo} is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+
+
+def find_checkpoints(files: Iterable[str]) -> dict[str, int]:
+    """The names of checkpoints among the files of a repository, with their steps."""
+    matches = [checkpoint.FILE_NAME.fullmatch(name) for name in files]
+    return {match[0]: int(match["step"]) for match in matches if match}
 
 
 # ------------------------------------------------------------------------- other layouts
