@@ -28,15 +28,21 @@ import re
 import sys
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 
-# Checked on import, because other modules import fcntl and resource, which Windows does not have.
+# Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
+# this module before torch and tyro.
 if os.name == "nt":
     sys.exit(
         "error: this project runs on Linux and macOS. On Windows, run it in the Windows Subsystem for Linux: "
         "run `wsl --install` in an administrator's terminal, then the same commands in Ubuntu's terminal"
     )
+for package in ("torch", "tyro", "numpy"):
+    if find_spec(package) is None:
+        sys.exit(f"error: no {package} in this Python ({sys.executable}): make install, then . .venv/bin/activate")
 
 
 class UserError(Exception):
@@ -109,10 +115,12 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
     set_omp_wait_policy(many_short_waits)
     make_streams_safe()
     try:
+        sys.argv[1:] = read_words(sys.argv[1:])
         main()
     except SystemExit as e:
         # tyro has printed which flag is wrong.
         if e.code == 2:
+            print_typography(sys.argv[1:])
             write_status("user_error", "a flag was not accepted")
         raise
     except KeyboardInterrupt:
@@ -183,6 +191,46 @@ def exit_process(code: int) -> None:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+# ------------------------------------------------------------------------- the words of the command line
+
+# Flags whose value is text: --sample-prompt, --split-on.
+TEXT_FLAGS = re.compile("prompt|split")
+
+
+def read_words(words: list[str]) -> list[str]:
+    """The command line with ~ and $NAME expanded in the values of flags: a shell leaves --out-dir=~/runs as it is, and
+    some launchers have no shell. The values of TEXT_FLAGS stay, as do words that belong to no flag, such as a prompt,
+    and names that are not defined. Raises UserError for a word that is not UTF-8: torch cannot open such a file."""
+    read = []
+    for i, word in enumerate(words):
+        is_utf8 = not re.search("[\ud800-\udfff]", word)
+        require(is_utf8, f"{word!r} on the command line is not UTF-8; rename the file, because torch cannot open it")
+
+        before = words[i - 1] if i > 0 else ""
+        if word.startswith("--") and "=" in word:
+            flag, _, value = word.partition("=")
+            read.append(f"{flag}={expand_value(flag, value)}")
+        elif before.startswith("--") and "=" not in before and " " not in word:
+            read.append(expand_value(before, word))
+        else:
+            read.append(word)
+    return read
+
+
+def expand_value(flag: str, value: str) -> str:
+    """The value of a flag with ~ and $NAME expanded, unless it is text."""
+    return value if TEXT_FLAGS.search(flag) else os.path.expandvars(os.path.expanduser(value))
+
+
+def print_typography(words: list[str]) -> None:
+    """Name the characters of a command line that somebody pasted from a document: it was not accepted."""
+    # Dashes, spaces, invisible characters, quotation marks and the minus sign, by their Unicode categories.
+    typographic = {c for c in "".join(words) if not c.isascii() and unicodedata.category(c) in "Pd Zs Cf Pi Pf Sm"}
+    if typographic:
+        names = ", ".join(f"{unicodedata.name(c, '')} (U+{ord(c):04X})" for c in sorted(typographic))
+        print(f"the command line has characters of a document: {names}; type them anew: - and space", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------- which process this is

@@ -147,6 +147,49 @@ def test_an_empty_variable_counts_as_missing(monkeypatch):
     assert [cli.env_number(name) for name in cli.RANK_VARIABLES] == [0, 0, 1, 1]
 
 
+# ------------------------------------------------------------------------- the words of the command line
+
+
+@pytest.mark.parametrize("words, read", [
+    (["--out-dir=~/runs/t"], ["--out-dir=/home/me/runs/t"]),
+    (["--out-dir", "~/t", "--data-dir=/scratch/$ME/d"], ["--out-dir", "/home/me/t", "--data-dir=/scratch/you/d"]),
+    (["--resume", "${ME}/t", "--seed", "1"], ["--resume", "you/t", "--seed", "1"]),
+    (["--data-dir", "$NONE/x", "--out-dir=a~b"], ["--data-dir", "$NONE/x", "--out-dir=a~b"]),  # not defined; no home
+    (["--sample-prompt", "~/$ME", "--sample-prompt=~/$ME"], None),
+    (["run", "~/$ME", "$5", "~"], None),  # infer.py's prompts
+    (["--json", "$ME likes ~", "--seed=1", "~/$ME"], None),
+    (["--split-on", "$ME"], None),
+])  # fmt: skip
+def test_a_path_is_expanded_and_a_text_is_not(monkeypatch, words, read):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("ME", "you")
+    assert cli.read_words(words) == (read or words)
+
+
+def test_a_name_that_is_not_utf8_is_refused():
+    with pytest.raises(UserError, match="udce9"):
+        cli.read_words(["--out-dir", os.fsdecode(b"caf\xe9")])
+
+
+@pytest.mark.parametrize("words, named", [
+    (["a/b", "\u2013-public"], "U+2013"),
+    (["a/b", "--public\u00a0"], "NO-BREAK SPACE"),
+    (["\u201ca", "b\u201d"], "U+201C"),
+])  # fmt: skip
+def test_a_character_of_a_document_is_named_once_it_is_refused(run_in_fork, words, named):
+    done = run_in_fork("hub.py", "check", *words, check=False)
+    assert done.returncode == 2 and named in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["hub.py", "train_gpt2.py"])
+def test_a_python_without_the_packages_says_how_to_get_them(script):
+    done = subprocess.run([sys.executable, "-S", ROOT / script, "-h"], capture_output=True, text=True)
+    assert done.returncode == 1 and "make install" in done.stderr and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------- ranks
+
+
 def test_a_rank_ends_although_a_thread_does_not():
     """As a lost rank in gloo, or a compiler's pool, whose threads would keep the process alive."""
     hang = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print('done')"
