@@ -292,18 +292,16 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
         every_step: all checkpoints instead of the newest, but none of a run that is still training.
     """
     with open_hub() as api:
-        commit, files = list_files(api, repo, "model")
-        step_by_name = find_checkpoints(files)
-
-        # The branch of a run that is still training, or was pushed as one file, if it has a newer step.
+        # The branch with the newest step: `unfinished` may be left behind. At a tie it comes first, because it has the
+        # optimizer state.
+        branches = ["main"]
         if not every_step and api.revision_exists(repo, UNFINISHED):
-            unfinished = list_files(api, repo, "model", UNFINISHED)
-            unfinished_steps = find_checkpoints(unfinished[1])
-            if max(unfinished_steps.values(), default=-1) >= max(step_by_name.values(), default=-1):
-                commit, files = unfinished
-                step_by_name = unfinished_steps
+            branches = [UNFINISHED, "main"]
+        listings = [list_files(api, repo, "model", branch) for branch in branches]
+        commit, files = max(listings, key=lambda listing: max(find_checkpoints(listing[1]).values(), default=-1))
 
         # The newest step, or all, and what describes the run. The export has the same weights as the checkpoint.
+        step_by_name = find_checkpoints(files)
         require(step_by_name, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
         newest_step = max(step_by_name.values())
         names = [name for name, step in step_by_name.items() if every_step or step == newest_step]

@@ -98,15 +98,7 @@ def set_omp_wait_policy(many_short_waits: bool = False, load: str = "/proc/loada
 
 # The errors of the operating system that say what is wrong with a path: the same command would fail again. Not ENOSPC
 # and EIO, which end a run as a crash: a full disk may have room again when the run is restarted.
-PATH_ERRORS = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-}
+PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
 def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
@@ -203,6 +195,10 @@ def read_words(words: list[str]) -> list[str]:
     """The command line with ~ and $NAME expanded in the values of flags: a shell leaves --out-dir=~/runs as it is, and
     some launchers have no shell. The values of TEXT_FLAGS stay, as do words that belong to no flag, such as a prompt,
     and names that are not defined. Raises UserError for a word that is not UTF-8: torch cannot open such a file."""
+
+    def expand(flag: str, value: str) -> str:
+        return value if TEXT_FLAGS.search(flag) else os.path.expandvars(os.path.expanduser(value))
+
     read = []
     for i, word in enumerate(words):
         is_utf8 = not re.search("[\ud800-\udfff]", word)
@@ -211,17 +207,12 @@ def read_words(words: list[str]) -> list[str]:
         before = words[i - 1] if i > 0 else ""
         if word.startswith("--") and "=" in word:
             flag, _, value = word.partition("=")
-            read.append(f"{flag}={expand_value(flag, value)}")
+            read.append(f"{flag}={expand(flag, value)}")
         elif before.startswith("--") and "=" not in before and " " not in word:
-            read.append(expand_value(before, word))
+            read.append(expand(before, word))
         else:
             read.append(word)
     return read
-
-
-def expand_value(flag: str, value: str) -> str:
-    """The value of a flag with ~ and $NAME expanded, unless it is text."""
-    return value if TEXT_FLAGS.search(flag) else os.path.expandvars(os.path.expanduser(value))
 
 
 def print_typography(words: list[str]) -> None:

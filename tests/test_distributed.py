@@ -122,7 +122,7 @@ def test_an_interface_that_is_missing_is_one_message(start_ranks):
         assert "error: GLOO_SOCKET_IFNAME=none7" in rank.output
 
 
-def test_signals_are_handled_again_once_the_ranks_have_met(monkeypatch):
+def test_signals_are_handled_again_once_the_ranks_have_met():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     handler = signal.getsignal(signal.SIGTERM)
     try:
