@@ -20,6 +20,7 @@ torchrun exits with 1 whatever the code of its ranks, so a training run also wri
 """
 
 import atexit
+import errno
 import json
 import math
 import os
@@ -27,15 +28,21 @@ import re
 import sys
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 
-# Checked on import, because other modules import fcntl and resource, which Windows does not have.
+# Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
+# this module before torch and tyro.
 if os.name == "nt":
     sys.exit(
         "error: this project runs on Linux and macOS. On Windows, run it in the Windows Subsystem for Linux: "
         "run `wsl --install` in an administrator's terminal, then the same commands in Ubuntu's terminal"
     )
+for package in ("torch", "tyro", "numpy"):
+    if find_spec(package) is None:
+        sys.exit(f"error: no {package} in this Python ({sys.executable}): make install, then . .venv/bin/activate")
 
 
 class UserError(Exception):
@@ -89,17 +96,23 @@ def set_omp_wait_policy(many_short_waits: bool = False, load: str = "/proc/loada
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
+# The errors of the operating system that say what is wrong with a path: the same command would fail again. Not ENOSPC
+# and EIO, which end a run as a crash: a full disk may have room again when the run is restarted.
+PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+
+
 def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
-    """Run a script's `main` and exit. A UserError, or a file that this user may not read or write, becomes one message
-    and exit code 1, never a traceback."""
+    """Run a script's `main` and exit. What the user can fix, a UserError or a path that cannot be used, becomes one
+    message and exit code 1, never a traceback."""
     set_omp_wait_policy(many_short_waits)
+    make_streams_safe()
     try:
+        sys.argv[1:] = read_words(sys.argv[1:])
         main()
-    except (UserError, PermissionError) as e:
-        fail("user_error", str(e), f"error: {e}")
     except SystemExit as e:
         # tyro has printed which flag is wrong.
         if e.code == 2:
+            print_typography(sys.argv[1:])
             write_status("user_error", "a flag was not accepted")
         raise
     except KeyboardInterrupt:
@@ -109,8 +122,21 @@ def run_cli(main: Callable[[], object], many_short_waits: bool = False) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_process(141)  # 128 + SIGPIPE
     except Exception as e:
+        if isinstance(e, UserError) or (isinstance(e, OSError) and e.errno in PATH_ERRORS):
+            fail("user_error", str(e), f"error: {e}")
         fail("system_error", f"{type(e).__name__}: {e}", traceback.format_exc())
     exit_process(0)
+
+
+def make_streams_safe() -> None:
+    """Let no `print` raise: a character that the encoding of the output lacks becomes a question mark, and a stream
+    that the caller has closed (2>&-) leads to /dev/null."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It gets the lowest free number, which is that of the closed stream: no data file gets it.
+            setattr(sys, name, open(os.devnull, mode))
+    sys.stdout.reconfigure(errors="replace")
+    sys.stderr.reconfigure(errors="replace")
 
 
 def fail(status: str, reason: str, message: str) -> None:
@@ -151,12 +177,83 @@ def write_status(status: str, reason: str = "") -> None:
 def exit_process(code: int) -> None:
     """Exit. A rank skips the interpreter's shutdown, where gloo has been seen to abort, or to wait forever for a dead
     rank."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if env_number("WORLD_SIZE") == 1:
         sys.exit(code)
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+# ------------------------------------------------------------------------- the words of the command line
+
+# Flags whose value is text: --sample-prompt, --split-on.
+TEXT_FLAGS = re.compile("prompt|split")
+
+
+def read_words(words: list[str]) -> list[str]:
+    """The command line with ~ and $NAME expanded in the values of flags: a shell leaves --out-dir=~/runs as it is, and
+    some launchers have no shell. The values of TEXT_FLAGS stay, as do words that belong to no flag, such as a prompt,
+    and names that are not defined. Raises UserError for a word that is not UTF-8: torch cannot open such a file."""
+
+    def expand(flag: str, value: str) -> str:
+        return value if TEXT_FLAGS.search(flag) else os.path.expandvars(os.path.expanduser(value))
+
+    read = []
+    for i, word in enumerate(words):
+        is_utf8 = not re.search("[\ud800-\udfff]", word)
+        require(is_utf8, f"{word!r} on the command line is not UTF-8; rename the file, because torch cannot open it")
+
+        before = words[i - 1] if i > 0 else ""
+        if word.startswith("--") and "=" in word:
+            flag, _, value = word.partition("=")
+            read.append(f"{flag}={expand(flag, value)}")
+        elif before.startswith("--") and "=" not in before and " " not in word:
+            read.append(expand(before, word))
+        else:
+            read.append(word)
+    return read
+
+
+def print_typography(words: list[str]) -> None:
+    """Name the characters of a command line that somebody pasted from a document: it was not accepted."""
+    # Dashes, spaces, invisible characters, quotation marks and the minus sign, by their Unicode categories.
+    typographic = {c for c in "".join(words) if not c.isascii() and unicodedata.category(c) in "Pd Zs Cf Pi Pf Sm"}
+    if typographic:
+        names = ", ".join(f"{unicodedata.name(c, '')} (U+{ord(c):04X})" for c in sorted(typographic))
+        print(f"the command line has characters of a document: {names}; type them anew: - and space", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------- which process this is
+
+# What torchrun sets for each process of a run, and what holds without torchrun.
+RANK_VARIABLES = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+
+
+def env_number(name: str) -> int:
+    """One of RANK_VARIABLES. It never fails, because errors are printed by rank: text that is no number counts as
+    missing here, and check_rank_variables refuses it."""
+    text = os.environ.get(name, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else RANK_VARIABLES[name]
+
+
+def env_rank() -> int:
+    """This process's rank as set by torchrun; 0 without torchrun."""
+    return env_number("RANK")
+
+
+def check_rank_variables() -> None:
+    """Raise UserError if the environment names a rank that cannot be: left over from another job, or set by hand."""
+    fix = "unset it, or start the script by torchrun"
+    for name in RANK_VARIABLES:
+        text = os.environ.get(name, "")
+        require(text in ("", str(env_number(name))), f"the variable {name}={text} must be a whole number; {fix}")
+
+    world_size = f"WORLD_SIZE={env_number('WORLD_SIZE')}"
+    if env_number("WORLD_SIZE") > 1:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        require(not missing, f"{world_size} is set without {', '.join(missing)}; {fix}")
+    require(env_rank() < env_number("WORLD_SIZE"), f"RANK={env_rank()} must be below {world_size}; {fix}")
 
 
 # ------------------------------------------------------------------------- printing
@@ -166,11 +263,6 @@ def printable(text: str) -> str:
     """External text with its terminal control codes (all but newline and tab) replaced, so that no file name, prompt or
     server can drive the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
-def env_rank() -> int:
-    """This process's rank as set by torchrun; 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
 
 
 def print0(*args: object) -> None:

@@ -17,6 +17,7 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 """
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import env_rank, require
+from system.cli import UserError, check_rank_variables, env_number, env_rank, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -97,71 +98,101 @@ class Runtime:
     def check_equal(self, facts: dict[str, str], fix: str) -> None:
         """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs from
         rank 0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call it."""
-        found = self.gather((socket.gethostname(), facts))
-        host_0, facts_0 = found[0]
+        hosts = self.gather(socket.gethostname())
+        facts_of_ranks = self.gather(facts)
         differences = []
-        for rank, (host, its_facts) in enumerate(found):
-            for name in facts_0 | its_facts:
-                value_0, value = facts_0.get(name), its_facts.get(name)
+        for rank in range(1, self.world_size):
+            for name in facts_of_ranks[0] | facts_of_ranks[rank]:
+                value_0, value = facts_of_ranks[0].get(name), facts_of_ranks[rank].get(name)
                 if value != value_0:
-                    differences.append(f"{name} is {value_0} on rank 0 ({host_0}), but {value} on rank {rank} ({host})")
+                    on_rank = f"rank {rank} ({hosts[rank]})"
+                    differences.append(f"{name} is {value_0} on rank 0 ({hosts[0]}), but {value} on {on_rank}")
         require(not differences, f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
 
 
 @contextmanager
-def session(
-    device: str = "auto", deterministic: bool = False, settings: dict[str, str] | None = None
-) -> Iterator[Runtime]:
+def session(device: str = "auto", settings: dict[str, str] | None = None) -> Iterator[Runtime]:
     """Yield this process's Runtime, in float32 until a precision is chosen. Under torchrun join the other ranks, and
     leave them at the end.
 
     device: auto, cpu, mps, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
-    deterministic: bit-identical results on a GPU, too. On a CPU this costs nothing measurable and is always on.
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
-    # All must be set before CUDA starts: cuBLAS needs a fixed workspace, Inductor must not choose kernels by timing.
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
-    machine.use_expandable_segments()
+    check_rank_variables()
+    machine.use_expandable_segments()  # before CUDA starts
+    dev = machine.choose_device(device, env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE"))
+    rt = Runtime(dev, torch.float32, env_rank(), env_number("WORLD_SIZE"))
 
-    # Which process this is, as torchrun sets it, and its device.
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    dev = machine.choose_device(device, local_rank)
-    rt = Runtime(dev, torch.float32, env_rank(), world_size)
-
-    # torch's global switches: deterministic kernels, and the precision of float32 products on a GPU.
-    if deterministic or dev.type == "cpu":
+    # torch's global switches.
+    if rt.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    if rt.device.type == "cpu":
+        # Bit-identical results; on a CPU they cost nothing measurable.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes new tensors twice
-    if dev.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
-    # Ranks on a CPU share its cores; without this each would use all of them.
-    if dev.type == "cpu" and ranks_here > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-
-    if world_size > 1:
+    if rt.device.type == "cpu":
+        share_cores(env_number("LOCAL_WORLD_SIZE"))
+    if rt.world_size > 1:
         rt = join_group(rt)
         facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
         rt.check_equal(facts, "start every machine with the same command, code and software")
     yield rt
 
     # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
-    if world_size > 1:
+    if rt.world_size > 1:
         dist.destroy_process_group()
 
 
-def join_group(rt: Runtime) -> Runtime:
-    """Join the ranks at the address that torchrun's environment gives. Every rank must call it."""
-    if rt.device.type == "cuda":
-        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=rt.device)
+def share_cores(ranks_here: int) -> None:
+    """Divide the CPU cores that this process may use among the ranks of this machine; each would use all of them."""
+    # torchrun sets OMP_NUM_THREADS=1 unless the user has set it, and torch has read it.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    is_users = threads is not None and (threads != "1" or "TORCHELASTIC_RUN_ID" not in os.environ)
+    if ranks_here == 1 or is_users:
+        return
+    if hasattr(os, "sched_getaffinity"):  # Linux; fewer than cpu_count under taskset or in a container's cpuset
+        cores = len(os.sched_getaffinity(0))
     else:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    return replace(rt, slow_group=dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT))
+        cores = os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // ranks_here))
+
+
+def join_group(rt: Runtime) -> Runtime:
+    """Join the ranks at the address that torchrun's environment gives. Raises UserError if that address or the network
+    interface cannot be used. Every rank must call it."""
+    with default_signals():
+        try:
+            if rt.device.type == "cuda":
+                dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=rt.device)
+            else:
+                dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+            return replace(rt, slow_group=dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT))
+        except RuntimeError as e:
+            # Anything else may come of another rank's crash, after which the run is started again.
+            if "EADDRINUSE" in str(e):
+                problem = f"another program uses the port MASTER_PORT={os.environ['MASTER_PORT']}"
+                raise UserError(f"{problem}; choose another, or use torchrun --standalone") from None
+            if "Unable to find address" in str(e):
+                problem = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} has no address on this machine"
+                raise UserError(f"{problem}; unset it, or name an interface that `ip address` lists") from None
+            raise
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP end the process at once inside this context, which waits in C++ for other ranks,
+    where Python's handlers do not run. Nothing is lost: training has not begun."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:  # SIGHUP under nohup
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def weight_checksum(parameters: list[Tensor]) -> str:

@@ -75,12 +75,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{folder} is not a folder; choose another") from None
+    except (FileExistsError, FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder} is not a folder, and cannot be made one; choose another") from None
     except Timeout:
-        left = f", or remove {folder}/.lock if that process is gone" if isinstance(lock, SoftFileLock) else ""
-        problem = f"{folder} is in use by another process"
-        raise UserError(f"{problem}; wait for it or choose another folder{left}") from None
+        fix = "wait for it or choose another folder"
+        if isinstance(lock, SoftFileLock):
+            fix += f", or remove {folder}/.lock if that process is gone"
+        raise UserError(f"{folder} is in use by another process; {fix}") from None
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from system.cli import UserError
+from system.cli import UserError, explain_errors, require
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -34,20 +34,41 @@ def open_hub() -> Iterator[HfApi]:
     if is_mirror and "HF_HUB_DISABLE_XET" not in os.environ:
         constants.HF_HUB_DISABLE_XET = True
 
+    # What the user has set, before anything is sent: the token goes into a header, and a session reads the proxies.
+    token = get_token() or ""
+    problem = "the token of the Hub has a character that is not ASCII, as from a typographic quote"
+    require(token.isascii(), f"{problem}; copy it again: HF_TOKEN, or `hf auth login`")
+    problem = "the proxy set by ALL_PROXY, HTTPS_PROXY or HTTP_PROXY is of no use here"
+    with explain_errors(problem, "correct the variable, or unset it"):
+        session = get_session()
+
     # huggingface_hub has no timeout by default: on a network that drops packets it would hang, and cost money.
-    get_session().timeout = httpx2.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
+    session.timeout = httpx2.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
 
     try:
         yield HfApi()
     except (
         httpx2.HTTPError,  # the network, and every answer of the Hub that is an error
-        errors.EntryNotFoundError,  # also: neither on this machine nor reachable
+        httpx2.InvalidURL,  # HF_ENDPOINT
+        errors.EntryNotFoundError,
         errors.FileMetadataError,
         errors.HFValidationError,
         errors.LocalTokenNotFoundError,
         errors.OfflineModeIsEnabled,
+        errors.RevisionResolutionError,
     ) as error:
+        # A download that fails for whatever reason says that the network may be down: its cause is the Hub's answer.
+        if isinstance(error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError) and error.__cause__:
+            error = error.__cause__
         message = " ".join(f"{constants.ENDPOINT}: {error}".split()).rstrip(".")
-        message = message.replace(get_token() or "\0", "***")
-        fix = "is the name right, and does the network work? A private repository needs HF_TOKEN, a mirror HF_ENDPOINT"
-        raise UserError(f"{message[:400]}; {fix}") from None
+        message = message.replace(token or "\0", "***")[:400]
+
+        # What to do about it, where the library's words do not say that.
+        if isinstance(error, httpx2.TransportError | httpx2.InvalidURL):
+            message += "; does the network work? HF_ENDPOINT chooses a mirror"
+        elif isinstance(error, httpx2.HTTPStatusError | errors.HfHubHTTPError):
+            if error.response.status_code in (401, 403, 404):
+                message += "; is the name right? A private or gated repository needs a token that may read it: HF_TOKEN"
+            else:
+                message += "; run the same command again later"
+        raise UserError(message) from None

@@ -2,8 +2,8 @@
 
     device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-    rt = choose_precision(rt)                         # prints "precision: bfloat16, the fastest of ..."
-    lacking = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
+    rt = choose_precision(rt)                         # prints "precision: bfloat16 (4.0 times as fast ...)"
+    missing = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
 Importing this imports torch, so cli.set_omp_wait_policy must have run before.
@@ -15,11 +15,13 @@ import logging
 import math
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -46,23 +48,37 @@ CUDA_TORCH_COMMAND = "make clean install TORCH_BUILD="
 
 # Files that this machine has if it has an NVIDIA GPU. The second is the driver's under the Windows Subsystem for Linux.
 # The Makefile looks for the same files to choose between torch with CUDA and torch for CPUs.
-GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
+NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
+
+# The driver of AMD's GPUs, and for each of them a file with the bytes of its memory.
+AMD_DRIVER = "/dev/kfd"
+AMD_MEMORY_FILES = "/sys/class/drm/card*/device/mem_info_vram_total"
+MIN_AMD_MEMORY = 7e9  # the GPU inside a laptop's processor has less
 
 
-def refuse_unusable_gpu(name: str) -> None:
-    """Raise UserError if torch cannot use this machine's NVIDIA GPU, unless the device `name` is another one, such as
-    cpu. Without this error, the run would take days on the CPU while the GPU is billed."""
-    # Nothing is wrong if another device is asked for, if the GPUs are hidden on purpose, if they work, or if there is
-    # none.
+def has_amd_gpu() -> bool:
+    """Whether this machine has an AMD GPU of its own, with its driver."""
+    memory = [int(Path(path).read_text()) for path in glob(AMD_MEMORY_FILES)]
+    return os.path.exists(AMD_DRIVER) and max(memory, default=0) >= MIN_AMD_MEMORY
+
+
+def refuse_unusable_gpu(kind: str) -> None:
+    """Raise UserError if torch cannot use this machine's GPU, unless the device `kind` is another one, such as cpu.
+    Without this error, the run would take days on the CPU while the GPU is billed."""
+    # Nothing is wrong if another device is asked for, if the GPUs are hidden on purpose, or if they work.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if name.partition(":")[0] not in ("auto", "cuda") or is_hidden or torch.cuda.is_available():
+    if kind not in ("auto", "cuda") or is_hidden or torch.cuda.is_available():
         return
-    if not any(glob(pattern) for pattern in GPU_FILES):
+    use_the_cpu = "To use the CPU: --device cpu, or export CUDA_VISIBLE_DEVICES="
+    if has_amd_gpu():
+        problem = f"this machine has an AMD GPU, which torch {torch.__version__} cannot use"
+        fix = "install a torch built for ROCm (pytorch.org/get-started), with which this project has not been tried"
+        raise UserError(f"{problem}; {fix}. {use_the_cpu}")
+    if not any(glob(pattern) for pattern in NVIDIA_FILES):
         return
 
     # torch was built for CPUs. `make install` chooses this build on a machine without a GPU, such as one on which a
     # network volume is prepared. Only a new .venv replaces it, because its version satisfies the pinned one.
-    use_the_cpu = "To use the CPU: --device cpu, or export CUDA_VISIBLE_DEVICES="
     if torch.version.cuda is None:
         raise UserError(
             f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA; to install torch "
@@ -83,31 +99,37 @@ def refuse_unusable_gpu(name: str) -> None:
     )
 
 
-def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device of that name, which may have a number, as in cuda:1. `auto` tries cuda, then mps, then cpu. Without a
-    number, a rank gets the GPU of its `local_rank`. Raises UserError if the device is not available, or if a GPU is
+def choose_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """The device of that name: auto, cpu, mps, cuda or, for one process a machine, cuda:N. `auto` tries cuda, then mps,
+    then cpu. A rank gets the GPU of its `local_rank`. Raises UserError if the device is not available, or if a GPU is
     present but unusable.
 
     mps is used from torch 2.14 on. Before that, M1 and M2 compute wrong gradients where these sum over more than 32,768
     tokens or vocabulary entries, as that of GPT-2's head does (pytorch#177116).
     """
+    is_device = re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,3})?", name)
+    require(is_device, f"--device {name} must be auto, cpu, mps, cuda or, as in cuda:1, one GPU; use --device auto")
+    kind, _, number = name.partition(":")
+    problem = f"--device {name} would put all {local_world_size} ranks of this machine on one GPU"
+    require(not number or local_world_size == 1, f"{problem}; use --device cuda")
+
     # The usable kinds, the fastest first.
     usable = ["cpu"]
     if torch.backends.mps.is_available() and torch.__version__ >= (2, 14):
         usable.insert(0, "mps")
     if torch.cuda.is_available():
         usable.insert(0, "cuda")
-
-    refuse_unusable_gpu(name)
-    kind, _, number = (usable[0] if name == "auto" else name).partition(":")
+    refuse_unusable_gpu(kind)
+    if kind == "auto":
+        kind = usable[0]
     available = ", ".join(usable)
-    require(kind in usable, f"device {name!r} is not available here (available: {available}); use --device auto")
+    require(kind in usable, f"device {kind!r} is not available here (available: {available}); use --device auto")
 
     if kind != "cuda":
         # A torch built for CUDA would warn "No CUDA runtime is found" when the first step compiles on the CPU.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         return torch.device(kind)
-    index = int(number or local_rank)
+    index = int(number) if number else local_rank
     count = torch.cuda.device_count()
     problem = f"rank {env_rank()} needs cuda:{index} but this machine has {count} GPUs"
     require(index < count, f"{problem}; use --nproc_per_node={count}")
@@ -141,8 +163,8 @@ def dtype_name(dtype: object) -> str:
 
 @functools.cache
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16); emulated is slower than float32."""
-    # The flags avx512_bf16, amx_bf16, bf16. Only Linux lists them in a file; elsewhere float32 is used.
+    """Whether the CPU multiplies bfloat16 in hardware; emulated, it is slower than float32."""
+    # The flags avx512_bf16, amx_bf16 and, of Arm, bf16. Only Linux lists them in a file; elsewhere float32 is used.
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "bf16" in cpuinfo.read_text()
 
@@ -162,47 +184,49 @@ def supported_dtypes(device: torch.device) -> list[torch.dtype]:
 def bfloat16_speedup() -> float:
     """How many times as fast this CPU multiplies large matrices in bfloat16 as in float32. A CPU's flags do not tell: a
     Xeon with AVX512-BF16 but without AMX is slower in bfloat16, a Zen 5 four times as fast."""
-    tries = {}
+    multiply = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(512, 768, dtype=dtype)
         weight = torch.ones(3072, 768, dtype=dtype)
-        tries[dtype] = partial(linear, x, weight)
-        tries[dtype]()  # warms up
+        multiply[dtype] = partial(linear, x, weight)
+        multiply[dtype]()  # warms up
 
-    # In turn, because the machine may be busy for a while; the fastest of each, because that can only slow them.
-    best = dict.fromkeys(tries, math.inf)
+    # Both in turn, because the machine may be busy for a while; the fastest of each, because a busy machine only slows.
+    fastest = {torch.float32: math.inf, torch.bfloat16: math.inf}  # seconds
     for _ in range(5):
-        for dtype, multiply in tries.items():
+        for dtype in fastest:
             start = time.perf_counter()
-            multiply()
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    return best[torch.float32] / best[torch.bfloat16]
+            multiply[dtype]()
+            fastest[dtype] = min(fastest[dtype], time.perf_counter() - start)
+    return fastest[torch.float32] / fastest[torch.bfloat16]
 
 
-def choose_precision(rt: Any, asked: str = "auto", began_in: str | None = None) -> Any:
-    """The Runtime `rt` with the precision that all ranks use: the one `asked` for by --dtype, else the one that a
-    resumed run `began_in`, else the fastest that all have. Prints which and why.
+def choose_precision(rt: Any, dtype_flag: str = "auto", saved_dtype: str | None = None) -> Any:
+    """The Runtime `rt` with the precision that all ranks use: the one of --dtype, else the one that a resumed run was
+    saved in, else the fastest that every rank has. Prints which and why.
 
     All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
-    lacks what was asked for. Every rank must call it.
+    lacks the one of --dtype. Every rank must call it.
     """
-    # What all ranks have, the preferred first. A CPU computes in anything, if slowly.
-    of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
-    usable = [name for name in of_ranks[0] if all(name in own for own in of_ranks)]
-    if asked != "auto":
+    # What every rank has, the preferred first. A CPU computes in anything, if slowly.
+    names_of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
+    usable = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
+
+    if dtype_flag != "auto":
+        is_usable = dtype_flag in usable or rt.device.type != "cuda"
         fix = f"use --dtype {usable[0]}, or leave it out"
-        is_usable = asked in usable or rt.device.type != "cuda"
-        require(is_usable, f"--dtype {asked}: not every GPU of this run has it; {fix}")
-        chosen, reason = asked, "by --dtype"
-    elif began_in in usable:
-        chosen, reason = began_in, "as the run began"
-    else:
-        chosen, reason = usable[0], f"the fastest of {', '.join(usable)} here"
+        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
+        chosen, reason = dtype_flag, "by --dtype"
+    elif saved_dtype in usable:
+        chosen, reason = saved_dtype, "in which the run began"
+    elif rt.device.type == "cpu" and usable[0] == "bfloat16":
         # The slowest of the CPUs decides.
-        if rt.device.type == "cpu" and chosen == "bfloat16":
-            speedup = min(rt.gather(bfloat16_speedup()))
-            chosen = "bfloat16" if speedup >= MIN_BFLOAT16_SPEEDUP else "float32"
-    print0(f"precision: {chosen}, {reason}")
+        speedup = min(rt.gather(bfloat16_speedup()))
+        chosen = "bfloat16" if speedup >= MIN_BFLOAT16_SPEEDUP else "float32"
+        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 on this CPU"
+    else:
+        chosen, reason = usable[0], "the fastest that this machine has"
+    print0(f"precision: {chosen} ({reason})")
     return replace(rt, dtype=getattr(torch, chosen))
 
 
@@ -262,7 +286,7 @@ def copy_to_host(tree: Any) -> Any:
 
 def missing_compiler(device: torch.device) -> str:
     """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++, for a GPU Triton's
-    launchers are C; both include Python's headers."""
+    launchers are C; both include Python's headers, and load what they have built from a folder of temporary files."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
         return "support for GPUs before Volta in Triton"
 
@@ -275,16 +299,30 @@ def missing_compiler(device: torch.device) -> str:
         return compiler
 
     # The headers come with the interpreter or, on Debian, in a package of their own.
-    has_headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
-    return "" if has_headers else "Python.h (python3-dev)"
+    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        return "Python.h (python3-dev)"
+
+    # A folder that is mounted noexec.
+    build_dir = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    existing = build_dir
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if os.statvfs(existing).f_flag & getattr(os, "ST_NOEXEC", 0):  # not on macOS
+        return f"folder for compiled code that is not mounted noexec, as {build_dir} is (TORCHINDUCTOR_CACHE_DIR)"
+
+    # torch 2.13 gives the linker paths without quotes (_inductor/cpp_builder.py).
+    for path in (torch.__path__[0], str(sysconfig.get_config_var("LIBDIR")), build_dir):
+        if device.type == "cpu" and " " in path:
+            return f"path without spaces for the compiler, unlike {path}"
+    return ""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
-    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    numbers = {"torch": str(torch.__version__), "python": platform.python_version()}
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        found["commit"] = done.stdout.strip()
-    return found
+        numbers["commit"] = done.stdout.strip()
+    return numbers

@@ -8,8 +8,9 @@ A row of the table is an exit code, a command, and what its message must name. T
     cut            a shard, a checkpoint and metrics that were cut off; a checkpoint that is none
     *.*            texts and HellaSwag rows; line 2 of bad.jsonl is neither
 
-and must leave it as it is. NEW is a path beside it, TRAIN a training run over `tiny` into NEW. What is refused because
-of other ranks, of other processes or of the Hub's answers is tested with the module that refuses it.
+and must leave it as it is. NEW is a path beside it, LONG a name that is too long, TRAIN a training run over `tiny` into
+NEW. What is refused because of other ranks, of other processes or of the Hub's answers is tested with the module that
+refuses it.
 """
 
 import json
@@ -39,6 +40,7 @@ TABLE = """
 1 | TRAIN --micro-batch-size 3                             | --micro-batch-size 3
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
 1 | TRAIN --device cuda                                    | 'cuda'
+1 | TRAIN --device cpu:1                                   | --device cpu:1
 1 | TRAIN --data-dir none                                  | none
 1 | TRAIN --data-dir cut                                   | cut/cut_train_000001.npy
 1 | TRAIN --hellaswag-every 5 --hellaswag-data none.jsonl  | none.jsonl
@@ -49,6 +51,8 @@ TABLE = """
 1 | TRAIN --out-dir run --check                            | --resume auto
 1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
 1 | TRAIN --out-dir text.txt/run                           | text.txt
+1 | TRAIN --out-dir /proc/run                              | /proc/run
+1 | hub.py export small/model_00001.pt NEW/LONG            | too long
 1 | fineweb.py --source none.txt                           | none.txt
 1 | fineweb.py --source text.txt bad.xml                   | bad.xml
 1 | fineweb.py --source empty.jsonl --out NEW              | empty
@@ -123,7 +127,8 @@ def run_as_main() -> None:
 def test_a_mistake_is_named_in_one_message(stage, tmp_path, run_in_fork, row):
     code, command, named = (part.strip() for part in row.split("|"))
     train = ["train_gpt2.py", "quickstart", *TINY_FLAGS, "--data-dir", "tiny", "--out-dir", "NEW"]
-    words = shlex.split(command.replace("TRAIN", shlex.join(train)).replace("NEW", str(tmp_path / "new")))
+    command = command.replace("TRAIN", shlex.join(train)).replace("LONG", "x" * 256)
+    words = shlex.split(command.replace("NEW", str(tmp_path / "new")))
     files = sorted(stage.rglob("[!.]*"))
 
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_x"}

@@ -1,8 +1,10 @@
 """The endings of every script, as exit code, message, status file and torchrun's report; printing and durations."""
 
+import errno
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 
@@ -45,18 +47,25 @@ def test_a_user_error_is_one_message(end):
     assert status == "user_error"
     assert "error: --seed" in report
 
-    code, printed, status, _ = end(lambda: raise_error(PermissionError(13, "Permission denied", "log/mine")))
+
+@pytest.mark.parametrize("name", ["EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP"])
+def test_a_path_that_cannot_be_used_is_one_message(end, name):
+    number = getattr(errno, name)
+    code, printed, status, _ = end(lambda: raise_error(OSError(number, os.strerror(number), "log/mine")))
     assert printed.startswith("error: ") and "log/mine" in printed and printed.count("\n") == 1
     assert (code, status) == (1, "user_error")
 
 
-def test_anything_else_is_a_crash_with_its_traceback(end):
-    code, printed, status, report = end(lambda: raise_error(OSError(28, "No space left on device")))
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENOENT"])
+def test_anything_else_is_a_crash_with_its_traceback(end, name):
+    """A restart may find room on the disk, or the network volume back in its place."""
+    number = getattr(errno, name)
+    code, printed, status, report = end(lambda: raise_error(OSError(number, os.strerror(number))))
 
     assert code == 1
-    assert "Traceback" in printed and "No space left" in printed
+    assert "Traceback" in printed and os.strerror(number) in printed
     assert status == "system_error"
-    assert "Traceback" in report and "No space left" in report
+    assert "Traceback" in report and os.strerror(number) in report
 
 
 def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
@@ -85,6 +94,100 @@ def test_a_reader_that_has_exited_is_no_error():
 
     assert done.stdout.splitlines()[1:] == ["141"]
     assert done.stderr == ""
+
+
+def run_in_shell(script, redirections="", **env):
+    """A Python program as a main of run_cli, started by a shell that redirects its streams."""
+    program = f"from system.cli import run_cli, print0; run_cli(lambda: exec({script!r}))"
+    command = f"{shlex.join([sys.executable, '-c', program])} {redirections}"
+    return subprocess.run(command, shell=True, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_show_is_replaced(encoding):
+    script = r"import sys; print0('\u4e2d1'); print('\u4e2d2'); print('\u4e2d3', file=sys.stderr); print('\udcff4')"
+    done = run_in_shell(script, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "?1\n?2\n?4\n", "?3\n")
+
+
+@pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_ends_nothing(tmp_path, redirections):
+    """Nor does a data file get its number, into which C libraries would then write their warnings."""
+    path = tmp_path / "shard"
+    script = f"""
+import os, sys
+with open({str(path)!r}, "w") as f:
+    print("a", file=sys.stdout)
+    print("b", file=sys.stderr)
+    print(sys.stderr.isatty(), f.fileno() > 2, file=f)
+"""
+    assert run_in_shell(script, redirections).returncode == 0
+    assert path.read_text() == "False True\n"
+
+
+@pytest.mark.parametrize("variables, named", [
+    ({"RANK": "x"}, "RANK=x"),
+    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2"),
+    ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "RANK, MASTER_PORT"),
+    ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK=2"),
+    ({"RANK": "1"}, "RANK=1"),
+])  # fmt: skip
+def test_a_rank_that_cannot_be_is_named(monkeypatch, variables, named):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=named):
+        cli.check_rank_variables()
+
+
+def test_an_empty_variable_counts_as_missing(monkeypatch):
+    for name in cli.RANK_VARIABLES:
+        monkeypatch.setenv(name, "")
+    cli.check_rank_variables()
+    assert [cli.env_number(name) for name in cli.RANK_VARIABLES] == [0, 0, 1, 1]
+
+
+# ------------------------------------------------------------------------- the words of the command line
+
+
+@pytest.mark.parametrize("words, read", [
+    (["--out-dir=~/runs/t"], ["--out-dir=/home/me/runs/t"]),
+    (["--out-dir", "~/t", "--data-dir=/scratch/$ME/d"], ["--out-dir", "/home/me/t", "--data-dir=/scratch/you/d"]),
+    (["--resume", "${ME}/t", "--seed", "1"], ["--resume", "you/t", "--seed", "1"]),
+    (["--data-dir", "$NONE/x", "--out-dir=a~b"], ["--data-dir", "$NONE/x", "--out-dir=a~b"]),  # not defined; no home
+    (["--sample-prompt", "~/$ME", "--sample-prompt=~/$ME"], None),
+    (["run", "~/$ME", "$5", "~"], None),  # infer.py's prompts
+    (["--json", "$ME likes ~", "--seed=1", "~/$ME"], None),
+    (["--split-on", "$ME"], None),
+])  # fmt: skip
+def test_a_path_is_expanded_and_a_text_is_not(monkeypatch, words, read):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("ME", "you")
+    assert cli.read_words(words) == (read or words)
+
+
+def test_a_name_that_is_not_utf8_is_refused():
+    with pytest.raises(UserError, match="udce9"):
+        cli.read_words(["--out-dir", os.fsdecode(b"caf\xe9")])
+
+
+@pytest.mark.parametrize("words, named", [
+    (["a/b", "\u2013-public"], "U+2013"),
+    (["a/b", "--public\u00a0"], "NO-BREAK SPACE"),
+    (["\u201ca", "b\u201d"], "U+201C"),
+])  # fmt: skip
+def test_a_character_of_a_document_is_named_once_it_is_refused(run_in_fork, words, named):
+    done = run_in_fork("hub.py", "check", *words, check=False)
+    assert done.returncode == 2 and named in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["hub.py", "train_gpt2.py"])
+def test_a_python_without_the_packages_says_how_to_get_them(script):
+    done = subprocess.run([sys.executable, "-S", ROOT / script, "-h"], capture_output=True, text=True)
+    assert done.returncode == 1 and "make install" in done.stderr and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------- ranks
 
 
 def test_a_rank_ends_although_a_thread_does_not():

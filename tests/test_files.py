@@ -36,6 +36,18 @@ def test_a_failed_write_leaves_only_the_old_file(tmp_path, operation):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_a_file_has_the_mode_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_file(tmp_path / "file", b"x")
+        with lock_folder(tmp_path / "locked"):
+            paths = [tmp_path / "file", tmp_path / "locked/.lock"]
+            assert [path.stat().st_mode & 0o777 for path in paths] == [0o666 & ~umask] * 2
+    finally:
+        os.umask(before)
+
+
 def test_the_content_reaches_the_disk_before_the_name(tmp_path, monkeypatch):
     calls = []
     replace = os.replace

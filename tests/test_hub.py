@@ -16,6 +16,7 @@ import torch
 from faults import hub_server
 from faults.hub_server import Fault
 from helpers import load_curve, load_weights, make_shards, same_bits
+from huggingface_hub import close_session
 
 import hub as hub_script
 from system.cli import UserError
@@ -185,12 +186,32 @@ def test_a_token_that_only_reads_is_found_out(run, hub):
 
 
 def test_what_the_hub_refuses_is_one_message(run, data, tmp_path, monkeypatch):
-    run("push-data", data, "tester/toy", token="", fails_with="hf auth login")
+    assert "network" not in run("push-data", data, "tester/toy", token="", fails_with="hf auth login")
     run("push-data", data, "tester/toy", token="hf_wrong", fails_with="403")
     run("pull-data", "tester/none", tmp_path / "out", fails_with="404")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     run("pull-data", "tester/none", tmp_path / "out", fails_with="HF_HUB_OFFLINE")
     assert not (tmp_path / "out").exists()  # no empty folder is left behind
+
+
+@pytest.mark.parametrize("code", [403, 429, 503])
+def test_the_reason_of_the_hub_is_what_is_said(run, hub, published, tmp_path, monkeypatch, code):
+    """Of a gated file, of too many requests, of a Hub that is down: the network works."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub tries again
+    hub.faults.append(Fault("status", "train_000001.npy", times=10**6, code=code))
+    assert "network" not in run("pull-data", "tester/toy", tmp_path / "out", fails_with=str(code))
+
+
+@pytest.mark.parametrize("token", ["\u201chf_x\u201d", "hf_\u2013x"])
+def test_a_token_with_a_typographic_character_is_named(run, data, token):
+    run("push-data", data, "tester/toy", token=token, fails_with="HF_TOKEN")
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "foo://127.0.0.1:1", "http://127.0.0.1:x"])
+def test_a_proxy_that_cannot_be_used_is_named(run, tmp_path, monkeypatch, proxy):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    close_session()  # which another test may have opened
+    run("pull-data", "tester/toy", tmp_path / "out", fails_with="ALL_PROXY")
 
 
 @pytest.mark.parametrize("endpoint, is_disabled", [("https://huggingface.co", False), ("https://mirror.example", True)])
@@ -278,7 +299,7 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
     assert hub.count("POST", "super-squash/unfinished") == 2
     assert read_folder(repo) == page
 
-    # The newest step can be resumed elsewhere; with --every-step, what was pushed to stay comes.
+    # The newest step of both can be resumed elsewhere; with --every-step, what was pushed to stay comes.
     run("pull-model", "tester/run", tmp_path / "moved")
     assert checkpoint.complete_steps(tmp_path / "moved") == [9]
     run("pull-model", "tester/run", tmp_path / "stays", "--every-step")
@@ -286,6 +307,8 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
 
     # One file, or a push that fails, removes nothing; the last push of the run does.
     run("push-model", trained_run / "model_00006.pt", "tester/run")
+    run("pull-model", "tester/run", tmp_path / "again")
+    assert list_checkpoints(tmp_path / "again") == "model_00009 optim_00009"
     hub.faults.append(Fault("status", "/commit/", code=400))
     run("push-model", trained_run, "tester/run", "--with-optimizer", fails_with="planted fault")
     assert list_checkpoints(unfinished) == "model_00009 optim_00009"
@@ -295,6 +318,28 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
 
     run("pull-model", "tester/run", tmp_path / "new")
     assert list_checkpoints(tmp_path / "new") == "model_00012 optim_00012"
+
+
+def test_a_later_push_of_one_file_is_what_a_pull_brings(run, trained_run, tmp_path):
+    """Whatever is left on the branch of the run that was still training."""
+    for step, flags in (("00003", ()), ("00009", ["--temporary"]), ("00012", ())):
+        run("push-model", trained_run / f"model_{step}.pt", "tester/run", *flags)
+    run("pull-model", "tester/run", tmp_path / "pulled")
+    assert list_checkpoints(tmp_path / "pulled") == "model_00012"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train_config.json"])
+def test_a_file_of_equal_length_is_not_the_same_file(run, hub, trained_run, tmp_path, name):
+    run("push-model", trained_run, "tester/run")
+    hub.faults.append(Fault("corrupt", f"/{name}"))
+    run("pull-model", "tester/run", tmp_path / "copy", fails_with=f"{name}.*damaged")
+
+    run("pull-model", "tester/run", tmp_path / "copy")
+    path = tmp_path / "copy" / name
+    other = path.read_text().replace("1", "2")
+    path.write_text(other)
+    run("pull-model", "tester/run", tmp_path / "copy", fails_with=f"different {name}")
+    assert path.read_text() == other
 
 
 @pytest.mark.parametrize("can_link", [True, False])

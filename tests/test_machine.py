@@ -4,6 +4,8 @@ measurement, the same on all ranks and after a resume."""
 import itertools
 import os
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     device_file.touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(machine, "GPU_FILES", (str(tmp_path / "nvidia[0-9]*"),))
+    monkeypatch.setattr(machine, "NVIDIA_FILES", (str(tmp_path / "nvidia[0-9]*"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # by which the tests hide GPUs
 
     # The driver is too old; or torch is built for CPUs, as `make install` on a CPU pod does it, onto a volume that a
@@ -46,6 +48,31 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     assert machine.choose_device("auto").type == "cpu"
 
 
+@pytest.mark.parametrize("gigabytes, is_refused", [([192], True), ([0.5, 24], True), ([0.5], False), ([], False)])
+def test_an_amd_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch, gigabytes, is_refused):
+    """But a laptop's processor has a small GPU, on which nobody wants to train."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "NVIDIA_FILES", ())
+    monkeypatch.setattr(machine, "AMD_DRIVER", str(tmp_path))
+    monkeypatch.setattr(machine, "AMD_MEMORY_FILES", str(tmp_path / "memory*"))
+    for i, size in enumerate(gigabytes):
+        (tmp_path / f"memory{i}").write_text(f"{size * 1e9:.0f}\n")
+
+    assert machine.choose_device("cpu").type == "cpu"
+    with pytest.raises(UserError, match=r"AMD.*--device cpu") if is_refused else nullcontext():
+        assert machine.choose_device("auto").type == "cpu"
+    monkeypatch.setattr(machine, "AMD_DRIVER", str(tmp_path / "none"))
+    assert machine.choose_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["cuda:x", "cuda:", "cuda:-1", "cpu:1", "gpu", ""])
+def test_a_device_that_is_none_is_refused(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=f"--device {name} must be"):
+        machine.choose_device(name)
+
+
 def test_a_rank_has_the_gpu_of_its_number(monkeypatch):
     used = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -53,9 +80,13 @@ def test_a_rank_has_the_gpu_of_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
-    assert machine.choose_device("auto", local_rank=1) == torch.device("cuda", 1)
-    assert machine.choose_device("cuda:0", local_rank=1) == torch.device("cuda", 0)
+    assert machine.choose_device("auto", local_rank=1, local_world_size=2) == torch.device("cuda", 1)
+    assert machine.choose_device("cuda:0") == torch.device("cuda", 0)
     assert used == [1, 0]
+
+    # One GPU for two ranks.
+    with pytest.raises(UserError, match="cuda:1"):
+        machine.choose_device("cuda:1", local_rank=0, local_world_size=2)
     with pytest.raises(UserError, match="cuda:2"):
         machine.choose_device("auto", local_rank=2)
 
@@ -89,6 +120,28 @@ def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, program
     monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in programs else None)
     found = machine.missing_compiler(torch.device(device))
     assert missing in found and bool(found) == bool(missing)
+
+
+@pytest.mark.parametrize("place", ["torch", "cache", "python"])
+def test_a_path_with_a_space_is_not_compiled(monkeypatch, place):
+    """As in "My Drive/gpt 2": torch gives the linker -L without quotes. Triton, for a GPU, quotes."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert machine.missing_compiler(torch.device("cpu")) == ""
+    folder = "/My Drive/x"
+    if place == "torch":
+        monkeypatch.setattr(torch, "__path__", [folder])
+    elif place == "cache":
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    else:
+        monkeypatch.setattr(machine.sysconfig, "get_config_var", lambda name: folder)
+    assert folder in machine.missing_compiler(torch.device("cpu"))
+    assert machine.missing_compiler(torch.device("cuda")) == ""
+
+
+def test_a_temporary_folder_without_programs_is_not_compiled_into(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "not/made/yet"))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC * (path == str(tmp_path))))
+    assert f"{tmp_path}/not/made/yet" in machine.missing_compiler(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("release, variables, expected", [
@@ -148,12 +201,12 @@ def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trai
 def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, own, other, chosen):
     """A 2080 Ti beside a 3090: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: own)
-    monkeypatch.setattr(Runtime, "gather", lambda self, of_own: [of_own, DTYPES[other]])
+    monkeypatch.setattr(Runtime, "gather", lambda self, names: [names, DTYPES[other]])
     rt = Runtime(torch.device("cuda", 0), FP32, world_size=2)
 
     assert machine.choose_precision(rt).dtype == chosen
     assert machine.choose_precision(rt, "float32").dtype == FP32
-    assert machine.choose_precision(rt, began_in="bfloat16").dtype == chosen
+    assert machine.choose_precision(rt, saved_dtype="bfloat16").dtype == chosen
     if chosen == FP16:
         with pytest.raises(UserError, match=r"--dtype bfloat16.*--dtype float16"):
             machine.choose_precision(rt, "bfloat16")

@@ -92,6 +92,12 @@ def hash_of(path: Path) -> str:
     return hashlib.sha1(json.dumps(list_files(path)).encode()).hexdigest()
 
 
+def git_hash_of(path: Path) -> str:
+    """The hash by which git stores a file."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dict]:
     """The files and folders of a branch as the Hub lists them."""
     entries = []
@@ -99,6 +105,8 @@ def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dic
         name = path.relative_to(branch).as_posix()
         entry = {"path": name, "rfilename": name, "size": path.stat().st_size, "oid": hash_of(path)}
         entry["type"] = "file" if path.is_file() else "directory"
+        if path.is_file():
+            entry["blobId"] = git_hash_of(path)
         if path.suffix in LFS_SUFFIXES:
             entry["lfs"] = {"oid": entry["oid"], "sha256": entry["oid"], "size": entry["size"], "pointerSize": 134}
         entries.append(entry)
