@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import codecs
 import json
-import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -102,54 +100,11 @@ def write_samples(prompt: str, samples: list[list[int]], as_json: bool) -> None:
             print(f"--- sample {number}\n{printable(prompt + text)}")
 
 
-# ------------------------------------------------------------------------- the model, made fast
-
-
-def can_pack_weights(dtype: torch.dtype) -> bool:
-    """Whether oneDNN, torch's library for CPUs, packs weights of this precision on this machine."""
-    import torch
-
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:  # needs AVX-512 on x86
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32 and platform.machine() == "x86_64"  # was not tried on Arm
-
-
-def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return a function (x, bias=None) -> x @ weight.T + bias, for a weight (out, in) on a CPU: F.linear, made faster
-    for a few rows of x.
-
-    What is packed: a copy of the weight in the order in which oneDNN's kernel reads it. The kernel computes a block of
-    outputs at a time, so it wants each tile of the matrix in one piece; oneDNN picks the size of the tiles for the CPU
-    and the precision. Drawn with tiles of 2 x 2, the numbers are addresses in memory:
-
-        as nn.Linear has it        packed
-         0  1  2  3                 0  1 |  4  5
-         4  5  6  7                 2  3 |  6  7
-         8  9 10 11                ------+------
-        12 13 14 15                 8  9 | 12 13
-                                   10 11 | 14 15
-
-    Why: without it, every product first rearranges its weight, or reads it in jumps. While one token is generated,
-    there are only as many rows as samples to spread that over. Packing once about doubles the tokens per second of 4
-    samples. Where oneDNN packs nothing, the function is plain F.linear.
-    """
-    import torch
-
-    if not can_pack_weights(weight.dtype):
-        return partial(torch.nn.functional.linear, weight=weight)
-
-    # These two operators are what torch's Inductor calls for a Linear with constant weights on a CPU. The last three
-    # arguments are for an activation after the product: there is none.
-    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-    linear = torch.ops.mkldnn._linear_pointwise
-    return lambda x, bias=None: linear(x, packed_weight, bias, "none", [], "")
+# ------------------------------------------------------------------------- the model
 
 
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Move `model` to its device and precision, for inference only; on a CPU, pack its weight matrices. Changes the
-    model and returns it."""
+    """Move `model` to its device and precision, for inference only. Changes the model and returns it."""
     import torch
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
@@ -157,13 +112,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     head = model.lm_head
     if dtype != torch.float32 and not model.config.softcap:
         head.weight = torch.nn.Parameter(head.weight.detach() - head.weight.detach().mean(0))
-
-    model = model.to(device, dtype)
-    if device.type == "cpu":
-        for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
-            layer.forward = partial(pack_linear_weight(layer.weight.detach()), bias=layer.bias)
-            layer.weight = None  # frees the unpacked weight, unless it is the embedding's, too
-    return model
+    return model.to(device, dtype)
 
 
 def main() -> None:
@@ -212,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, many_short_waits=True)
+    run_cli(main)

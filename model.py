@@ -422,7 +422,7 @@ class GPT(nn.Module):
             if not is_dense or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a dense float32 tensor")
 
-        # assign=True replaces the parameters. Keep what the modules have noted on theirs (matrix_rows), and tie the head
+        # assign=True replaces the parameters. Keep what the modules have noted on theirs (matrix_rows); tie the head
         # again.
         model = cls.without_memory(config)
         notes = {name: vars(p) for name, p in model.named_parameters()}
