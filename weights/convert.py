@@ -24,6 +24,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ GPT2_FIXED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
+
+# By how much the logits of an export may differ from the model's, in standard deviations of the logits. Measured: 2e-6
+# by rounding, 1e-3 with the exact GELU in place of its tanh approximation.
+LOGITS_TOLERANCE = 1e-4
 
 # An export with code: its model_type, and the prefix of its weights.
 CODE_TYPE = "gpt-with-code"
@@ -151,29 +156,38 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     folder has code that transformers must be allowed to run.
 
     Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
-    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists.
+    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists, or if what was written does
+    not compute what the model computes.
     """
     out_dir = Path(out_dir)
     require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
-    # Padding belongs to no token: (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)
-    config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
-    for name in ("transformer.wte.weight", "lm_head.weight", "lm_head.bias"):
-        if name in weights:
-            weights[name] = weights[name][: config.vocab_size]
+    config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
+    trimmed = trim_padding(weights, model.config.vocab_size)
 
     needs_code = not is_gpt2(config)
     save = save_with_code if needs_code else save_gpt2
     out_dir.mkdir(parents=True)
     try:
-        save(config, weights, out_dir)
+        compute_logits = save(config, trimmed, out_dir)
+        check_logits(GPT.from_state_dict(model.config, weights), compute_logits)
         if config.vocab_size == VOCAB_SIZE:
             save_hf_tokenizer(out_dir, config.block_size)
+
+        # safetensors makes files that only their owner can read. The config is made like any other file.
+        for path in out_dir.iterdir():
+            shutil.copymode(out_dir / "config.json", path)
     except BaseException:
         shutil.rmtree(out_dir)
         raise
     return needs_code
+
+
+def trim_padding(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """The weights without the rows that belong to no token: (padded V, ...) -> (V, ...) of whatever has a row for each
+    token of the vocabulary, such as the embedding, the head and its bias."""
+    return {name: w[:VOCAB_SIZE] if w.shape[:1] == (vocab_size,) else w for name, w in weights.items()}
 
 
 def is_gpt2(config: GPTConfig) -> bool:
@@ -183,8 +197,21 @@ def is_gpt2(config: GPTConfig) -> bool:
     return config == gpt2 and config.activation in GPT2_ACTIVATIONS
 
 
-def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Let transformers save a GPT2LMHeadModel."""
+@torch.no_grad()
+def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    """Raise UserError unless an export gives the model's logits at the end of a full context. So a change of model.py
+    that has no field in GPTConfig is not exported as the network that the config describes."""
+    T, V = model.config.block_size, min(model.config.vocab_size, VOCAB_SIZE)
+    idx = (torch.arange(T) % V)[None]  # (1, T)
+    expected = model.logits(model.hidden(idx)[:, -16:])[..., :V]  # (1, 16, V)
+    difference = (compute_logits(idx)[:, -16:] - expected).abs().max() / expected.std()
+    problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
+    fix = "give your change of model.py a field in GPTConfig, whose default means off"
+    require(difference < LOGITS_TOLERANCE, f"{problem}; {fix}")
+
+
+def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
+    """Let transformers save a GPT2LMHeadModel. Returns the function from ids to logits of what was saved."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hf_config = GPT2Config(
@@ -200,10 +227,13 @@ def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> No
     hf_model.load_state_dict(biases | transpose_conv1d(weights), assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder)
+    hf_model.eval()
+    return lambda idx: hf_model(idx).logits
 
 
-def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Save a network that transformers has no class for: with model.py and a thin class around it."""
+def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
+    """Save a network that transformers has no class for: with model.py and a thin class around it. Returns the function
+    from ids to logits of what was saved."""
     from safetensors.torch import save_file
 
     import model
@@ -227,6 +257,7 @@ def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     shutil.copy(model.__file__, folder)
     shutil.copy(Path(__file__).with_name("modeling_gpt.py"), folder)
+    return lambda idx: load_hf(folder)(idx)[0]
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
