@@ -5,14 +5,17 @@
     echo "Once upon a time" | python infer.py log/gpt2-124m - --temperature 0 --json
 
 An empty prompt starts a new document; - reads standard input. The prompt must fit the model's context, but the text may
-outgrow it: the model then rereads the newer half of the context and drops the older half. The text goes to stdout; a
-line on stderr says on which device and in which precision it is generated. The sampling itself is in model.py.
+outgrow it: the model then rereads the newer half of the context and drops the older half. <|endoftext|> in a prompt is
+the token between documents. The text goes to stdout; a line on stderr says which model generates it, where and in
+which precision. The sampling itself is in model.py.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import os
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from system.cli import printable, require, run_cli
+from system.cli import UserError, printable, require, run_cli
 from tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -69,10 +72,29 @@ class Args:
 
 
 def read_prompt(text: str) -> str:
-    """The prompt that the command line gives, or that of standard input. Broken Unicode becomes question marks."""
-    if text == "-":
-        return sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    return text.encode(errors="replace").decode()
+    """The prompt that the command line gives, or that of standard input without its final newline. Raises UserError if
+    it is not UTF-8."""
+    source = "standard input" if text == "-" else "the prompt"
+    content = sys.stdin.buffer.read() if text == "-" else text.encode(errors="surrogateescape")
+    fix = "convert it: iconv -f {} -t UTF-8 FILE | python infer.py MODEL -"
+    require(b"\0" not in content, f"{source} has zero bytes, as text in UTF-16 has; {fix.format('UTF-16')}")
+    try:
+        prompt = content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        problem = f"{source} is not UTF-8 (byte {content[e.start]:#x} at {e.start})"
+        raise UserError(f"{problem}; {fix.format('WINDOWS-1252')}, or whatever it is in") from None
+    prompt = prompt.replace("\r\n", "\n")
+    return prompt.removesuffix("\n") if text == "-" else prompt
+
+
+def describe_prompt_file(text: str) -> str:
+    """A line for who means a file by the prompt, which is its name; "" for any other prompt."""
+    path = text.removeprefix("FILE:")  # nanoGPT's way
+    is_file = bool(path) and len(path) < 256 and "\0" not in path and os.path.isfile(path)
+    if text == path and not is_file:
+        return ""
+    command = f"python infer.py MODEL - < {shlex.quote(path)}"
+    return f"note: the prompt is the name {text!r} itself; for the text in the file: {command}"
 
 
 def write_stream(prompt: str, ids: Iterable[int]) -> None:
@@ -90,14 +112,20 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
     print(printable(utf8.decode(b"", final=True)), flush=True)
 
 
-def write_samples(prompt: str, samples: list[list[int]], as_json: bool) -> None:
-    """Print all samples, given as ids. JSON escapes control codes by itself; text for a terminal is made printable."""
-    for number, ids in enumerate(samples, 1):
-        text = tokenizer.encoding().decode(ids)
-        if as_json:
-            print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
-        else:
-            print(f"--- sample {number}\n{printable(prompt + text)}")
+def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> None:
+    """Print all samples once they are complete or, after Ctrl-C, as far as they are. steps: at each, the next id of all
+    samples. JSON escapes control codes by itself; text for a terminal is made printable."""
+    columns = []
+    try:
+        for new_ids in steps:
+            columns.append(new_ids)
+    finally:
+        for number, ids in enumerate(zip(*columns, strict=True), 1):
+            text = tokenizer.encoding().decode(ids)
+            if as_json:
+                print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
+            else:
+                print(f"--- sample {number}\n{printable(prompt + text)}")
 
 
 # ------------------------------------------------------------------------- the model
@@ -123,18 +151,22 @@ def main() -> None:
         flag = name.replace("_", "-")
         require(least <= value <= most, f"--{flag} {value}: must lie between {least} and {most}")
     prompt = read_prompt(args.prompt)
-    prompt_ids = tokenizer.encoding().encode_ordinary(prompt) or [tokenizer.EOT]
+    prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
+    note = describe_prompt_file(args.prompt)
+    if note:
+        print(printable(note), file=sys.stderr, flush=True)
 
     # torch takes seconds to import, and --help and the checks above do not need it.
     import torch
 
     from model import Sampler, stream
     from system.machine import choose_device, device_name, dtype_name, supported_dtypes
-    from weights.open_model import open_model
+    from training.microbatch import is_out_of_memory
+    from weights.open_model import open_and_describe
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
     device = choose_device(args.device)
-    model = open_model(args.model)
+    model, description = open_and_describe(args.model)
     config = model.config
     tokens = f"{config.vocab_size} tokens, fewer than GPT-2's"
     require(config.vocab_size > tokenizer.EOT, f"{args.model} has a vocabulary of {tokens}; choose a GPT-2")
@@ -143,7 +175,8 @@ def main() -> None:
 
     # A token reads every weight from memory: what takes fewer bytes is fastest, even on a CPU that trains in float32.
     dtype = supported_dtypes(device)[0] if args.dtype == "auto" else getattr(torch, args.dtype)
-    print(f"infer.py: {device_name(device)}, {dtype_name(dtype)}", file=sys.stderr, flush=True)
+    line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}"
+    print(printable(line), file=sys.stderr, flush=True)
     model = prepare(model, device, dtype)
 
     # The same seed gives the same samples: nothing else draws from this generator.
@@ -154,10 +187,17 @@ def main() -> None:
 
     # One sample appears as it is generated; several would be interleaved, so they are printed at the end.
     sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
-    if args.num_samples == 1 and not args.json:
-        write_stream(prompt, (ids.item() for ids in steps))
-    else:
-        write_samples(prompt, torch.stack(list(steps), dim=1).tolist(), args.json)
+    try:
+        if args.num_samples == 1 and not args.json:
+            write_stream(prompt, (ids.item() for ids in steps))
+        else:
+            write_samples(prompt, (ids.tolist() for ids in steps), args.json)
+    except FloatingPointError as e:
+        raise UserError(f"{args.model} in {dtype_name(dtype)}: {e}; --dtype float32 has the widest range") from None
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        raise UserError(f"--num-samples {args.num_samples} does not fit in the memory of {device}; lower it") from None
 
 
 if __name__ == "__main__":

@@ -421,6 +421,8 @@ class GPT(nn.Module):
             is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
             if not is_dense or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a dense float32 tensor")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} has numbers that are not finite")
 
         # assign=True replaces the parameters. Keep what the modules have noted on theirs (matrix_rows); tie the head
         # again.
@@ -554,9 +556,11 @@ class Sampler:
         """Ids (B,) drawn from logits (B, V)."""
         # Ids that only pad the vocabulary to a round size are never drawn. (B, V) -> (B, VOCAB_SIZE)
         logits = logits[:, :VOCAB_SIZE].float()
+        if not logits.isfinite().all():
+            raise FloatingPointError("the logits are not finite: the network's numbers overflow")
 
-        # Temperature 0: greedy.
-        if self.temperature == 0:
+        # Temperature 0: greedy. Below 1e-6 so are the probabilities, while float32 overflows in the division.
+        if self.temperature < 1e-6:
             return logits.argmax(dim=-1)
 
         # Keep the k most likely ids, sorted from the most to the least likely. (B, VOCAB_SIZE) -> (B, k)

@@ -104,6 +104,14 @@ def test_logits_are_those_of_the_formulas(name):
     torch.testing.assert_close(model(idx)[0], plain_logits(model, idx), atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "gpt2"])
+def test_every_setting_makes_another_network(name):
+    """Fails for a field of GPTConfig that nothing reads."""
+    model, idx = make_network(NETWORKS[name]), make_idx()
+    assert not torch.equal(model(idx)[0], make_network()(idx)[0])
+
+
 def test_parameters_and_flops_are_the_published_ones():
     with torch.device("meta"):
         model, largest = GPT(GPTConfig()), GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
