@@ -75,6 +75,7 @@ def read_prompt(text: str) -> str:
     """The prompt that the command line gives, or that of standard input without its final newline. Raises UserError if
     it is not UTF-8."""
     source = "standard input" if text == "-" else "the prompt"
+    require(text != "-" or sys.stdin, "the prompt - reads standard input, which is closed; write the prompt instead")
     content = sys.stdin.buffer.read() if text == "-" else text.encode(errors="surrogateescape")
     fix = "convert it: iconv -f {} -t UTF-8 FILE | python infer.py MODEL -"
     require(b"\0" not in content, f"{source} has zero bytes, as text in UTF-16 has; {fix.format('UTF-16')}")

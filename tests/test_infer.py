@@ -100,6 +100,12 @@ def test_a_prompt_in_another_encoding_is_refused(monkeypatch, written):
         infer.read_prompt("-")
 
 
+def test_a_closed_standard_input_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="closed"):
+        infer.read_prompt("-")
+
+
 def test_a_prompt_may_name_the_end_of_a_text(run_main, run_dir):
     """50256 is as far away as any token: a prompt of 32 of them fits a context of 32."""
     out = run_main(run_dir, "<|endoftext|>" * 32, "--max-new-tokens", 1, "--json").out

@@ -208,9 +208,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     weights = {}
     for name in weight_names(folder):
-        offline = "If it is only missing in the Hub's cache, connect to the network"
-        pickled = "transformers makes it of a pytorch_model.bin: from_pretrained(FOLDER).save_pretrained(NEW)"
-        require((folder / name).is_file(), f"it has no {name}. {offline}; {pickled}")
+        offline = "if it is only missing in the Hub's cache, connect to the network"
+        command = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('OLD').save_pretrained('NEW')"
+        problem = f"it has no {name}; {offline}; if it has a pytorch_model.bin, convert it"
+        require((folder / name).is_file(), f'{problem}: python -c "{command}"')
         refuse_placeholder(folder / name)
         weights |= load_file(folder / name)
     return clean_names(weights)
