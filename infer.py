@@ -5,24 +5,25 @@
     echo "Once upon a time" | python infer.py log/gpt2-124m - --temperature 0 --json
 
 An empty prompt starts a new document; - reads standard input. The prompt must fit the model's context, but the text may
-outgrow it: the model then rereads the newer half of the context and drops the older half. The text goes to stdout; a
-line on stderr says on which device and in which precision it is generated. The sampling itself is in model.py.
+outgrow it: the model then rereads the newer half of the context and drops the older half. <|endoftext|> in a prompt is
+the token between documents. The text goes to stdout; a line on stderr says which model generates it, where and in
+which precision. The sampling itself is in model.py.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import platform
+import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from system.cli import printable, require, run_cli
+from system.cli import UserError, printable, require, run_cli
 from tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -71,10 +72,30 @@ class Args:
 
 
 def read_prompt(text: str) -> str:
-    """The prompt that the command line gives, or that of standard input. Broken Unicode becomes question marks."""
-    if text == "-":
-        return sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    return text.encode(errors="replace").decode()
+    """The prompt that the command line gives, or that of standard input without its final newline. Raises UserError if
+    it is not UTF-8."""
+    source = "standard input" if text == "-" else "the prompt"
+    require(text != "-" or sys.stdin, "the prompt - reads standard input, which is closed; write the prompt instead")
+    content = sys.stdin.buffer.read() if text == "-" else text.encode(errors="surrogateescape")
+    fix = "convert it: iconv -f {} -t UTF-8 FILE | python infer.py MODEL -"
+    require(b"\0" not in content, f"{source} has zero bytes, as text in UTF-16 has; {fix.format('UTF-16')}")
+    try:
+        prompt = content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        problem = f"{source} is not UTF-8 (byte {content[e.start]:#x} at {e.start})"
+        raise UserError(f"{problem}; {fix.format('WINDOWS-1252')}, or whatever it is in") from None
+    prompt = prompt.replace("\r\n", "\n")
+    return prompt.removesuffix("\n") if text == "-" else prompt
+
+
+def describe_prompt_file(text: str) -> str:
+    """A line for who means a file by the prompt, which is its name; "" for any other prompt."""
+    path = text.removeprefix("FILE:")  # nanoGPT's way
+    is_file = bool(path) and len(path) < 256 and "\0" not in path and os.path.isfile(path)
+    if text == path and not is_file:
+        return ""
+    command = f"python infer.py MODEL - < {shlex.quote(path)}"
+    return f"note: the prompt is the name {text!r} itself; for the text in the file: {command}"
 
 
 def write_stream(prompt: str, ids: Iterable[int]) -> None:
@@ -92,64 +113,27 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
     print(printable(utf8.decode(b"", final=True)), flush=True)
 
 
-def write_samples(prompt: str, samples: list[list[int]], as_json: bool) -> None:
-    """Print all samples, given as ids. JSON escapes control codes by itself; text for a terminal is made printable."""
-    for number, ids in enumerate(samples, 1):
-        text = tokenizer.encoding().decode(ids)
-        if as_json:
-            print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
-        else:
-            print(f"--- sample {number}\n{printable(prompt + text)}")
+def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> None:
+    """Print all samples once they are complete or, after Ctrl-C, as far as they are. steps: at each, the next id of all
+    samples. JSON escapes control codes by itself; text for a terminal is made printable."""
+    columns = []
+    try:
+        for new_ids in steps:
+            columns.append(new_ids)
+    finally:
+        for number, ids in enumerate(zip(*columns, strict=True), 1):
+            text = tokenizer.encoding().decode(ids)
+            if as_json:
+                print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
+            else:
+                print(f"--- sample {number}\n{printable(prompt + text)}")
 
 
-# ------------------------------------------------------------------------- the model, made fast
-
-
-def can_pack_weights(dtype: torch.dtype) -> bool:
-    """Whether oneDNN, torch's library for CPUs, packs weights of this precision on this machine."""
-    import torch
-
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:  # needs AVX-512 on x86
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32 and platform.machine() == "x86_64"  # was not tried on Arm
-
-
-def pack_linear_weight(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return a function (x, bias=None) -> x @ weight.T + bias, for a weight (out, in) on a CPU: F.linear, made faster
-    for a few rows of x.
-
-    What is packed: a copy of the weight in the order in which oneDNN's kernel reads it. The kernel computes a block of
-    outputs at a time, so it wants each tile of the matrix in one piece; oneDNN picks the size of the tiles for the CPU
-    and the precision. Drawn with tiles of 2 x 2, the numbers are addresses in memory:
-
-        as nn.Linear has it        packed
-         0  1  2  3                 0  1 |  4  5
-         4  5  6  7                 2  3 |  6  7
-         8  9 10 11                ------+------
-        12 13 14 15                 8  9 | 12 13
-                                   10 11 | 14 15
-
-    Why: without it, every product first rearranges its weight, or reads it in jumps. While one token is generated,
-    there are only as many rows as samples to spread that over. Packing once about doubles the tokens per second of 4
-    samples. Where oneDNN packs nothing, the function is plain F.linear.
-    """
-    import torch
-
-    if not can_pack_weights(weight.dtype):
-        return partial(torch.nn.functional.linear, weight=weight)
-
-    # These two operators are what torch's Inductor calls for a Linear with constant weights on a CPU. The last three
-    # arguments are for an activation after the product: there is none.
-    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-    linear = torch.ops.mkldnn._linear_pointwise
-    return lambda x, bias=None: linear(x, packed_weight, bias, "none", [], "")
+# ------------------------------------------------------------------------- the model
 
 
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Move `model` to its device and precision, for inference only; on a CPU, pack its weight matrices. Changes the
-    model and returns it."""
+    """Move `model` to its device and precision, for inference only. Changes the model and returns it."""
     import torch
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
@@ -157,13 +141,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     head = model.lm_head
     if dtype != torch.float32 and not model.config.softcap:
         head.weight = torch.nn.Parameter(head.weight.detach() - head.weight.detach().mean(0))
-
-    model = model.to(device, dtype)
-    if device.type == "cpu":
-        for layer in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
-            layer.forward = partial(pack_linear_weight(layer.weight.detach()), bias=layer.bias)
-            layer.weight = None  # frees the unpacked weight, unless it is the embedding's, too
-    return model
+    return model.to(device, dtype)
 
 
 def main() -> None:
@@ -174,18 +152,22 @@ def main() -> None:
         flag = name.replace("_", "-")
         require(least <= value <= most, f"--{flag} {value}: must lie between {least} and {most}")
     prompt = read_prompt(args.prompt)
-    prompt_ids = tokenizer.encoding().encode_ordinary(prompt) or [tokenizer.EOT]
+    prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
+    note = describe_prompt_file(args.prompt)
+    if note:
+        print(printable(note), file=sys.stderr, flush=True)
 
     # torch takes seconds to import, and --help and the checks above do not need it.
     import torch
 
     from model import Sampler, stream
     from system.machine import choose_device, device_name, dtype_name, supported_dtypes
-    from weights.open_model import open_model
+    from training.microbatch import is_out_of_memory
+    from weights.open_model import open_and_describe
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
     device = choose_device(args.device)
-    model = open_model(args.model)
+    model, description = open_and_describe(args.model)
     config = model.config
     tokens = f"{config.vocab_size} tokens, fewer than GPT-2's"
     require(config.vocab_size > tokenizer.EOT, f"{args.model} has a vocabulary of {tokens}; choose a GPT-2")
@@ -194,7 +176,8 @@ def main() -> None:
 
     # A token reads every weight from memory: what takes fewer bytes is fastest, even on a CPU that trains in float32.
     dtype = supported_dtypes(device)[0] if args.dtype == "auto" else getattr(torch, args.dtype)
-    print(f"infer.py: {device_name(device)}, {dtype_name(dtype)}", file=sys.stderr, flush=True)
+    line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}"
+    print(printable(line), file=sys.stderr, flush=True)
     model = prepare(model, device, dtype)
 
     # The same seed gives the same samples: nothing else draws from this generator.
@@ -205,11 +188,18 @@ def main() -> None:
 
     # One sample appears as it is generated; several would be interleaved, so they are printed at the end.
     sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
-    if args.num_samples == 1 and not args.json:
-        write_stream(prompt, (ids.item() for ids in steps))
-    else:
-        write_samples(prompt, torch.stack(list(steps), dim=1).tolist(), args.json)
+    try:
+        if args.num_samples == 1 and not args.json:
+            write_stream(prompt, (ids.item() for ids in steps))
+        else:
+            write_samples(prompt, (ids.tolist() for ids in steps), args.json)
+    except FloatingPointError as e:
+        raise UserError(f"{args.model} in {dtype_name(dtype)}: {e}; --dtype float32 has the widest range") from None
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        raise UserError(f"--num-samples {args.num_samples} does not fit in the memory of {device}; lower it") from None
 
 
 if __name__ == "__main__":
-    run_cli(main, many_short_waits=True)
+    run_cli(main)

@@ -25,8 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
-from unittest import mock
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -94,7 +93,7 @@ class GPTConfig:
                 raise ValueError(f"{field.name} {value!r:.99} must be one of {', '.join(choices)}")
 
             if field.type in (int, float):
-                least = min(field.default, 1)  # 0 means off, where it is the default
+                least = 0 if field.default == 0 else 1  # 0 means off, where it is the default
                 if not least <= value <= 2**20:  # refuses NaN, too
                     raise ValueError(f"{field.name} {value!s:.99} must lie between {least} and {2**20}")
 
@@ -212,6 +211,16 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 # ------------------------------------------------------------------------- the network
 
 
+class Embedding(nn.Embedding):
+    """nn.Embedding; on the meta device without its random weights, for which torch would import its compiler, which
+    takes a second."""
+
+    def reset_parameters(self) -> None:
+        """Random weights, replaced by GPT's own."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class KVCache:
     """Keys and values of the positions already seen, for up to `max_len` positions.
 
@@ -241,6 +250,17 @@ class KVCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
+class SharedInputs(NamedTuple):
+    """What every block is given beside the residual stream, made once by GPT.hidden.
+
+    No field has a default, so that nothing can be built without one that is added here.
+    """
+
+    cos_sin: Tensor | None  # RoPE's angles (2, ..., T, 1, hs / 2), if used
+    mask: Tensor | None  # bool, broadcastable to (B, nh, T, S), true where a position attends to another; None: causal
+    cache: KVCache | None  # keys and values of earlier positions
+
+
 class Attention(nn.Module):
     """Causal self-attention (Vaswani et al. 2017). One matrix product gives queries, keys and values of all heads."""
 
@@ -248,19 +268,24 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        # training/muon.py recognizes this weight by its name.
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). cos_sin: RoPE's angles, if used. cache: keys and values of earlier positions. mask:
-        bool, broadcastable to (B, nh, T, S), true where a position attends to another; None: causal."""
+        # The matrices that c_attn stacks, by their rows: queries, keys, values. Muon makes each of them orthogonal by
+        # itself, and reads the rows from the parameter.
+        C = config.n_embd
+        self.matrix_rows = (C, C, C)
+        self.c_attn = nn.Linear(C, sum(self.matrix_rows), bias=config.bias)
+        self.c_attn.weight.matrix_rows = self.matrix_rows
+        self.c_proj = nn.Linear(C, C, bias=config.bias)
+
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        """x (B, T, C) -> (B, T, C)"""
         B, T, C = x.shape
-        nh, hs = self.config.n_head, self.config.head_size
+        cos_sin, mask, cache = shared
 
         # The query, key and value of each head at each position.
-        # (B, T, C) -> (B, T, 3C) -> (B, T, 3, nh, hs) -> three of (B, T, nh, hs)
-        q, k, v = self.c_attn(x).view(B, T, 3, nh, hs).unbind(2)
+        # (B, T, C) -> (B, T, 3C) -> three of (B, T, C) -> three of (B, T, nh, hs)
+        q, k, v = self.c_attn(x).split(self.matrix_rows, dim=-1)
+        q, k, v = (t.view(B, T, -1, self.config.head_size) for t in (q, k, v))
 
         # Normalized queries and keys keep the attention scores in bounds (QK-norm, Henry et al. 2020).
         if self.config.qk_norm:
@@ -316,10 +341,10 @@ class Block(nn.Module):
         self.ln_2 = NORMS[config.norm](config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C); the other arguments are Attention's."""
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        """x (B, T, C) -> (B, T, C)"""
         # Pre-norm: each part reads a normalized copy of the residual stream and adds to the stream itself.
-        x = x + self.attn(self.ln_1(x), cos_sin, cache, mask)
+        x = x + self.attn(self.ln_1(x), shared)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -334,9 +359,9 @@ class GPT(nn.Module):
         # Embeddings, blocks, final norm, under the names of the public checkpoints. ln_0 is modded-nanogpt's.
         new_norm = NORMS[config.norm]
         self.transformer = nn.ModuleDict()
-        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.transformer.wte = Embedding(config.vocab_size, config.n_embd)
         if not has_rope(config):
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.transformer.wpe = Embedding(config.block_size, config.n_embd)
         self.transformer.ln_0 = nn.Identity() if config.norm == "layernorm" else new_norm(config)
         self.transformer.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.transformer.ln_f = new_norm(config)
@@ -349,7 +374,8 @@ class GPT(nn.Module):
         # RoPE's angles follow from the config, so checkpoints do not store them.
         if has_rope(config):
             self.register_buffer("cos_sin", rope_table(config), persistent=False)  # (2, block_size, hs / 2)
-        self._init_weights()
+        if not self.lm_head.weight.is_meta:
+            self._init_weights()
 
     def _init_weights(self) -> None:
         """Random weights as in GPT-2, or as in modded-nanogpt with zero_init_projections. A seed gives the same weights
@@ -381,8 +407,7 @@ class GPT(nn.Module):
     @classmethod
     def without_memory(cls, config: GPTConfig) -> "GPT":
         """A model on the meta device, whose parameters have shapes but no values."""
-        # normal_ of a tensor without memory would import torch's compiler, which takes a second.
-        with torch.device("meta"), mock.patch.object(nn.init, "normal_"):
+        with torch.device("meta"):
             return cls(config)
 
     @classmethod
@@ -396,12 +421,18 @@ class GPT(nn.Module):
             is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
             if not is_dense or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is not a dense float32 tensor")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} has numbers that are not finite")
 
-        # assign=True unties the head, so tie it again.
+        # assign=True replaces the parameters. Keep what the modules have noted on theirs (matrix_rows); tie the head
+        # again.
         model = cls.without_memory(config)
+        notes = {name: vars(p) for name, p in model.named_parameters()}
         model.load_state_dict(state, assign=True)
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight
+        for name, p in model.named_parameters():
+            vars(p).update(notes[name])
         return model
 
     def num_params(self) -> int:
@@ -456,15 +487,16 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
 
         # The blocks. With a cache or a mask, lengths vary from call to call, so leave out a kernel that plans each.
+        shared = SharedInputs(cos_sin, mask, cache)
         lengths_vary = cache is not None or mask is not None
         with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
             for block in blocks or self.transformer.h:
                 # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
                 # would append to the cache twice.
                 if self.recompute and cache is None and torch.is_grad_enabled():
-                    x = checkpoint(block, x, cos_sin, cache, mask, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, cos_sin, cache, mask)
+                    x = block(x, shared)
 
         # All layers have appended their keys and values.
         if cache is not None:
@@ -524,9 +556,11 @@ class Sampler:
         """Ids (B,) drawn from logits (B, V)."""
         # Ids that only pad the vocabulary to a round size are never drawn. (B, V) -> (B, VOCAB_SIZE)
         logits = logits[:, :VOCAB_SIZE].float()
+        if not logits.isfinite().all():
+            raise FloatingPointError("the logits are not finite: the network's numbers overflow")
 
-        # Temperature 0: greedy.
-        if self.temperature == 0:
+        # Temperature 0: greedy. Below 1e-6 so are the probabilities, while float32 overflows in the division.
+        if self.temperature < 1e-6:
             return logits.argmax(dim=-1)
 
         # Keep the k most likely ids, sorted from the most to the least likely. (B, VOCAB_SIZE) -> (B, k)

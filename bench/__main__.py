@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 
-from system.cli import require, run_cli, set_omp_wait_policy
+from system.cli import require, run_cli
 
 STDLIB = "data/stdlib"
 # {bench: (its question, the commands behind RESULTS.md)}
@@ -56,8 +56,6 @@ def main() -> None:
         return
     require(name in BENCHES, f"no bench {name!r}: {', '.join(BENCHES)} or all")
 
-    # Samples are measured as infer.py generates them.
-    set_omp_wait_policy(many_short_waits=name == "generate")
     importlib.import_module(f"bench.{name}").main(sys.argv[2:])
 
 

@@ -1,5 +1,5 @@
-"""hellaswag.py and its scorer, hellaswag.py: the scores are those of a plain scorer that reads one ending
-at a time, on one rank or several. test_runtimes.py compares them with the LM Evaluation Harness."""
+"""hellaswag.py: the scores are those of a plain scorer that reads one ending at a time, on one rank or several.
+test_runtimes.py compares them with the LM Evaluation Harness."""
 
 import itertools
 import json
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import make_hellaswag_rows, write_jsonl
+from networks import NETWORKS, make_network
 
 import hellaswag
 from hellaswag import Example
@@ -23,7 +24,6 @@ from weights import checkpoint
 
 CPU = torch.device("cpu")
 ONE_RANK = Runtime(CPU, torch.float32)
-SIZES = {"block_size": 256, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 32}
 ROW = {"ctx": "a", "endings": ["b"] * 4, "label": 0}
 
 
@@ -39,19 +39,9 @@ def run_main(monkeypatch, capsys):
     return run
 
 
-def make_model(**options) -> GPT:
-    """A tiny model with random weights, so large that its choices are not close calls, which rounding could flip."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**SIZES, **options})).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model
-
-
 @pytest.fixture(scope="module")
 def model():
-    return make_model()
+    return make_network(block_size=256)
 
 
 # ------------------------------------------------------------------------- the scores
@@ -75,11 +65,11 @@ def score_plainly(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(sums).view(-1, 4), torch.tensor(means).view(-1, 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"tied_head": False, "positions": "rope", "norm": "rmsnorm", "qk_norm": True}])
-def test_scores_equal_the_plain_scorer(options, tmp_path):
-    rows = [row | {"label": str(row["label"])} for row in make_hellaswag_rows(12)]  # text, as in the Hub's copy
+@pytest.mark.parametrize("name", NETWORKS)
+def test_scores_equal_the_plain_scorer(name, tmp_path):
+    rows = [row | {"label": str(row["label"])} for row in make_hellaswag_rows(4)]  # text, as in the Hub's copy
     examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
-    model = make_model(**options)
+    model = make_network(NETWORKS[name], block_size=256)
     sums, means = score_plainly(model, rows)
 
     losses = hellaswag.score(model, examples, ONE_RANK)
@@ -125,7 +115,7 @@ def test_bfloat16_is_blind_to_what_logits_share(tmp_path):
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):
-    small = make_model(block_size=32)
+    small = make_network()
     row = make_hellaswag_rows(1)[0] | {"ctx": " dog" * 60, "endings": ["cat " * n for n in (3, 5, 7, 9)]}
     examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", [row]))
 
@@ -178,7 +168,8 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
 
 @pytest.mark.parametrize("bad", [
     ROW | {"ctx": ""}, ROW | {"endings": ["a", "b", "c"]}, ROW | {"endings": 4}, ROW | {"label": 4},
-    {"ctx": "a", "endings": ["b"] * 4}, [ROW],
+    {"ctx": "a", "endings": ["b"] * 4}, [ROW], ROW | {"label": 2.7}, ROW | {"label": True}, ROW | {"label": "1.0"},
+    ROW | {"endings": {"a": "b", "c": "d", "e": "f", "g": "h"}}, ROW | {"endings": "abcd"},
 ])  # fmt: skip
 def test_a_bad_row_is_refused(bad, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [ROW, bad])
@@ -216,6 +207,21 @@ def test_unlike_ranks_score_in_one_precision(run_ranks, model, tmp_path):
     losses, means = (torch.tensor([row[key] for row in rows]) for key in ("losses", "losses_norm"))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(means, hellaswag.normalize(expected_losses, examples), rtol=1e-5, atol=0)
+
+
+def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
+    """NaN is the lowest of no four: label 0 would win. And it is not JSON."""
+    model = make_network()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(3e38)  # finite
+    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
+    data = write_jsonl(tmp_path / "rows.jsonl", [ROW])
+
+    with pytest.raises(UserError, match="--dtype float32"):
+        hellaswag.evaluate(model, hellaswag.load_examples(data), "cpu")
+    with pytest.raises(UserError, match="not finite"):
+        run_main("--model", tmp_path, "--data", data, "--per-example", tmp_path / "out", "--dtype", "float32")
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------- the download

@@ -66,6 +66,10 @@ def good(tmp_path_factory, one_run) -> Path:
 
     model = GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
     convert.save_hf(model, root / "hf/safe")
+    (root / "hf/safe/vocab.json").write_text('{"!": 0, "<|user|>": 50257}')
+    shutil.copytree(root / "hf/safe", root / "parts/safe")
+    (root / "parts/safe/model.safetensors").rename(root / "parts/safe/part.safetensors")
+    (root / "parts/safe/model.safetensors.index.json").write_text('{"weight_map": {"x": "part.safetensors"}}')
     old = {"model": model.state_dict(), "model_args": {**vars(model.config), "dropout": 0.0}, "iter_num": 5}
     torch.save(old, root / "old/ckpt.pt")
     return root
@@ -128,6 +132,8 @@ FORMATS = {
     "text/a.parquet": read_documents,
     "hf/safe/config.json": read_model,
     "hf/safe/model.safetensors": read_model,
+    "hf/safe/vocab.json": read_model,
+    "parts/safe/model.safetensors.index.json": read_model,
     "old/ckpt.pt": read_model,
 }
 # Formats in which each byte counts: CRC and sha256 find whatever has changed.

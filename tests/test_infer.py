@@ -1,7 +1,9 @@
 """infer.py as people call it: samples, streams, prompts from anywhere."""
 
+import io
 import json
 import os
+import shlex
 import sys
 
 import pytest
@@ -11,9 +13,10 @@ from networks import make_network
 
 import infer
 from system import cli, machine
+from system.cli import UserError
 from tokens import tokenizer
 from training.presets import PRESETS
-from weights import convert
+from weights import checkpoint, convert
 from weights.open_model import open_model
 
 
@@ -71,17 +74,65 @@ def test_a_seed_gives_the_same_samples(run_in_fork, run_main, run_dir):
 
 
 def test_prompts_are_text(run_main, run_dir):
-    """A prompt cannot drive the terminal, and names no special token. An empty one starts a document."""
+    """A prompt cannot drive the terminal. An empty one starts a document."""
     flags = ("--max-new-tokens", 4, "--dtype", "float32")
     out = run_main(run_dir, "\x1b[2JHi", "--num-samples", 2, *flags).out
     assert out.startswith("--- sample 1\n\ufffd[2JHi") and "\n--- sample 2\n" in out and "\x1b" not in out
     assert run_main(run_dir, "<|endoftext|>", *flags).out.startswith("<|endoftext|>")
-    assert run_main(run_dir, "\udcff", *flags).out.startswith("?")
     assert run_main(run_dir, *flags, "--top-p", 1e-6).out == run_main(run_dir, *flags, "--temperature", 0).out != "\n"
     assert run_main(run_dir, " word" * 32, *flags).out.startswith(" word" * 32)  # fills the context
 
 
+# "Once upon a time", as in the token ids 7454 2402 257 640, and the token between documents.
+@pytest.mark.parametrize("written, prompt", [
+    (b"Once upon a time\n", "Once upon a time"), (b"Once upon\r\na time\r\n", "Once upon\na time"),
+    (b"\xef\xbb\xbfOnce upon a time", "Once upon a time"), (b"\xef\xbb\xbf\r\n", ""),
+])  # fmt: skip
+def test_a_prompt_from_windows_is_the_same_text(monkeypatch, written, prompt):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written)))
+    assert infer.read_prompt("-") == prompt
+
+
+@pytest.mark.parametrize("written", ["Füße".encode("latin-1"), "text".encode("utf-16"), "text".encode("utf-16-be")])
+def test_a_prompt_in_another_encoding_is_refused(monkeypatch, written):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written)))
+    with pytest.raises(UserError, match="iconv"):
+        infer.read_prompt("-")
+
+
+def test_a_closed_standard_input_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="closed"):
+        infer.read_prompt("-")
+
+
+def test_a_prompt_may_name_the_end_of_a_text(run_main, run_dir):
+    """50256 is as far away as any token: a prompt of 32 of them fits a context of 32."""
+    out = run_main(run_dir, "<|endoftext|>" * 32, "--max-new-tokens", 1, "--json").out
+    assert json.loads(out)["prompt"] == "<|endoftext|>" * 32
+
+
+def test_a_prompt_that_names_a_file_gets_a_line(run_main, run_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my prompt.txt").write_text("Hello")
+    for prompt in ("my prompt.txt", "FILE:my prompt.txt", "FILE:none"):
+        printed = run_main(run_dir, prompt, "--max-new-tokens", 1).err
+        assert "note: " in printed and f"- < {shlex.quote(prompt.removeprefix('FILE:'))}" in printed
+    assert "note: " not in run_main(run_dir, "Hello", "--max-new-tokens", 1).err
+
+
 # ------------------------------------------------------------------------- streams
+
+
+def test_ctrl_c_prints_the_samples_as_far_as_they_are(capsys):
+    def interrupted():
+        yield [15496, 17250]
+        yield [995, 612]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        infer.write_samples("> ", interrupted(), as_json=False)
+    assert capsys.readouterr().out == "--- sample 1\n> Hello world\n--- sample 2\n> Hi there\n"
 
 
 def test_a_character_of_many_tokens_is_written_whole(capsys):
@@ -113,7 +164,30 @@ def test_stderr_has_the_device_and_the_precision(run_main, run_dir):
     flags = ("--device", "cpu", "--dtype", "bfloat16", "--max-new-tokens", 8, "--json")
     printed = run_main(run_dir, "Hi", *flags)
     assert len(json.loads(printed.out)["tokens"]) == 8
-    assert printed.err == f"infer.py: cpu ({torch.get_num_threads()} threads), bfloat16\n"
+    model = f"{run_dir}/model_00007.pt, step 7"
+    assert printed.err == f"infer.py: {model}; cpu ({torch.get_num_threads()} threads), bfloat16\n"
+    (run_dir / "config.json").write_text('{"resolved_max_steps": 1400}')
+    assert f"{model} of 1,400; cpu" in run_main(run_dir, "Hi", *flags).err
+
+
+def test_temperatures_from_the_smallest_to_the_largest(run_main, run_dir):
+    flags = ("--max-new-tokens", 8, "--dtype", "float32", "--temperature")
+    greedy = run_main(run_dir, "Hi", *flags, 0).out
+    for temperature in (5e-324, 1e-40, 1e-7, 1e-5):
+        assert run_main(run_dir, "Hi", *flags, temperature).out == greedy
+    assert run_main(run_dir, "Hi", *flags, 1e9).out != greedy
+
+
+def test_what_does_not_fit_is_named(run_main, run_dir, tmp_path):
+    with pytest.raises(UserError, match="--num-samples 1000000000"):
+        run_main(run_dir, "Hi", "--num-samples", 10**9, "--dtype", "float32")
+
+    model = make_network()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(60_000)  # finite in float16, but not the logits
+    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
+    with pytest.raises(UserError, match=r"float16.*--dtype float32"):
+        run_main(tmp_path, "Hi", "--dtype", "float16", "--device", "cpu")
 
 
 @pytest.mark.parametrize("has_bfloat16, dtype", [(True, "bfloat16"), (False, "float32")])
@@ -121,16 +195,6 @@ def test_a_cpu_takes_the_dtype_of_fewest_bytes(monkeypatch, run_main, run_dir, h
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
     printed = run_main(run_dir, "Hi", "--device", "cpu", "--max-new-tokens", 1)
     assert printed.err.endswith(f", {dtype}\n")
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_packed_weight_multiplies_as_linear_does(bias):
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(48, 80, bias=bias)
-    x = torch.randn(2, 3, 48)
-    with torch.no_grad():
-        multiply = infer.pack_linear_weight(linear.weight)
-        torch.testing.assert_close(multiply(x, bias=linear.bias), linear(x))
 
 
 def test_bfloat16_weights_leave_positions_exact():
@@ -166,17 +230,8 @@ def test_a_tied_embedding_stays_as_it_is():
     assert torch.equal(infer.prepare(model, torch.device("cpu"), torch.bfloat16).transformer.wte.weight, expected)
 
 
-@pytest.mark.parametrize("running_threads, spins", [(1, True), (os.cpu_count() + 1, False)])
-def test_threads_spin_only_on_an_idle_machine(running_threads, spins, monkeypatch, tmp_path):
-    load = tmp_path / "loadavg"  # as /proc/loadavg
-    load.write_text(f"0.50 0.60 0.70 {running_threads}/345 6789\n")
-    for short_waits in (False, True):  # training, sampling
-        monkeypatch.setattr(os, "environ", {})
-        cli.set_omp_wait_policy(short_waits, load=str(load))
-        assert os.environ.keys() == {"OMP_WAIT_POLICY"} | ({"GOMP_SPINCOUNT"} if spins and short_waits else set())
-        assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-
-    # What a user has set stays.
-    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
-    cli.set_omp_wait_policy(many_short_waits=True)
-    assert os.environ == {"OMP_WAIT_POLICY": "ACTIVE"}
+@pytest.mark.parametrize("before, after", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_unless_the_user_says_otherwise(monkeypatch, before, after):
+    monkeypatch.setattr(os, "environ", dict(before))
+    cli.set_omp_wait_policy()
+    assert os.environ == {"OMP_WAIT_POLICY": after}

@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, make_hellaswag_rows, write_jsonl
-from networks import make_network
+from networks import NETWORKS, make_network
 
 import hellaswag
 from system.distributed import Runtime
 from tokens import tokenizer
-from training.presets import PRESETS
 from weights import convert
 
 pytestmark = pytest.mark.slow
 
 # The networks that are a GPT-2 to these runtimes, and one that is not.
-GPT2S = ("gpt2-124m", "untied-124m")
-OTHER = "speedrun-124m"
+GPT2S = ("gpt2", "untied")
+OTHER = "speedrun"
 
 TEXT = 'The first draft was finished on 3 May 1998, but nobody read it. "It is too long," she said. def mean(values):'
 IDS = tokenizer.encoding().encode_ordinary(TEXT)
@@ -36,7 +35,7 @@ def make_export(tmp_path):
     """make_export(name) -> (a small network with random weights, the folder of its export)."""
 
     def make(name):
-        model = make_network(PRESETS[name].model, block_size=64, n_embd=64)
+        model = make_network(NETWORKS[name], block_size=64, n_embd=64)
         convert.save_hf(model, tmp_path / "export")
         return model, tmp_path / "export"
 

@@ -110,9 +110,6 @@ def state_bytes(model: GPT, cfg: Recipe) -> int:
 def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.optim.Optimizer]:
     """The run's optimizers. With --zero-stage 1 on several ranks, each rank keeps the state of its share only. With
     --weights bfloat16 the model is rounded to bfloat16, and they update float32 copies."""
-    for block in model.transformer.h:  # TEMPORARY: Attention will say so itself
-        block.attn.c_attn.weight.matrix_rows = (model.config.n_embd,) * 3
-
     # float16 has a loss scale, which bfloat16 gradients would not go with.
     if cfg.weights == "bfloat16" and rt.dtype != torch.float16:
         add_master_weights(model)

@@ -46,7 +46,7 @@ import torch
 
 from model import GPT, GPTConfig
 from system.cli import UserError, explain_errors, print0, require
-from system.files import atomic_write
+from system.files import atomic_write, refuse_placeholder
 from system.machine import copy_to_host
 from weights.names import (
     FILE_NAME,
@@ -68,6 +68,9 @@ TRAIN_STATE_TYPES = {
     "data": str,
     "optimizers": list,
 }
+# The first number of llm.c's files of weights, such as gpt2_124M.bin.
+LLMC_WEIGHTS = 20240326
+
 MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
 
 
@@ -89,7 +92,7 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
-    with explain_errors(f"{path}: the weights do not fit the config stored with them", fix):
+    with explain_errors(f"{path}: the weights are damaged, or do not fit the config stored with them", fix):
         config = GPTConfig.from_dict(content["config"])
         return GPT.from_state_dict(config, weights).eval(), content
 
@@ -130,15 +133,21 @@ def read_file(path: Path) -> dict[str, Any]:
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
     require(path.is_file(), f"no checkpoint {path}")
+    refuse_other_formats(path)
+    import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
+    match = FILE_NAME.fullmatch(path.name)
+    with open(path, "rb") as f:
+        is_archive = f.read(2) == b"PK"
+    problem = f"{path} is not a checkpoint of this project, nor any of torch since 1.6"
+    require(match or is_archive, f"{problem}; {import_command}")
+
     status = path.stat()
     damage = find_damage(path, status.st_size, status.st_mtime_ns)
     if damage:
-        match = FILE_NAME.fullmatch(path.name)
         fix = f"; move *_{match['step']}.pt away, and --resume auto uses the previous one" if match else ""
         raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {damage}{fix}")
 
     # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers.
-    import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
@@ -150,6 +159,23 @@ def read_file(path: Path) -> dict[str, Any]:
     is_ours = isinstance(content, dict) and content.get("format") == FORMAT
     require(is_ours, f"{path} is not a checkpoint of this project; {import_command}")
     return content
+
+
+def refuse_other_formats(path: Path) -> None:
+    """Raise UserError, which says what a file is and what opens it, for weights in a format that is read elsewhere or
+    not at all. Called for every file of weights that is no part of a Hugging Face folder."""
+    refuse_placeholder(path)
+    with open(path, "rb") as f:
+        start = f.read(9)
+
+    # The length of a header in JSON, then the header.
+    is_safetensors = start[8:] == b"{"
+    folder = shlex.quote(str(path.parent))
+    require(not is_safetensors, f"{path} has weights (safetensors) without their config; open its folder: {folder}")
+
+    is_llmc = start[:4] == LLMC_WEIGHTS.to_bytes(4, "little")
+    fix = "its dev/eval/export_hf.py writes a folder that opens here, and OpenAI's weights are gpt2"
+    require(not is_llmc, f"{path} has weights of llm.c; {fix}")
 
 
 @functools.cache

