@@ -71,8 +71,7 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
     # Never publish by accident.
     if not public:
         is_private = api.repo_info(repo, repo_type=repo_type).private
-        fix = "add --public (with train.sh: PUSH_PUBLIC=1), or choose another name"
-        require(is_private, f"{repo} exists and is public; to push there {fix}")
+        require(is_private, f"{repo} exists and is public; to push there add --public, or choose another name")
     return repo
 
 

@@ -72,6 +72,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Where the file system has no flock, as on some Lustre mounts, the file itself is the lock, and names its process:
     filelock takes over that of a process of this machine that has died.
     """
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
@@ -85,6 +86,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} is in use by another process; {fix}") from None
     try:
         yield
+    except UserError:
+        # A start that was refused leaves no empty folder, which would look like a run.
+        if is_new and folder.is_dir() and os.listdir(folder) == [".lock"]:
+            shutil.rmtree(folder)
+        raise
     finally:
         lock.release()
 

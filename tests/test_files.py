@@ -100,6 +100,21 @@ def test_a_folder_is_one_process_until_it_is_killed(tmp_path, start_script):
         pass
 
 
+@pytest.mark.parametrize("is_new, writes, stays", [(True, False, False), (True, True, True), (False, False, True)])
+def test_a_folder_that_was_made_for_nothing_goes(tmp_path, is_new, writes, stays):
+    """As that of a run that is refused because its data are missing."""
+    folder = tmp_path / "run"
+    if not is_new:
+        folder.mkdir()
+    with pytest.raises(UserError, match="refused"), lock_folder(folder):
+        if writes:
+            (folder / "config.json").write_text("{}")
+        raise UserError("refused")
+    assert folder.exists() == stays
+    with lock_folder(folder):
+        pass
+
+
 # ------------------------------------------------------------------------- room
 
 
