@@ -72,14 +72,15 @@ def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
     step that cannot be compared with it: one of which metrics.jsonl has no line, as if the file was not copied, or
     which was measured on other data (`val_set`). A step that was not validated is none of them."""
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
+    last = max(rows, default=0)
+    unknown = {step for step in steps if step not in rows and step < last}
     validated = [step for step in steps if isinstance(rows.get(step, {}).get("val_loss"), float)]
-    unknown = {step for step in steps if step not in rows}
     if not validated:
-        return set()
+        return unknown
     val_set = rows[validated[-1]].get("val_set")
     comparable = [step for step in validated if rows[step].get("val_set") == val_set]
     best = min(comparable, key=lambda step: rows[step]["val_loss"])
-    return {best} | (set(validated) - set(comparable)) | unknown
+    return unknown | {best} | set(validated) - set(comparable)
 
 
 def best_step(run_dir: Path, steps: list[int]) -> int | None:

@@ -67,6 +67,7 @@ def run_in_child(
     for stream, path in enumerate(output_paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdin = open(0, closefd=False)
+    sys.stdout, sys.stderr = (open(stream, "w", closefd=False) for stream in (1, 2))
 
     # The folder and the environment, in place of those of the server.
     os.chdir(folder)

