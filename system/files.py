@@ -11,6 +11,7 @@ again: the same command, run again, is the way back from a disk that has failed.
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -85,6 +86,22 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def refuse_placeholder(path: str | Path) -> None:
+    """Raise UserError if a file only stands in the place of the one that its name says: the pointer that Git LFS or
+    git-annex leaves where the content was not fetched, or a web page that was saved instead of it. To be called
+    wherever a file of a user's is opened."""
+    with open(path, "rb") as f:
+        first = f.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    is_lfs = first.startswith(b"version https://git-lfs.github.com/spec/")
+    require(not is_lfs, f"{path} is a pointer of Git LFS, not the file; in its repository run: git lfs pull")
+    is_annex = re.match(rb"(\.\./)*(\.git)?/annex/objects/", first)
+    require(not is_annex, f"{path} is a pointer of git-annex, not the file; in its repository run: git annex get")
+    page = rb"(<\?xml.*?\?>|<!--.*?-->|\s)*(<!doctype html|<html|<error>)"
+    is_page = re.match(page, first, re.DOTALL)
+    fix = "download it again, from the address of the file itself (on the Hub /resolve/, not /blob/)"
+    require(not is_page, f"{path} is a saved web page, not the file; {fix}")
 
 
 def free_bytes(folder: Path) -> int:
