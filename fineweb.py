@@ -51,6 +51,8 @@ class Args:
     """Column (parquet, csv) or field (jsonl, json) that holds the text."""
     split_on: str | None = None
     """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
+    as_text: bool = False
+    """Read files as plain text, whatever their suffix."""
     verify: Path | None = None
     """Only check this folder of shards."""
 
@@ -70,16 +72,16 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
     source = {**source, "column": args.text_column}
     if args.split_on:
         source["split_on"] = args.split_on
+    if args.as_text:
+        source["as_text"] = True
     return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 
 def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | None) -> None:
     """Raise UserError if the folder holds shards that were made in another way, or by another program."""
     if previous and previous.shards:
-        before = {**previous.source, **vars(previous)}
-        now = {**planned.source, **vars(planned)}
-        keys = "name subset split column split_on revision format shard_tokens limit_tokens"
-        for key in keys.split():
+        before, now = list_parameters(previous), list_parameters(planned)
+        for key in before | now:
             difference = f"{out} was made with {key} {before.get(key)}, not {now.get(key)}"
             if key == "revision":
                 difference += " (its files have changed)"
@@ -87,6 +89,13 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
     for path in shards.shard_files(out):
         is_own = previous and shards.SHARD_NAME.fullmatch(path.name)["name"] == name
         require(is_own, f"{path} was not written by this command; choose another --out")
+
+
+def list_parameters(manifest: Manifest) -> dict:
+    """All that decides which bytes the shards of a manifest have."""
+    parameters = {**manifest.source, "format": manifest.format}
+    del parameters["files"]  # the revision stands for them
+    return {**parameters, "shard_tokens": manifest.shard_tokens, "limit_tokens": manifest.limit_tokens}
 
 
 def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:
@@ -186,11 +195,11 @@ def main() -> None:
     require(args.source, "--source needs a name or files")
     counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
     require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
-    name, paths = sources.choose_source(args.source)
+    name, paths = sources.choose_source(args.source, args.as_text)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     if args.split_on is not None:
-        has_text = read_text in map(choose_reader, paths)
+        has_text = args.as_text or read_text in map(choose_reader, paths)
         require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
 
     out = args.out or Path("data") / name

@@ -40,10 +40,10 @@ def write_documents(path: Path, documents: list) -> Path:
     return path
 
 
-def read_documents(path: Path, column: str = "text", split_on: str | None = None) -> list[str]:
-    """The documents of a file, put together from the pieces in its chunks."""
+def read_documents(path: Path, column: str = "text", **source) -> list[str]:
+    """The documents of a file, put together from the pieces in its chunks. source: as of read_file."""
     documents = []
-    for chunk in read_file(path, 0, column, split_on):
+    for chunk in read_file(path, 0, {"column": column, **source}):
         for text, begins in zip(chunk.texts, chunk.begins, strict=True):
             if begins:
                 documents.append(text)

@@ -29,7 +29,7 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, suffix, ch
     monkeypatch.setattr(readers, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", piece_characters)
 
-    chunks = list(read_file(path, 7, "text"))
+    chunks = list(read_file(path, 7, {"column": "text"}))
 
     # The tokens are those of the whole documents, although each text is tokenized alone.
     ids = np.concatenate([shards.encode(shared_encoder(), chunk) for chunk in chunks]).tolist()
@@ -90,8 +90,9 @@ def test_compressed_files(tmp_path, name):
     (b'n,text\n1,"a\n', "a.csv", ""),
     (b"n,body\n1,a\n", "a.csv", "--text-column: n, body"),
     (b'[{"text": "a"}, {"text": "b', "a.json", ""),
-    (b'[{"text": 3}]', "a.json", "--text-column: text"),
+    (b'[{"text": 3}]', "a.json", "row 1"),
     (b'{"text": 0}', "a.jsonl", "line 1"),
+    (b"<br>", "a.xml", "--as-text"),
 ])  # fmt: skip
 def test_a_bad_file_is_refused_in_one_line(tmp_path, content, name, value):
     (tmp_path / name).write_bytes(content)
@@ -124,6 +125,12 @@ def test_an_unsplit_separator_is_warned_of_once(stories, capsys):
     assert read_documents(stories) == [stories.read_text()]
     output = capsys.readouterr().out
     assert output.count("--split-on") == output.count(str(stories)) == 1
+
+
+def test_any_suffix_is_text_if_the_user_says_so(tmp_path):
+    for name in ("a.tex", "a.jsonl"):
+        (tmp_path / name).write_text('{"text": 0}')
+        assert read_documents(tmp_path / name, as_text=True) == ['{"text": 0}']
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

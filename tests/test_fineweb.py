@@ -200,9 +200,10 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
         ("--format", "bin", "format npy, not bin"),
         ("--text-column", "body", "column text, not body"),
         ("--split-on", "x", "split_on None, not x"),
+        ("--as-text", None, "as_text None, not True"),
     ):
         with pytest.raises(UserError, match=message):
-            run_fineweb(*flags, flag, value)
+            run_fineweb(*flags, flag, *([value] if value else []))
 
     # A file of the same name and size with other content is another revision.
     text_file.write_text("else text " * 100)

@@ -1,7 +1,9 @@
 """Documents: the texts of files, in small chunks however large a file is.
 
-    for chunk in read_file(Path("a.parquet"), index=0, column="text"):
+    for chunk in read_file(Path("a.parquet"), index=0, source={"column": "text"}):
         ...  # chunk.texts: a few megabytes of text, to be tokenized together
+
+    file --- a reader, chosen by its suffix ---> cells --- to_text ---> texts --- make_chunks ---> chunks
 
 Called by tokens/sources.py. READERS says which suffixes there are; the help, the messages and the tests follow from it.
 
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from system.cli import explain_errors, print0, require
+from system.cli import UserError, explain_errors, print0, require
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
@@ -32,6 +34,18 @@ SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 # The point after a non-space character and before a space or newline. No GPT-2 token spans this point or depends on
 # what comes before it, so the tokens of the two parts are those of the whole.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
+
+
+class Cell(NamedTuple):
+    """What a reader yields: a document as the file has it, or a piece of one.
+
+    place: where it stands in the file, for messages, such as "line 3".
+    begins: whether it begins a document; otherwise it continues the document before it.
+    """
+
+    value: object
+    place: str = ""
+    begins: bool = True
 
 
 class Chunk(NamedTuple):
@@ -46,19 +60,32 @@ class Chunk(NamedTuple):
     file: int
 
 
-# Texts, each with whether it begins a document.
-Texts = Iterator[tuple[str, bool]]
 # A reader gets a file and the name of the column or field with the text.
-Reader = Callable[[Path, str], Texts]
+Reader = Callable[[Path, str], Iterator[Cell]]
 
 
-def make_chunks(texts: Texts, file: int) -> Iterator[Chunk]:
+def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
+    """Chunks of a file. Raises UserError if it cannot be read.
+
+    index: of the file in its source.
+    source: the manifest's, which says how to read: `column` has the text (parquet, csv, jsonl, json), `split_on` stands
+    between the documents of a plain text file, `as_text` makes plain text of every file.
+    """
+    reader = choose_reader(path, source.get("as_text", False))
+    if reader is read_text and "split_on" in source:
+        reader = partial(read_separated_text, source["split_on"])
+    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
+        yield from make_chunks(reader(path, source["column"]), index)
+
+
+def make_chunks(cells: Iterable[Cell], file: int) -> Iterator[Chunk]:
     """Collect the texts of a file until they make a chunk."""
     chunk = Chunk([], [], file)
     characters = 0
-    for text, begins in texts:
+    for cell in cells:
+        text = to_text(cell)
         chunk.texts.append(text)
-        chunk.begins.append(begins)
+        chunk.begins.append(cell.begins)
         characters += len(text)
         if characters >= CHUNK_BYTES:
             yield chunk
@@ -68,38 +95,52 @@ def make_chunks(texts: Texts, file: int) -> Iterator[Chunk]:
         yield chunk
 
 
+def to_text(cell: Cell) -> str:
+    """The text of a cell; null is an empty document. Raises UserError for what is not text."""
+    text = cell.value
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(f"{cell.place} is not text: {text!r:.80}; choose another column with --text-column")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 # ------------------------------------------------------------------------- our own readers
 
 
-def read_parquet(path: Path, column: str) -> Texts:
-    """One document per row; null is an empty document. Memory use stays small, however large a row group is."""
+def read_parquet(path: Path, column: str) -> Iterator[Cell]:
+    """A cell per row. Memory use stays small, however large a row group is."""
     import pyarrow.parquet as pq
 
     # pre_buffer=False: do not read the column of an entire row group at once.
     table = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
     types = {field.name: str(field.type) for field in table.schema_arrow}
     require(types.get(column) in TEXT_TYPES, explain_column(column, types))
+    row = 0
     for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column]):
-        for text in batch.column(0).to_pylist():
-            yield text or "", True
+        for value in batch.column(0).to_pylist():
+            row += 1
+            yield Cell(value, f"row {row}")
 
 
-def read_jsonl(path: Path, field: str) -> Texts:
-    """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped."""
+def read_jsonl(path: Path, field: str) -> Iterator[Cell]:
+    """A cell per line, an object with `field`; blank lines are skipped."""
     with open_decompressed(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            problem = f"line {number} is not an object with text in {field!r}: {line[:80]!r}"
+            problem = f"line {number} is not an object with {field!r}: {line[:80]!r}"
             with explain_errors(problem, "choose another field with --text-column"):
-                text = json.loads(line)[field]
-                text = "" if text is None else text
-                # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            yield text, True
+                value = json.loads(line)[field]
+            yield Cell(value, f"line {number}")
 
 
-def read_text(path: Path, _column: str) -> Texts:
+def read_text(path: Path, _column: str) -> Iterator[Cell]:
     """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole."""
     pending = ""  # text after the last cut
     begins = True
@@ -112,13 +153,13 @@ def read_text(path: Path, _column: str) -> Texts:
             if not cut:  # a long text without spaces
                 pending += block
                 continue
-            yield pending + block[: cut.end()], begins
+            yield Cell(pending + block[: cut.end()], begins=begins)
             pending = block[cut.end() :]
             begins = False
-    yield pending, begins
+    yield Cell(pending, begins=begins)
 
 
-def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
+def read_separated_text(separator: str, path: Path, _column: str) -> Iterator[Cell]:
     """A file of UTF-8 text with `separator` between its documents. Line breaks beside it belong to it; a document
     without text is left out. The longest document has to fit into memory."""
     pending = ""  # text after the last separator
@@ -126,10 +167,12 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
         while block := file.read(CHUNK_BYTES):
             *ended, pending = (pending + block).split(separator)
             for document in ended:
-                if document := document.strip("\r\n"):
-                    yield document, True
-    if document := pending.strip("\r\n"):
-        yield document, True
+                document = document.strip("\r\n")
+                if document:
+                    yield Cell(document)
+    document = pending.strip("\r\n")
+    if document:
+        yield Cell(document)
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
@@ -151,11 +194,11 @@ def explain_column(name: str, names: Iterable[str]) -> str:
 # ------------------------------------------------------------------------- formats that `datasets` reads
 
 
-def read_with_datasets(builder_name: str, path: Path, column: str) -> Texts:
-    """One document per row of a local file."""
+def read_with_datasets(builder_name: str, path: Path, column: str) -> Iterator[Cell]:
+    """A cell per row of a local file."""
     pattern = glob.escape(os.path.abspath(path))
     builder = import_datasets().load_dataset_builder(builder_name, data_files={"train": pattern})
-    return find_texts(stream_rows(builder, "train", column), column)
+    return read_rows(stream_rows(builder, "train", column), column)
 
 
 def stream_rows(builder, split: str, column: str):
@@ -168,11 +211,11 @@ def stream_rows(builder, split: str, column: str):
     return builder.as_streaming_dataset(split)
 
 
-def find_texts(rows: Iterable[dict], column: str) -> Texts:
-    """One document per row; null is an empty document."""
-    for row in rows:
-        require(column in row and isinstance(row[column], str | None), explain_column(column, row))
-        yield row[column] or "", True
+def read_rows(rows: Iterable[dict], column: str) -> Iterator[Cell]:
+    """A cell per row."""
+    for number, row in enumerate(rows, 1):
+        require(column in row, explain_column(column, row))
+        yield Cell(row[column], f"row {number}")
 
 
 def import_datasets() -> ModuleType:
@@ -188,13 +231,9 @@ def import_datasets() -> ModuleType:
 
 # ------------------------------------------------------------------------- which reader for which file
 
-# Prose and source code: formats whose every character is meant to be learned. Markup and data formats (html, xml, yaml)
-# are left out on purpose: tokenized as they are, they would train a model on tags and separators in silence.
-TEXT_SUFFIXES = (
-    ".txt .text .md .markdown .rst .adoc .org .tex "
-    ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .java .kt .scala .swift .cs .js .mjs .jsx .ts .tsx .rb .php .pl "
-    ".lua .r .jl .hs .ml .ex .erl .clj .lisp .scm .el .f90 .zig .dart .sh .bash .sql"
-).split()
+# Formats whose every character is meant to be learned; --as-text adds others. Markup and data formats (html, xml, yaml)
+# are not read unasked: tokenized as they are, they would train a model on tags and separators in silence.
+TEXT_SUFFIXES = (".txt", ".md", ".py", "")
 READERS: dict[str, Reader] = {
     ".parquet": read_parquet,
     ".jsonl": read_jsonl,
@@ -202,7 +241,6 @@ READERS: dict[str, Reader] = {
     ".csv": partial(read_with_datasets, "csv"),
     ".json": partial(read_with_datasets, "json"),
     **dict.fromkeys(TEXT_SUFFIXES, read_text),
-    "": read_text,
 }
 COMPRESSIONS = (".gz", ".bz2", ".zst")  # of a whole file, after the suffix of its format
 
@@ -214,24 +252,12 @@ def split_suffixes(path: Path) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def choose_reader(path: Path) -> Reader:
+def choose_reader(path: Path, as_text: bool = False) -> Reader:
     """The reader for a file, judging by its name alone. Raises UserError for a suffix that no reader takes."""
+    if as_text:
+        return read_text
     suffix = split_suffixes(path)[0].lower()
     known = f"{' '.join(READERS)} and, after these, {' '.join(COMPRESSIONS)}"
-    fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, rename it to end in .txt"
+    fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, add --as-text"
     require(suffix in READERS, f"cannot read {path}: its suffix {suffix} is not one of {known}; {fix}")
     return READERS[suffix]
-
-
-def read_file(path: Path, index: int, column: str, split_on: str | None = None) -> Iterator[Chunk]:
-    """Chunks of a file. Raises UserError if it cannot be read.
-
-    index: of the file in its source.
-    column: the column (parquet, csv) or field (jsonl) with the text.
-    split_on: what stands between the documents of a plain text file; None: such a file is one document.
-    """
-    reader = choose_reader(path)
-    if split_on and reader is read_text:
-        reader = partial(read_separated_text, split_on)
-    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
-        yield from make_chunks(reader(path, column), index)

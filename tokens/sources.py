@@ -47,31 +47,43 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 # ------------------------------------------------------------------------- what --source names
 
 
-def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
+def choose_source(names: tuple[str, ...], as_text: bool = False) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
     There are no local files if the source is on the Hub. Raises UserError for a pattern without files and for a file
     that no reader takes: better now than after hours of tokenizing the files before it."""
-    first = names[0]
     if names == ("stdlib",):
-        return first, find_library_files()
-
-    # OWNER/NAME is a dataset unless it names or looks like a file.
-    is_repo_name = re.fullmatch(r"[\w-]+/[\w-][\w.-]*", first)
-    looks_like_file = glob(first) or Path(first).suffix[1:].isalpha()
-    if len(names) == 1 and (first in HUB_DATASETS or (is_repo_name and not looks_like_file)):
-        return first.rpartition("/")[2], {}
+        return "stdlib", find_library_files()
+    if len(names) == 1 and is_on_hub(names[0]):
+        return names[0].rpartition("/")[2], {}
 
     files = {}
     for pattern in names:
-        # A file whose name has glob characters in it is meant literally.
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
-        known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
-        are_files = matches and all(map(os.path.isfile, matches))
-        require(are_files, f"--source {pattern}: not a file; give files or globs, or {known}")
-        for path in map(Path, matches):
-            documents.choose_reader(path)  # raises UserError
+        for path in find_files(pattern):
+            documents.choose_reader(path, as_text)  # raises UserError
             files[path] = path.name
     return find_common_name(list(files)), files
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a word after --source is a dataset: a name that is known, or OWNER/NAME unless that is or looks like a
+    file."""
+    if name in HUB_DATASETS:
+        return True
+    if not re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
+        return False
+    # my/texts.txt ends in a suffix; owner/web-1.5 does not.
+    ends_in_suffix = Path(name).suffix[1:].isalpha()
+    return not ends_in_suffix and not glob(name)
+
+
+def find_files(pattern: str) -> list[Path]:
+    """The files that a word after --source names. Raises UserError if there are none."""
+    # A file whose name has glob characters in it is meant literally.
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
+    known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
+    are_files = matches and all(map(os.path.isfile, matches))
+    require(are_files, f"--source {pattern}: not a file; give files or globs, or {known}")
+    return list(map(Path, matches))
 
 
 def find_common_name(paths: list[Path]) -> str:
@@ -184,7 +196,7 @@ def read_source(source: dict, paths: list[Path], first_file: int, downloads: Pat
     # While one file is read, the next one is downloaded.
     files = paths[first_file:] or prefetch(download_files(source, first_file, downloads), 1)
     for index, path in enumerate(files, first_file):
-        yield from documents.read_file(path, index, source["column"], source.get("split_on"))
+        yield from documents.read_file(path, index, source)
         if not paths:
             path.unlink()
 
@@ -195,8 +207,8 @@ def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
     with explain_errors(f"`datasets` cannot read {source['name']}", "check its name, --subset and the network"):
         rows = documents.stream_rows(builder, source["split"], source["column"])
         for index in range(first_file, rows.num_shards):
-            texts = documents.find_texts(rows.shard(rows.num_shards, index), source["column"])
-            yield from documents.make_chunks(texts, index)
+            cells = documents.read_rows(rows.shard(rows.num_shards, index), source["column"])
+            yield from documents.make_chunks(cells, index)
 
 
 def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path]:
