@@ -22,7 +22,7 @@ import tyro
 from system.cli import UserError, print0, require, run_cli
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
-from tokens.documents import COMPRESSIONS, READERS, choose_reader, read_text
+from tokens.documents import COMPRESSIONS, READERS, check_start, choose_reader, read_text
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
@@ -60,20 +60,47 @@ class Args:
 # ------------------------------------------------------------------------- before the work
 
 
+def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Manifest | None) -> dict:
+    """The manifest's `source`: which files there are, and how they are read. Raises UserError.
+
+    name, paths: as of sources.choose_source.
+    previous: the manifest of a folder that was begun earlier.
+    """
+    if paths:
+        source = sources.describe_local(name, paths)
+    else:
+        source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
+    source["column"] = args.text_column
+    if args.split_on:
+        source["split_on"] = args.split_on
+    if args.as_text:
+        source["as_text"] = True
+
+    # Flags that cannot work are refused before anything is made, and so are files that no reader takes.
+    for path in paths:
+        check_start(path, args.as_text)
+    readers = {choose_reader(Path(file["path"]), args.as_text) for file in source["files"]}
+    has_text, has_columns = read_text in readers, readers != {read_text}
+    require(
+        has_columns or args.text_column == "text", f"--text-column is not for plain text, as of {name}; leave it out"
+    )
+    if args.split_on is not None:
+        require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
+    return source
+
+
 def plan_manifest(args: Args, source: dict) -> Manifest:
     """The manifest of a folder that is yet to be filled."""
     # The default size of a shard, rounded to one digit, such as "4e+07".
     shard_tokens = args.shard_size
     if shard_tokens is None:
-        source_bytes = sum(file["bytes"] for file in source["files"])
-        largest = min(shards.SHARD_TOKENS, source_bytes / 24, (args.limit_tokens or source_bytes) / 10)
+        largest = shards.SHARD_TOKENS
+        source_bytes = sum(file["bytes"] or 0 for file in source["files"])
+        if source_bytes:  # else the Hub does not say
+            largest = min(largest, source_bytes / 24)
+        if args.limit_tokens:
+            largest = min(largest, args.limit_tokens / 10)
         shard_tokens = max(1, int(float(f"{largest:.0e}")))
-
-    source = {**source, "column": args.text_column}
-    if args.split_on:
-        source["split_on"] = args.split_on
-    if args.as_text:
-        source["as_text"] = True
     return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 
@@ -121,7 +148,7 @@ def expect_tokens(manifest: Manifest) -> int | None:
 
 def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
     """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source."""
-    file_bytes = [file["bytes"] for file in manifest.source["files"]]
+    file_bytes = [file["bytes"] or 0 for file in manifest.source["files"]]
     # Text has about one token per four bytes, so one per two is a safe estimate.
     tokens = expect_tokens(manifest) or sum(file_bytes) / 2
     finished = sum(shard.tokens for shard in manifest.shards)
@@ -140,7 +167,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     from tqdm import tqdm
 
     downloads = out / ".source"
-    check_disk_space(out, manifest, downloads=not paths and "split" not in manifest.source)
+    check_disk_space(out, manifest, downloads=not paths)
     # Begin with the file in which the last finished shard ends. A few chunks are read while others are tokenized.
     first_file = manifest.shards[-1].end["file"] if manifest.shards else 0
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
@@ -152,7 +179,8 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, name, manifest, tokens, end)
             bar.update(len(tokens))
-    require(manifest.shards, f"the source {manifest.source['name']} holds no documents; give another --source")
+    has_text = any(shard.tokens > shard.documents for shard in manifest.shards)
+    require(has_text, f"{name} is empty: there is no text in its documents; give another --source and another --out")
 
     # `complete` comes last: it says that no shard is missing.
     manifest = replace(manifest, complete=True)
@@ -161,13 +189,9 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     return manifest
 
 
-def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Manifest:
-    """Make all shards of --source that are not in the folder yet. Raises UserError."""
+def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source: dict) -> Manifest:
+    """Make all shards of a source that are not in the folder yet. Raises UserError."""
     previous = shards.read_manifest(out)
-    if paths:
-        source = sources.describe_local(name, paths)
-    else:
-        source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
     manifest = plan_manifest(args, source)
     check_folder(out, name, manifest, previous)
 
@@ -195,16 +219,13 @@ def main() -> None:
     require(args.source, "--source needs a name or files")
     counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
     require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
-    name, paths = sources.choose_source(args.source, args.as_text)
+    name, paths = sources.choose_source(args.source)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
-    if args.split_on is not None:
-        has_text = args.as_text or read_text in map(choose_reader, paths)
-        require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
-
     out = args.out or Path("data") / name
+    source = describe_source(args, name, paths, shards.read_manifest(out))
     with lock_folder(out):
-        manifest = fill_folder(args, out, name, paths)
+        manifest = fill_folder(args, out, name, paths, source)
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     seconds = time.monotonic() - start_time

@@ -76,9 +76,11 @@ def test_stdlib_as_a_command(tmp_path, run_script):
     (70_000, None, 3000),  # a 24th, 2,917
     (70_000, 12_000, 1000),  # a tenth of the limit, 1,200
     (10**12, None, 100_000_000),
+    (None, None, 100_000_000),  # the Hub does not say
+    (None, 12_000, 1000),
 ])  # fmt: skip
 def test_default_shard_size(source_bytes, limit, shard_tokens):
-    source = {"files": [{"bytes": source_bytes - 1}, {"bytes": 1}]}
+    source = {"files": [{"bytes": source_bytes}, {"bytes": 0}]}
     assert fineweb.plan_manifest(fineweb.Args(limit_tokens=limit), source).shard_tokens == shard_tokens
 
 
@@ -198,7 +200,6 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
         ("--shard-size", 60, "shard_tokens 50, not 60"),
         ("--limit-tokens", 160, "limit_tokens 150, not 160"),
         ("--format", "bin", "format npy, not bin"),
-        ("--text-column", "body", "column text, not body"),
         ("--split-on", "x", "split_on None, not x"),
         ("--as-text", None, "as_text None, not True"),
     ):
@@ -210,6 +211,24 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
     with pytest.raises(UserError, match="revision"):
         run_fineweb(*flags)
     assert read_bytes(tmp_path / "out") == before
+
+
+def test_flags_that_would_do_nothing_are_refused(tmp_path, text_file):
+    with_columns = write_documents(tmp_path / "b.csv", ["one"])
+    for source, flag in ((text_file, "--text-column"), (with_columns, "--split-on"), (text_file, "--subset")):
+        with pytest.raises(UserError, match=flag):
+            run_fineweb("--source", source, flag, "x", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content", [("a.txt", b""), ("a.jsonl", b'{"text": null}\n{"text": ""}\n'), ("a.jsonl", b"\n")]
+)
+def test_a_source_without_text_is_refused(tmp_path, quick, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match="empty"):
+        run_fineweb("--source", tmp_path / name, "--out", tmp_path / "out")
+    assert not shards.read_manifest(tmp_path / "out").complete
 
 
 def test_files_of_others_are_left_alone(tmp_path, quick, text_file):

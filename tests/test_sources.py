@@ -1,6 +1,7 @@
 """Sources: which files and names --source means, and datasets of the Hugging Face Hub, which is a stand-in on loopback:
-parquet files below a path, and splits that `datasets` streams."""
+files below a path, and files of a split, which `datasets` lists."""
 
+import gzip
 import os
 import time
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_fineweb_is_a_folder_of_parquet_in_order(tmp_path, hub):
     assert read_tokens(tmp_path / "out") == encode(names)[:50]
 
 
-# ------------------------------------------------------------------------- splits that `datasets` streams
+# ------------------------------------------------------------------------- files of a split
 
 
 @pytest.mark.parametrize("flags, documents", [
@@ -159,8 +160,23 @@ def test_hostile_datasets_are_refused_and_run_no_code(tmp_path, hub):
     assert not marker.exists() and not list((tmp_path / "out").glob("owner*"))
 
 
+def test_a_format_without_a_reader_is_refused_by_name(tmp_path, hub):
+    write_documents(hub.repos / "pictures" / "a.txt", ["one"]).rename(hub.repos / "pictures" / "a.png")
+    with pytest.raises(UserError, match=r"a\.png"):
+        run_fineweb("--source", "owner/pictures", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_compressed_file_of_the_hub(tmp_path, hub):
+    plain = write_documents(tmp_path / "a.jsonl", ["2020-01-01", "two"])
+    (hub.repos / "mine").mkdir()
+    (hub.repos / "mine" / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    run_fineweb("--source", "owner/mine", "--out", tmp_path / "out")
+    assert read_tokens(tmp_path / "out") == encode(["2020-01-01", "two"])
+
+
 @pytest.mark.parametrize("name", ["{}-{}.csv", "{}-{}.jsonl", "data/{}-{}-of-3.parquet", "{}-{}.txt"])
-def test_a_streamed_split_is_resumed(tmp_path, hub, monkeypatch, name):
+def test_a_split_is_resumed(tmp_path, hub, monkeypatch, name):
     # Arrange: three files of a split, one of another, and chunks and shards that are much smaller than the files.
     odd = ["NA", "007", "2020-01-01", 'a "quoted", one', "two\nlines"]
     parts = [[*odd, *(f"document {i} is not long\n" * 9 for i in range(part, 30, 3))] for part in range(3)]

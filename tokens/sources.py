@@ -11,8 +11,9 @@ fineweb.py resolves its --source here, for local files and for a dataset on the 
     for chunk in read_source(source, list(paths), first_file=0, downloads=Path("data/fineweb-edu/.source")):
         ...
 
-Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, which are downloaded one
-after the other. Every other subset is a configuration, of which `datasets` streams one split.
+Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files. Every other subset is a
+configuration, of which `datasets` says which files a split has. Either way they are downloaded one after the other, and
+read as local files are.
 """
 
 import hashlib
@@ -37,8 +38,6 @@ HUB_DATASETS = {  # name: (dataset, prefix of the paths of its files)
     "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/"),
     "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/"),
 }
-# Builders of `datasets` whose rows have text. The others read images and other media.
-TEXT_BUILDERS = ("parquet", "json", "csv", "arrow", "text", "webdataset")
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
@@ -47,10 +46,9 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 # ------------------------------------------------------------------------- what --source names
 
 
-def choose_source(names: tuple[str, ...], as_text: bool = False) -> tuple[str, dict[Path, str]]:
+def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
-    There are no local files if the source is on the Hub. Raises UserError for a pattern without files and for a file
-    that no reader takes: better now than after hours of tokenizing the files before it."""
+    There are no local files if the source is on the Hub. Raises UserError for a pattern without files."""
     if names == ("stdlib",):
         return "stdlib", find_library_files()
     if len(names) == 1 and is_on_hub(names[0]):
@@ -59,7 +57,6 @@ def choose_source(names: tuple[str, ...], as_text: bool = False) -> tuple[str, d
     files = {}
     for pattern in names:
         for path in find_files(pattern):
-            documents.choose_reader(path, as_text)  # raises UserError
             files[path] = path.name
     return find_common_name(list(files)), files
 
@@ -143,7 +140,7 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
     if not is_path:
         choice["split"] = split or "train"
     if previous and choice.items() <= previous.items():
-        return previous
+        return {**choice, "revision": previous["revision"], "files": previous["files"]}
 
     with open_hub() as api:
         # One revision, so that an upload in the meantime changes nothing.
@@ -153,29 +150,31 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if is_path:
         paths = sorted(p for p in sizes if p.startswith(choice["subset"]) and p.endswith(".parquet"))
-        fix = "give another path, or leave out --subset to stream other formats"
+        fix = "give another path, or leave out --subset for other formats"
         require(paths, f"{repo} has no parquet file whose path starts with {choice['subset']}; {fix}")
     else:
         paths = list_split(repo, choice["subset"], choice["split"], revision)
-    files = [{"path": path, "bytes": sizes.get(path, 0)} for path in paths]
+    elsewhere = [path for path in paths if path not in sizes]
+    require(
+        not elsewhere, f"{repo} names files that it does not have, such as {elsewhere[:1]}; choose another --subset"
+    )
+    files = [{"path": path, "bytes": sizes[path]} for path in paths]
     return {**choice, "revision": revision, "files": files}
 
 
 def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
-    """The paths of the files of a split, in the order in which `datasets` reads them."""
-    data_files = load_builder(repo, config, revision).config.data_files  # {split: [url, ...]}
+    """The paths of the files of a split, in the order in which `datasets` reads them. No code of the dataset is run."""
+    # Without the request by which `datasets` counts downloads; it would wait for seconds without a network.
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
+    with explain_errors(f"`datasets` cannot list the files of {repo}", "check its name, --subset and the network"):
+        import datasets
+
+        datasets.logging.set_verbosity_error()
+        builder = datasets.load_dataset_builder(repo, config or None, revision=revision)
+    data_files = builder.config.data_files  # {split: [url, ...]}
     known = ", ".join(map(str, data_files))
     require(split in data_files, f"{repo} has no split {split!r} in {config or 'it'}; choose with --split: {known}")
     return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
-
-
-def load_builder(repo: str, config: str, revision: str):
-    """The builder of `datasets` for a configuration. It runs no code of the dataset."""
-    with explain_errors(f"`datasets` cannot read {repo}", "check its name, --subset and the network"):
-        builder = documents.import_datasets().load_dataset_builder(repo, config or None, revision=revision)
-    known = ", ".join(TEXT_BUILDERS)
-    require(builder.name in TEXT_BUILDERS, f"the format of {repo} is {builder.name}; text is read from {known}")
-    return builder
 
 
 # ------------------------------------------------------------------------- the text of a source
@@ -190,25 +189,12 @@ def read_source(source: dict, paths: list[Path], first_file: int, downloads: Pat
     downloads: folder for files from the Hub, whose lock the caller holds. They need more disk than the shards, so each
     is deleted once it is read.
     """
-    if "split" in source:
-        yield from stream_split(source, first_file)
-        return
     # While one file is read, the next one is downloaded.
     files = paths[first_file:] or prefetch(download_files(source, first_file, downloads), 1)
     for index, path in enumerate(files, first_file):
         yield from documents.read_file(path, index, source)
         if not paths:
             path.unlink()
-
-
-def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
-    """Chunks of a split that `datasets` streams, file by file."""
-    builder = load_builder(source["name"], source["subset"], source["revision"])
-    with explain_errors(f"`datasets` cannot read {source['name']}", "check its name, --subset and the network"):
-        rows = documents.stream_rows(builder, source["split"], source["column"])
-        for index in range(first_file, rows.num_shards):
-            cells = documents.read_rows(rows.shard(rows.num_shards, index), source["column"])
-            yield from documents.make_chunks(cells, index)
 
 
 def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path]:
