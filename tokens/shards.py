@@ -28,7 +28,7 @@ from typing import BinaryIO
 import numpy as np
 
 from system.cli import UserError, explain_errors, require
-from system.files import atomic_write
+from system.files import atomic_write, refuse_placeholder
 from tokens.documents import Chunk
 from tokens.tokenizer import EOT, bulk_encoder
 
@@ -63,14 +63,22 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     return sorted(paths, key=sort_key)
 
 
+def listed_shards(data_dir: str | Path) -> list[Path]:
+    """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
+    like a shard. Raises UserError if one of them is missing."""
+    paths = shard_files(data_dir)
+    if not read_manifest(data_dir):
+        return paths
+    listed = read_hashes(data_dir).keys()
+    missing = sorted(listed - {path.name for path in paths})
+    require(not missing, f"{data_dir} has no {', '.join(missing[:3])}, which {MANIFEST} lists; {REPAIR_FOLDER}")
+    return [path for path in paths if path.name in listed]
+
+
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
     the manifest is missing."""
-    paths = shard_files(data_dir)
-    for name in read_hashes(data_dir):
-        is_there = Path(data_dir, name).is_file()
-        require(is_there, f"{data_dir} has no {name}, which {MANIFEST} lists; {REPAIR_FOLDER}")
-    paths = [path for path in paths if SHARD_NAME.fullmatch(path.name)["split"] == split]
+    paths = [path for path in listed_shards(data_dir) if SHARD_NAME.fullmatch(path.name)["split"] == split]
     fix = "name a folder that fineweb.py has made"
     require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
@@ -100,6 +108,7 @@ FORMATS = {".npy": (partial(np.load, mmap_mode="r"), np.save), ".bin": (map_bin,
 
 def map_shard(path: Path) -> np.memmap:
     """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
+    refuse_placeholder(path)
     with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", REPAIR):
         map_tokens, _ = FORMATS[path.suffix]
         tokens = map_tokens(path)
@@ -192,6 +201,7 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     path = Path(data_dir) / MANIFEST
     if not path.exists():
         return None
+    refuse_placeholder(path)
     content = path.read_bytes()
     with explain_errors(f"{path} is not a manifest of this program", "move it away, or get the folder again"):
         # A missing or unknown field is an error of the dataclass.
@@ -213,7 +223,7 @@ def read_hashes(data_dir: str | Path) -> dict[str, str]:
 def fingerprint(data_dir: str | Path) -> str:
     """Short hash of a folder's contents: names, token counts and, from a manifest, sha256s. Reads only headers."""
     hashes = read_hashes(data_dir)
-    rows = [(path.name, count_tokens(path), hashes.get(path.name)) for path in shard_files(data_dir)]
+    rows = [(path.name, count_tokens(path), hashes.get(path.name)) for path in listed_shards(data_dir)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
