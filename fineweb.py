@@ -33,15 +33,15 @@ SOURCE_HELP = f"""{", ".join(sources.HUB_DATASETS)}; stdlib; a Hub dataset OWNER
 @dataclass(frozen=True)
 class Args:
     source: Annotated[tuple[str, ...], tyro.conf.arg(help=SOURCE_HELP)] = ("fineweb-edu",)
-    out: Path | None = None
+    out: str | None = None
     """Folder for the shards; default data/NAME."""
-    shard_size: int | None = None
+    shard_size: float | None = None
     """Tokens per shard; default 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, rounded to one
     digit, at most 100,000,000: even small sources get several shards, the first of which is val."""
     format: Literal["npy", "bin"] = "npy"
     """npy as in build-nanogpt, bin as in llm.c."""
-    limit_tokens: int | None = None
-    """Stop after this many tokens."""
+    limit_tokens: float | None = None
+    """Stop after this many tokens, such as 1e9."""
     subset: str | None = None
     """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its parquet files, as in
     sample/10BT/."""
@@ -53,7 +53,7 @@ class Args:
     """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
     as_text: bool = False
     """Read files as plain text, whatever their suffix."""
-    verify: Path | None = None
+    verify: str | None = None
     """Only check this folder of shards."""
 
 
@@ -209,6 +209,8 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source
 def main() -> None:
     start_time = time.monotonic()
     args = tyro.cli(Args, description=__doc__)
+    for flag in ("out", "verify"):
+        require(getattr(args, flag) != "", f"--{flag} is empty; name a folder")
     if args.verify:
         problems = shards.verify(args.verify)
         require(not problems, "\n".join(problems))
@@ -217,12 +219,16 @@ def main() -> None:
 
     # Flags that cannot work are refused before anything is made.
     require(args.source, "--source needs a name or files")
-    counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
-    require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
+    for flag in ("shard_size", "limit_tokens"):
+        count = getattr(args, flag)
+        if count is not None:
+            rule = "must be a whole number above 0"
+            require(count > 0 and count % 1 == 0, f"--{flag.replace('_', '-')} {count:g} {rule}")
+            args = replace(args, **{flag: int(count)})
     name, paths = sources.choose_source(args.source)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
-    out = args.out or Path("data") / name
+    out = Path(args.out or f"data/{name}")
     source = describe_source(args, name, paths, shards.read_manifest(out))
     with lock_folder(out):
         manifest = fill_folder(args, out, name, paths, source)

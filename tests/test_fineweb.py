@@ -213,6 +213,22 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
     assert read_bytes(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("flag, value", [
+    ("--out", ""), ("--verify", ""), ("--source", ""),
+    ("--shard-size", "1.5"), ("--limit-tokens", "0"), ("--limit-tokens", "inf"), ("--limit-tokens", "nan"),
+])  # fmt: skip
+def test_a_value_that_means_nothing_is_refused(tmp_path, text_file, monkeypatch, flag, value):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=flag):
+        run_fineweb("--source", text_file, flag, value)
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_limit_may_be_written_with_an_exponent(tmp_path, quick, text_file):
+    run_fineweb("--source", text_file, "--limit-tokens", "1e2", "--out", tmp_path / "out")
+    assert len(read_tokens(tmp_path / "out")) == 100 and shards.read_manifest(tmp_path / "out").limit_tokens == 100
+
+
 def test_flags_that_would_do_nothing_are_refused(tmp_path, text_file):
     with_columns = write_documents(tmp_path / "b.csv", ["one"])
     for source, flag in ((text_file, "--text-column"), (with_columns, "--split-on"), (text_file, "--subset")):

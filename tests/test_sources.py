@@ -38,6 +38,16 @@ def test_a_name_with_a_slash_is_a_dataset_or_a_file(tmp_path, monkeypatch):
     assert choose_source(("owner/web",)) == ("web", {Path("owner/web"): "web"})
 
 
+def test_a_folder_is_answered_with_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my" / "deeper").mkdir(parents=True)
+    (tmp_path / "my" / "a.txt").touch()
+    with pytest.raises(UserError, match=r"'my/\*'"):
+        choose_source(("my/",))
+    (tmp_path / "my" / "b.txt").touch()
+    assert choose_source(("my/*",)) == ("my", {Path("my/a.txt"): "a.txt", Path("my/b.txt"): "b.txt"})
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A Hub, of this process too, with owner/web: five parquet files under sample/, which hold hub.documents, and

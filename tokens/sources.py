@@ -75,12 +75,15 @@ def is_on_hub(name: str) -> bool:
 
 def find_files(pattern: str) -> list[Path]:
     """The files that a word after --source names. Raises UserError if there are none."""
+    require(pattern, "--source is empty; name files, or a source of --help")
+    is_folder = os.path.isdir(pattern)
+    require(not is_folder, f"--source {pattern} is a folder; name its files: --source '{pattern.rstrip('/')}/*'")
     # A file whose name has glob characters in it is meant literally.
     matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
+    files = [Path(match) for match in matches if os.path.isfile(match)]
     known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
-    are_files = matches and all(map(os.path.isfile, matches))
-    require(are_files, f"--source {pattern}: not a file; give files or globs, or {known}")
-    return list(map(Path, matches))
+    require(files, f"--source {pattern}: no such file in {os.getcwd()}; give files or globs, or {known}")
+    return files
 
 
 def find_common_name(paths: list[Path]) -> str:
