@@ -22,7 +22,7 @@ import tyro
 from system.cli import UserError, print0, require, run_cli
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
-from tokens.documents import COMPRESSIONS, READERS, check_start, choose_reader, read_text
+from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, choose_reader, read_text
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
@@ -49,6 +49,8 @@ class Args:
     """Split of the configuration; default train."""
     text_column: str = "text"
     """Column (parquet, csv) or field (jsonl, json) that holds the text."""
+    ids_column: str | None = None
+    """Column or field (parquet, jsonl, json) that holds lists of GPT-2's token ids, in place of text to tokenize."""
     split_on: str | None = None
     """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
     as_text: bool = False
@@ -70,7 +72,10 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
         source = sources.describe_local(name, paths)
     else:
         source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
-    source["column"] = args.text_column
+    if args.ids_column:
+        source["ids_column"] = args.ids_column
+    else:
+        source["column"] = args.text_column
     if args.split_on:
         source["split_on"] = args.split_on
     if args.as_text:
@@ -86,6 +91,11 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
     )
     if args.split_on is not None:
         require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
+    if args.ids_column is not None:
+        require(
+            args.ids_column and readers <= ID_READERS, "--ids-column NAME is for parquet, jsonl and json; leave it out"
+        )
+        require(args.text_column == "text", "--ids-column and --text-column: a document is made of one; leave one out")
     return source
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from helpers import write_jsonl, write_parquet
 
 import fineweb
@@ -37,6 +39,16 @@ def write_documents(path: Path, documents: list) -> Path:
     """A file of documents in the format that its suffix names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     WRITERS[path.suffix](path, documents)
+    return path
+
+
+def write_ids(path: Path, rows: list) -> Path:
+    """A .parquet or .jsonl file with a list of token ids, or whatever a row holds, in the column `tokens`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"tokens": rows}), path)
+    else:
+        write_jsonl(path, [{"tokens": row} for row in rows])
     return path
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import PARSED, WRITERS, encode, read_documents, shared_encoder, write_documents
+from corpora import PARSED, WRITERS, encode, read_documents, shared_encoder, write_documents, write_ids
 from helpers import make_documents
 
 from system.cli import UserError
 from tokens import documents as readers
 from tokens import shards
 from tokens.documents import COMPRESSIONS, read_file
+from tokens.tokenizer import EOT
 
 SEPARATOR = "<|endoftext|>"
 STORIES = ["Once upon a time.\n\nThe end.", "A word <|endof", "text|> is not one", "", "x " * 40 + "end", "日本 <|end"]
@@ -95,7 +96,7 @@ def test_compressed_files(tmp_path, name):
     ("café ".encode("latin-1") * 9, "a.txt", "UTF-8"),
     (b"n,text\n1,a\n2,b,c\n", "a.csv", "line 3"),
     (b'n,text\n1,"a\n', "a.csv", ""),
-    (b"n,body\n1,a\n", "a.csv", "--text-column: n, body"),
+    (b"n,body\n1,a\n", "a.csv", "n, body"),
     (b'[{"text": "a"}, {"text": "b', "a.json", ""),
     (b'[{"text": 3}]', "a.json", "row 1"),
     (b'{"text": 0}', "a.jsonl", "line 1"),
@@ -173,8 +174,8 @@ def test_every_type_of_parquet_that_is_text(tmp_path, values):
 
 
 @pytest.mark.parametrize("values, named", [
-    (pa.array([["one"]]), "list<element: string>.*id, text"),
-    (pa.array([1, 2]), "int64"),
+    (pa.array([["one"]]), "row 1.*one"),
+    (pa.array([7, 2]), "row 1.*7"),
     (pa.array([b"one", b"caf\xe9"]), "row 2"),
 ])  # fmt: skip
 def test_what_is_no_text_in_parquet(tmp_path, values, named):
@@ -212,3 +213,51 @@ def test_an_array_larger_than_a_gigabyte_is_warned_of(tmp_path, monkeypatch, cap
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\n".encode())
     assert read_documents(tmp_path / "a.txt") == ["one\r\n"]
+
+
+# ------------------------------------------------------------------------- token ids
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_the_ids_of_rows_with_one_eot_before_each(tmp_path, monkeypatch, suffix):
+    """EOT at a row's ends is not doubled; null and an empty list are empty documents."""
+    rows = [[1, 2], [EOT, 3, EOT, 4, EOT], None, [], [EOT], [50255, 0]]
+    path = write_ids(tmp_path / f"a{suffix}", rows)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 3)
+
+    chunks = list(read_file(path, 0, {"ids_column": "tokens"}))
+
+    ids = np.concatenate([shards.encode(None, chunk) for chunk in chunks])
+    assert ids.tolist() == [EOT, 1, 2, EOT, 3, EOT, 4, EOT, EOT, EOT, EOT, 50255, 0] and ids.dtype == np.uint16
+    assert len(chunks) > 1
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("row, named", [
+    ([1, 70_000], "70000"),
+    ([EOT + 1], "50257"),
+    ([-1], "-1"),
+    ([[1], [2, 3]], "[1]"),
+    ([1, None], ""),
+    ([1.0], "1."),
+    ([True], "True"),
+    ("1 2", "1 2"),
+    (7, "7"),
+])  # fmt: skip
+def test_a_row_that_is_no_list_of_ids_is_named(tmp_path, suffix, row, named):
+    path = write_ids(tmp_path / f"a{suffix}", [None, row])
+    with pytest.raises(UserError, match=f"(row|line) 2 .*{re.escape(named)}") as error:
+        list(read_file(path, 0, {"ids_column": "tokens"}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int32()), pa.list_(pa.int64(), 2)])
+def test_every_type_of_list_in_parquet(tmp_path, kind):
+    path = write_ids(tmp_path / "a.parquet", pa.array([[1, 50255], None], kind))
+    (chunk,) = read_file(path, 0, {"ids_column": "tokens"})
+    assert shards.encode(None, chunk).tolist() == [EOT, 1, 50255, EOT]
+
+
+def test_an_integer_of_any_size_is_no_id(tmp_path):
+    with pytest.raises(UserError, match="line 1"):
+        list(read_file(write_ids(tmp_path / "a.jsonl", [[2**70]]), 0, {"ids_column": "tokens"}))

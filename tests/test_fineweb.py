@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents
+from corpora import WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents, write_ids
 from helpers import make_documents
 
 import fineweb
@@ -19,6 +19,7 @@ from system.files import lock_folder
 from tokens import documents as readers
 from tokens import shards
 from tokens.shards import Manifest, Shard
+from tokens.tokenizer import EOT
 
 
 @pytest.fixture
@@ -108,6 +109,14 @@ def crash_at(write):
 
 
 @pytest.fixture
+def ids_source(tmp_path):
+    """Arguments for a source of token ids in two formats."""
+    rows = [list(range(i, 50_000, 997)) for i in range(60)]
+    files = [write_ids(tmp_path / "src" / name, rows) for name in ("a.parquet", "b.jsonl")]
+    return ["--source", *files, "--ids-column", "tokens", "--shard-size", 1000]
+
+
+@pytest.fixture
 def mixed_source(tmp_path):
     """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
     files = [write_documents(tmp_path / "src" / f"v{s}", make_documents(11 + i, 9)) for i, s in enumerate(WRITERS)]
@@ -115,8 +124,10 @@ def mixed_source(tmp_path):
     return ["--source", *files, "--shard-size", 8000]
 
 
-def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, monkeypatch):
+@pytest.mark.parametrize("source", ["mixed_source", "ids_source"])
+def test_a_crash_at_every_write_changes_nothing(tmp_path, request, source, quick, monkeypatch):
     """Also in the middle of a file of each format."""
+    mixed_source = request.getfixturevalue(source)
     monkeypatch.setattr(readers, "CHUNK_BYTES", 999)
     run_fineweb(*mixed_source, "--out", tmp_path / "expected")
     expected = read_bytes(tmp_path / "expected")
@@ -229,9 +240,23 @@ def test_a_limit_may_be_written_with_an_exponent(tmp_path, quick, text_file):
     assert len(read_tokens(tmp_path / "out")) == 100 and shards.read_manifest(tmp_path / "out").limit_tokens == 100
 
 
+def test_ids_are_the_tokens_and_the_manifest_says_so(tmp_path, ids_source):
+    out = tmp_path / "out"
+    run_fineweb(*ids_source, "--out", out)
+    tokens = read_tokens(out)
+    assert tokens[:4] == [EOT, 0, 997, 1994] and tokens.count(EOT) == 120
+    source = shards.read_manifest(out).source
+    assert source["ids_column"] == "tokens" and "column" not in source
+
+    # The same files as text are other data.
+    with pytest.raises(UserError, match="tokens"):
+        run_fineweb(*ids_source[:3], "--shard-size", 1000, "--out", out)
+
+
 def test_flags_that_would_do_nothing_are_refused(tmp_path, text_file):
     with_columns = write_documents(tmp_path / "b.csv", ["one"])
-    for source, flag in ((text_file, "--text-column"), (with_columns, "--split-on"), (text_file, "--subset")):
+    for source, flag in ((text_file, "--text-column"), (with_columns, "--split-on"), (text_file, "--subset"),
+                         (with_columns, "--ids-column"), (text_file, "--ids-column")):  # fmt: skip
         with pytest.raises(UserError, match=flag):
             run_fineweb("--source", source, flag, "x", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from corpora import encode, read_bytes, read_tokens, run_fineweb, write_documents
+from corpora import encode, read_bytes, read_tokens, run_fineweb, write_documents, write_ids
 from faults import hub_server
 from helpers import make_documents
 
@@ -15,6 +15,7 @@ from system.cli import UserError
 from tokens import documents as readers
 from tokens import shards
 from tokens.sources import choose_source
+from tokens.tokenizer import EOT
 
 # Two configurations, three splits. Only the card says which files are whose; the order of the patterns is not by name.
 CARD = """---
@@ -183,6 +184,15 @@ def test_a_compressed_file_of_the_hub(tmp_path, hub):
     (hub.repos / "mine" / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     run_fineweb("--source", "owner/mine", "--out", tmp_path / "out")
     assert read_tokens(tmp_path / "out") == encode(["2020-01-01", "two"])
+
+
+def test_ids_of_the_hub(tmp_path, hub):
+    for part in (1, 2):
+        write_ids(hub.repos / "ids" / f"cluster_id={part}" / "0.jsonl", [[part, 7, EOT]])
+    for flags in ((), ("--subset", "cluster_id=1/")):
+        out = tmp_path / f"out{len(flags)}"
+        run_fineweb("--source", "owner/ids", "--ids-column", "tokens", *flags, "--out", out)
+        assert read_tokens(out) == [EOT, 1, 7, EOT, 2, 7][: 3 if flags else 6]
 
 
 @pytest.mark.parametrize("name", ["{}-{}.csv", "{}-{}.jsonl", "data/{}-{}-of-3.parquet", "{}-{}.txt"])

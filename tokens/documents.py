@@ -24,8 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from system.cli import UserError, explain_errors, print0, require
 from system.files import refuse_placeholder
+from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
@@ -56,11 +59,12 @@ class Cell(NamedTuple):
 class Chunk(NamedTuple):
     """Texts to tokenize together.
 
+    texts: or, of a source of token ids, their arrays, (n,) uint16.
     begins: whether each text begins a document; the others continue the document before them.
     file: index of the file in its source.
     """
 
-    texts: list[str]
+    texts: list[str] | list[np.ndarray]
     begins: list[bool]
     file: int
 
@@ -73,8 +77,9 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
     """Chunks of a file. Raises UserError if it cannot be read.
 
     index: of the file in its source.
-    source: the manifest's, which says how to read: `column` has the text (parquet, csv, jsonl, json), `split_on` stands
-    between the documents of a plain text file, `as_text` makes plain text of every file.
+    source: the manifest's, which says how to read: `column` has the text (parquet, csv, jsonl, json), or `ids_column`
+    lists of token ids; `split_on` stands between the documents of a plain text file; `as_text` makes plain text of
+    every file.
     """
     reader = choose_reader(path, source.get("as_text", False))
     if reader is read_text and "split_on" in source:
@@ -82,7 +87,10 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
     check_start(path, source.get("as_text", False))
     with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
         try:
-            yield from make_chunks(reader(path, source["column"]), index)
+            if "ids_column" in source:
+                yield from make_chunks(reader(path, source["ids_column"]), index, to_ids)
+            else:
+                yield from make_chunks(reader(path, source["column"]), index, to_text)
         except UnicodeDecodeError:
             raise UserError(f"its text is not UTF-8; {CONVERT}") from None
         except OSError as e:
@@ -104,19 +112,19 @@ def check_start(path: Path, as_text: bool) -> None:
         require(not is_json, f"it has no suffix, and begins as JSON does; {fix}")
 
 
-def make_chunks(cells: Iterable[Cell], file: int) -> Iterator[Chunk]:
-    """Collect the texts of a file until they make a chunk."""
+def make_chunks(cells: Iterable[Cell], file: int, convert: Callable[[Cell], str | np.ndarray]) -> Iterator[Chunk]:
+    """Collect the texts of a file, or its ids, until they make a chunk. convert: to_text or to_ids."""
     chunk = Chunk([], [], file)
-    characters = 0
+    size = 0
     for cell in cells:
-        text = to_text(cell)
+        text = convert(cell)
         chunk.texts.append(text)
         chunk.begins.append(cell.begins)
-        characters += len(text)
-        if characters >= CHUNK_BYTES:
+        size += len(text)
+        if size >= CHUNK_BYTES:
             yield chunk
             chunk = Chunk([], [], file)
-            characters = 0
+            size = 0
     if chunk.texts:
         yield chunk
 
@@ -132,13 +140,34 @@ def to_text(cell: Cell) -> str:
         except UnicodeDecodeError:
             raise UserError(f"{cell.place} is not UTF-8 text: {text[:80]}; {CONVERT}") from None
     if not isinstance(text, str):
-        raise UserError(f"{cell.place} is not text: {text!r:.80}; choose another column with --text-column")
+        fix = "choose another column with --text-column, or with --ids-column one of lists of token ids"
+        raise UserError(f"{cell.place} is not text: {text!r:.80}; {fix}")
     try:
         text.encode()
     except UnicodeEncodeError:
         # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def to_ids(cell: Cell) -> np.ndarray:
+    """The token ids (n,) uint16 of a cell that holds a list of them; null and [] are an empty document. EOT at the ends
+    of a list marks where a document ends, which is known. Raises UserError for what is no list of GPT-2's ids."""
+    ids = [] if cell.value is None else cell.value
+    if isinstance(ids, list) and set(map(type, ids)) <= {int}:  # of JSON; numpy would make 1 of true
+        ids = np.array(ids) if ids else np.empty(0, int)
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu":
+        shown = " ".join(f"{cell.value!r:.80}".split())
+        raise UserError(f"{cell.place} is not a list of token ids: {shown}; choose another column with --ids-column")
+
+    # Before the cast, in which 70,000 would become 4,464.
+    wrong = (ids < 0) | (ids > EOT)
+    if wrong.any():
+        rule = f"GPT-2's are 0 to {EOT}; this column was made with another tokenizer: give its text instead"
+        raise UserError(f"{cell.place} has the id {ids[np.argmax(wrong)]}, but {rule}")
+    inner = np.flatnonzero(ids != EOT)
+    first, last = (inner[0], inner[-1]) if len(inner) else (0, -1)
+    return ids[first : last + 1].astype(np.uint16)
 
 
 # ------------------------------------------------------------------------- readers
@@ -156,12 +185,17 @@ def read_parquet(path: Path, column: str) -> Iterator[Cell]:
     kind = table.schema_arrow.field(column).type
     if isinstance(kind, pa.DictionaryType):  # categories
         kind = kind.value_type
-    fix = f"choose another one with --text-column: {', '.join(names)}"
-    require(str(kind) in TEXT_TYPES, f"its column {column!r} is of type {kind}, not text; {fix}")
+
     row = 0
     for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column]):
-        # Bytes, so that a row that is not UTF-8 can be named.
-        for value in batch.column(0).cast(pa.large_binary()).to_pylist():
+        cells = batch.column(0)
+        if str(kind) in TEXT_TYPES:
+            values = cells.cast(pa.large_binary()).to_pylist()  # bytes, so that a row that is not UTF-8 can be named
+        elif hasattr(kind, "value_type"):  # lists
+            values = [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in cells]
+        else:
+            values = cells.to_pylist()
+        for value in values:
             row += 1
             yield Cell(value, f"row {row}")
 
@@ -301,7 +335,7 @@ def open_file(path: Path):
 
 
 def explain_column(name: str, names: Iterable[str]) -> str:
-    return f"its column {name!r} is missing; choose one with --text-column: {', '.join(names)}"
+    return f"it has no column {name!r} but {', '.join(names)}; choose one with --text-column, or --ids-column"
 
 
 # ------------------------------------------------------------------------- which reader for which file
@@ -317,6 +351,8 @@ READERS: dict[str, Reader] = {
     ".csv": read_csv,
     **dict.fromkeys(TEXT_SUFFIXES, read_text),
 }
+TABLE_SUFFIXES = tuple(suffix for suffix, reader in READERS.items() if reader is not read_text)
+ID_READERS = {read_parquet, read_jsonl, read_json}  # of formats in which a cell can be a list
 # Of a whole file, after the suffix of its format, with pyarrow's names.
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 

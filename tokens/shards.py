@@ -177,7 +177,8 @@ class Shard:
 @dataclass(frozen=True)
 class Manifest:
     """What a folder of shards holds and where it comes from; no timestamps, so that the same work gives the same bytes.
-    `source`: name, subset, column, revision, files [{path, bytes}]; of a configuration of a Hub dataset also split."""
+    `source`: name, subset, revision, files [{path, bytes}], column; of a configuration of a Hub dataset also split;
+    with the flags of these names also split_on and as_text; ids_column, in place of column, if it held token ids."""
 
     source: dict
     format: str
@@ -261,19 +262,25 @@ def verify(data_dir: str | Path) -> list[str]:
 
 
 def encode(encoder, chunk: Chunk) -> np.ndarray:
-    """The ids (n,) uint16 of a chunk, with EOT before each document. encoder: tokenizer.bulk_encoder()."""
+    """The ids (n,) uint16 of a chunk, with EOT before each document. encoder: tokenizer.bulk_encoder(); None if the
+    chunk holds ids."""
     # The ids of all texts lie end to end, and `offsets` tells where each text begins:
     #
     #     ids        a a a b b c c c c          offsets 0 3 5; b continues the document of a
     #     with EOT   E a a a b b E c c c c
-    encoded = encoder.encode_batch(chunk.texts).layout
-    offsets = np.asarray(encoded.offsets.data[: len(chunk.texts)])
-    return np.insert(np.asarray(encoded.content.data, np.uint16), offsets[np.array(chunk.begins)], EOT)
+    if encoder:
+        encoded = encoder.encode_batch(chunk.texts).layout
+        ids = np.asarray(encoded.content.data, np.uint16)
+        offsets = np.asarray(encoded.offsets.data[: len(chunk.texts)])
+    else:
+        ids = np.concatenate(chunk.texts)
+        offsets = np.cumsum([0, *map(len, chunk.texts[:-1])])
+    return np.insert(ids, offsets[np.array(chunk.begins)], EOT)
 
 
 def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
     """The shards after those of the manifest, up to its limit_tokens: the tokens (n,) uint16 and the `end` of each."""
-    encoder = bulk_encoder()
+    encoder = None if "ids_column" in manifest.source else bulk_encoder()
     left = (manifest.limit_tokens or sys.maxsize) - sum(shard.tokens for shard in manifest.shards)
     skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file that shards have
     shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
@@ -315,7 +322,7 @@ def add_shard(out: Path, name: str, manifest: Manifest, tokens: np.ndarray, end:
     split = "train" if index else "val"
     path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
     sha256 = write_shard(path, tokens)
-    documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT
+    documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT, and in ids it separates documents
     shard = Shard(path.name, len(tokens), documents, sha256, end)
     manifest = replace(manifest, shards=[*manifest.shards, shard])
     write_manifest(out, manifest)

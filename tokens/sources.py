@@ -11,7 +11,8 @@ fineweb.py resolves its --source here, for local files and for a dataset on the 
     for chunk in read_source(source, list(paths), first_file=0, downloads=Path("data/fineweb-edu/.source")):
         ...
 
-Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files. Every other subset is a
+Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, or if it
+has none those of other tables. Every other subset is a
 configuration, of which `datasets` says which files a split has. Either way they are downloaded one after the other, and
 read as local files are.
 """
@@ -152,9 +153,15 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if is_path:
-        paths = sorted(p for p in sizes if p.startswith(choice["subset"]) and p.endswith(".parquet"))
-        fix = "give another path, or leave out --subset for other formats"
-        require(paths, f"{repo} has no parquet file whose path starts with {choice['subset']}; {fix}")
+        below = sorted(path for path in sizes if path.startswith(choice["subset"]))
+        # Beside the data there may be a card or notes.
+        for suffixes in ((".parquet",), documents.TABLE_SUFFIXES):
+            paths = [path for path in below if documents.split_suffixes(Path(path))[0] in suffixes]
+            if paths:
+                break
+        known = " ".join(documents.TABLE_SUFFIXES)
+        fix = "give another path, or leave out --subset"
+        require(paths, f"{repo} has no file of {known} whose path starts with {choice['subset']}; {fix}")
     else:
         paths = list_split(repo, choice["subset"], choice["split"], revision)
     elsewhere = [path for path in paths if path not in sizes]
