@@ -41,7 +41,7 @@ class Args:
     format: Literal["npy", "bin"] = "npy"
     """npy as in build-nanogpt, bin as in llm.c."""
     limit_tokens: float | None = None
-    """Stop after this many tokens, such as 1e9."""
+    """Stop after this many tokens, such as 1e9; default 1e10 for climbmix, else all."""
     subset: str | None = None
     """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its parquet files, as in
     sample/10BT/."""
@@ -213,6 +213,9 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source
     if manifest.complete:
         print0("nothing left to do")
         return manifest
+    if not paths:
+        licence = sources.find_dataset(args.source[0]).licence or "see its card for the licence"
+        print0(f"downloading {source['name']} ({licence})")
     return make_shards(out, name, manifest, list(paths))
 
 
@@ -236,6 +239,8 @@ def main() -> None:
             require(count > 0 and count % 1 == 0, f"--{flag.replace('_', '-')} {count:g} {rule}")
             args = replace(args, **{flag: int(count)})
     name, paths = sources.choose_source(args.source)
+    if args.limit_tokens is None and not paths:
+        args = replace(args, limit_tokens=sources.find_dataset(args.source[0]).limit_tokens)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     out = Path(args.out or f"data/{name}")

@@ -128,6 +128,25 @@ def test_fineweb_is_a_folder_of_parquet_in_order(tmp_path, hub):
     assert read_tokens(tmp_path / "out") == encode(names)[:50]
 
 
+def test_climbmix_is_all_parquet_of_its_repository(tmp_path, hub, capsys):
+    names = [f"shard_{i:05d}.parquet" for i in range(3)]
+    for name in names:
+        write_documents(hub.repos.parent / "karpathy" / "climbmix-400b-shuffle" / name, [name])
+    (hub.repos.parent / "karpathy" / "climbmix-400b-shuffle" / "README.md").write_text("a card")
+
+    run_fineweb("--source", "climbmix", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode(names)
+    manifest = shards.read_manifest(tmp_path / "out")
+    assert manifest.limit_tokens == 10**10
+    assert "CC BY-NC 4.0" in capsys.readouterr().out
+
+    # Another limit is another folder's.
+    with pytest.raises(UserError, match="10000000000, not 20"):
+        run_fineweb("--source", "climbmix", "--limit-tokens", "20", "--shard-size", manifest.shard_tokens,
+                    "--out", tmp_path / "out")  # fmt: skip
+
+
 # ------------------------------------------------------------------------- files of a split
 
 

@@ -23,21 +23,39 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
-from system.cli import explain_errors, require
+from system.cli import UserError, explain_errors, require
 from system.huggingface import open_hub
 from tokens import documents
 from tokens.documents import Chunk
 from tokens.prefetch import prefetch
 
-HUB_DATASETS = {  # name: (dataset, prefix of the paths of its files)
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/"),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/"),
-    "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/"),
-    "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/"),
+
+class HubDataset(NamedTuple):
+    """A dataset that has a name after --source.
+
+    folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
+    limit_tokens: of the default --limit-tokens.
+    """
+
+    repo: str
+    folder: str | None
+    licence: str = ""
+    limit_tokens: int | None = None
+
+
+FINEWEB, FINEWEB_EDU, ODC_BY = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
+HUB_DATASETS = {
+    "fineweb-edu": HubDataset(FINEWEB_EDU, "sample/10BT/", ODC_BY),
+    "fineweb": HubDataset(FINEWEB, "sample/10BT/", ODC_BY),
+    "fineweb-edu-100bt": HubDataset(FINEWEB_EDU, "sample/100BT/", ODC_BY),
+    "fineweb-100bt": HubDataset(FINEWEB, "sample/100BT/", ODC_BY),
+    # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
+    "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", "CC BY-NC 4.0: no commercial use", 10**10),
 }
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -126,6 +144,11 @@ def describe_local(name: str, paths: dict[Path, str]) -> dict:
     return {"name": name, "subset": "", "revision": digest.hexdigest()[:16], "files": files}
 
 
+def find_dataset(name: str) -> HubDataset:
+    """What is known of a dataset on the Hub: a name of HUB_DATASETS, or OWNER/NAME."""
+    return HUB_DATASETS.get(name) or HubDataset(name, None)
+
+
 def describe_hub(name: str, subset: str | None, split: str | None, previous: dict | None) -> dict:
     """A Hub dataset, at its newest revision, as the manifest's `source`.
 
@@ -136,9 +159,10 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
     it is, whatever the Hub has now.
     Raises UserError.
     """
-    repo, default_subset = HUB_DATASETS.get(name, (name, ""))
-    choice = {"name": repo, "subset": default_subset if subset is None else subset}
-    is_path = "/" in choice["subset"]
+    dataset = find_dataset(name)
+    repo = dataset.repo
+    choice = {"name": repo, "subset": (dataset.folder or "") if subset is None else subset}
+    is_path = "/" in choice["subset"] or (subset is None and dataset.folder is not None)
     rule = f"--split {split} is for a configuration, but --subset {subset} is a path in {repo}"
     require(not (is_path and split), f"{rule}; leave out one of the two")
     if not is_path:
@@ -153,23 +177,26 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if is_path:
-        below = sorted(path for path in sizes if path.startswith(choice["subset"]))
-        # Beside the data there may be a card or notes.
-        for suffixes in ((".parquet",), documents.TABLE_SUFFIXES):
-            paths = [path for path in below if documents.split_suffixes(Path(path))[0] in suffixes]
-            if paths:
-                break
-        known = " ".join(documents.TABLE_SUFFIXES)
-        fix = "give another path, or leave out --subset"
-        require(paths, f"{repo} has no file of {known} whose path starts with {choice['subset']}; {fix}")
+        paths = list_below(repo, choice["subset"], sizes)
     else:
         paths = list_split(repo, choice["subset"], choice["split"], revision)
-    elsewhere = [path for path in paths if path not in sizes]
-    require(
-        not elsewhere, f"{repo} names files that it does not have, such as {elsewhere[:1]}; choose another --subset"
-    )
+    # A card may name files of other places.
+    for path in paths:
+        require(path in sizes, f"{repo} names {path}, which is not one of its files; choose another --subset")
     files = [{"path": path, "bytes": sizes[path]} for path in paths]
     return {**choice, "revision": revision, "files": files}
+
+
+def list_below(repo: str, start: str, names: Iterable[str]) -> list[str]:
+    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of other tables. Beside
+    them are cards and notes."""
+    below = sorted(name for name in names if name.startswith(start))
+    for suffixes in ((".parquet",), documents.TABLE_SUFFIXES):
+        paths = [path for path in below if documents.split_suffixes(Path(path))[0] in suffixes]
+        if paths:
+            return paths
+    known = " ".join(documents.TABLE_SUFFIXES)
+    raise UserError(f"{repo} has no file of {known} whose path starts with {start}; give another --subset, or none")
 
 
 def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
