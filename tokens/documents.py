@@ -319,7 +319,8 @@ def read_play(path: Path, _column: str) -> Iterator[Cell]:
     text = re.sub(r" +$", "", text, flags=re.MULTILINE)  # line breaks
     text = re.sub(r"^#+ ", "", text, flags=re.MULTILINE)
     text = re.sub(r"^\*\*(.+)\*\*$", r"\1:", text, flags=re.MULTILINE)
-    text = re.sub(r"[_*]+[\[\]]?([^_*\[\]]*)\]?[_*]+", r"[\1]", text)
+    text = re.sub(r"[_*]*(\[[^\[\]]*\])[_*]*", r"\1", text)  # directions that have their brackets
+    text = re.sub(r"[_*]+((?:(?!\n\n)[^_*])+)[_*]+", r"[\1]", text)  # within a paragraph: some signs have no partner
     yield Cell(text)
 
 
