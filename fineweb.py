@@ -11,9 +11,11 @@ removed, it makes that one and those after it again.
 """
 
 import re
+import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +25,7 @@ import tyro
 from system.cli import UserError, print0, require, run_cli
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
-from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, choose_reader, read_text
+from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, choose_reader, estimate_tokens, read_text
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
@@ -58,6 +60,18 @@ class Args:
     """Read files as plain text, whatever their suffix."""
     verify: str | None = None
     """Only check this folder of shards."""
+
+
+# The flags behind the parameters of a manifest, where they have other names.
+FLAGS = {
+    "name": "--source",
+    "plays": "--source shakespeare:",
+    "column": "--text-column",
+    "shard_tokens": "--shard-size",
+    "revision": "files that have changed since, at revision",
+}
+# What to train on the shards of a source; own texts and the Hub's have presets of their own.
+PRESETS = {"stdlib": "quickstart", "shakespeare": "quickstart --sample-prompt @val"}
 
 
 # ------------------------------------------------------------------------- before the work
@@ -122,9 +136,8 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
     if previous and previous.shards:
         before, now = list_parameters(previous), list_parameters(planned)
         for key in before | now:
-            difference = f"{out} was made with {key} {before.get(key)}, not {now.get(key)}"
-            if key == "revision":
-                difference += " (its files have changed)"
+            flag = FLAGS.get(key, f"--{key.replace('_', '-')}")
+            difference = f"{out.absolute()} was made with {flag} {before.get(key)}, not {now.get(key)}"
             require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     for path in shards.shard_files(out):
         is_own = previous and shards.SHARD_NAME.fullmatch(path.name)["name"] == name
@@ -153,17 +166,24 @@ def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def expect_tokens(manifest: Manifest) -> int | None:
-    """How many tokens the source has, if that is known: FineWeb's samples state it ("10BT")."""
+def expect_tokens(manifest: Manifest, paths: Iterable[Path] = ()) -> int | None:
+    """About how many tokens the source has, if that is known: FineWeb's samples state it ("10BT"), and parquet files
+    say how much text they hold."""
+    if manifest.limit_tokens:
+        return manifest.limit_tokens
     stated = re.search(r"(\d+)BT", manifest.source["subset"])
-    return manifest.limit_tokens or (int(stated[1]) * 10**9 if stated else None)
+    if stated:
+        return int(stated[1]) * 10**9
+    estimates = [estimate_tokens(path, manifest.source) for path in paths]
+    return sum(estimates) if all(estimates) else None
 
 
-def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
-    """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source."""
+def check_disk_space(out: Path, manifest: Manifest, downloads: bool, tokens: int | None = None) -> None:
+    """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source.
+    tokens: how many it has, if that is known."""
     file_bytes = [file["bytes"] or 0 for file in manifest.source["files"]]
     # Text has about one token per four bytes, so one per two is a safe estimate.
-    tokens = expect_tokens(manifest) or sum(file_bytes) / 2
+    tokens = tokens or sum(file_bytes) / 2
     finished = sum(shard.tokens for shard in manifest.shards)
     # While one downloaded file is read, the next one arrives.
     needed = 2 * (tokens - finished) + downloads * sum(sorted(file_bytes)[-2:])
@@ -180,7 +200,8 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     from tqdm import tqdm
 
     downloads = out / ".source"
-    check_disk_space(out, manifest, downloads=not paths)
+    total = expect_tokens(manifest, paths)
+    check_disk_space(out, manifest, not paths, total)
     # Begin with the file in which the last finished shard ends. A few chunks are read while others are tokenized.
     first_file = manifest.shards[-1].end["file"] if manifest.shards else 0
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
@@ -188,10 +209,11 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
     look = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
-    with tqdm(total=expect_tokens(manifest), initial=done, **look) as bar:
+    with tqdm(total=total, initial=done, **look) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, name, manifest, tokens, end)
             bar.update(len(tokens))
+        bar.total = bar.n  # which was an estimate
     has_text = any(shard.tokens > shard.documents for shard in manifest.shards)
     require(has_text, f"{name} is empty: there is no text in its documents; give another --source and another --out")
 
@@ -248,8 +270,12 @@ def main() -> None:
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     out = Path(args.out or f"data/{name}")
     source = describe_source(args, name, paths, shards.read_manifest(out))
-    with lock_folder(out):
-        manifest = fill_folder(args, out, name, paths, source)
+    try:
+        with lock_folder(out):
+            manifest = fill_folder(args, out, name, paths, source)
+    except KeyboardInterrupt:
+        print0(f"stopped; the same command resumes at the shard in progress, in {out.absolute()}")
+        raise
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     seconds = time.monotonic() - start_time
@@ -257,7 +283,17 @@ def main() -> None:
     if len(manifest.shards) == 1:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
     else:
-        print0(f"next: python train_gpt2.py PRESET --data-dir {out} (python train_gpt2.py --help lists the presets)")
+        preset = choose_preset(args, bool(paths))
+        print0(f"next: python train_gpt2.py {preset} --data-dir {shlex.quote(str(out))}")
+
+
+def choose_preset(args: Args, is_local: bool) -> str:
+    """The preset that a source is most often made for."""
+    if args.source[0] in PRESETS:
+        return PRESETS[args.source[0]]
+    if args.format == "bin":
+        return "llmc-124m"
+    return "finetune" if is_local else "gpt2-124m"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,9 +128,9 @@ def mixed_source(tmp_path):
 @pytest.mark.parametrize("source", ["mixed_source", "ids_source"])
 def test_a_crash_at_every_write_changes_nothing(tmp_path, request, source, quick, monkeypatch):
     """Also in the middle of a file of each format."""
-    mixed_source = request.getfixturevalue(source)
+    arguments = request.getfixturevalue(source)
     monkeypatch.setattr(readers, "CHUNK_BYTES", 999)
-    run_fineweb(*mixed_source, "--out", tmp_path / "expected")
+    run_fineweb(*arguments, "--out", tmp_path / "expected")
     expected = read_bytes(tmp_path / "expected")
     writes = 2 * len(expected)  # each shard and its manifest, and the manifest at the beginning and at the end
     assert writes > 8
@@ -137,8 +138,8 @@ def test_a_crash_at_every_write_changes_nothing(tmp_path, request, source, quick
     for write in range(1, writes + 1):
         out = tmp_path / f"{write}"
         with crash_at(write), pytest.raises(Killed):
-            run_fineweb(*mixed_source, "--out", out)
-        run_fineweb(*mixed_source, "--out", out)
+            run_fineweb(*arguments, "--out", out)
+        run_fineweb(*arguments, "--out", out)
         assert read_bytes(out) == expected, write
         shutil.rmtree(out)
 
@@ -164,7 +165,9 @@ def test_sigkill_and_sigint_then_again(tmp_path, quick, text_file, start_script)
         script = start_script("fineweb.py", *args, "--out", out, prepare=pause_at_the_third_shard)
         assert script.wait_until((out / "a_train_000002.npy").exists), script.output
         assert script.send(signal_number)
-        assert "Traceback" not in script.wait().output
+        output = script.wait().output
+        assert "Traceback" not in output
+        assert signal_number == signal.SIGKILL or f"resumes at the shard in progress, in {out}" in output
         (out / "a_train_000002.npy").unlink()  # it is in no manifest yet
 
     run_fineweb(*args, "--out", out)
@@ -207,12 +210,12 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
 
     other_file = shutil.copy(text_file, tmp_path / "b.txt")
     for flag, value, message in (
-        ("--source", other_file, "name a, not b"),
-        ("--shard-size", 60, "shard_tokens 50, not 60"),
-        ("--limit-tokens", 160, "limit_tokens 150, not 160"),
-        ("--format", "bin", "format npy, not bin"),
-        ("--split-on", "x", "split_on None, not x"),
-        ("--as-text", None, "as_text None, not True"),
+        ("--source", other_file, "--source a, not b"),
+        ("--shard-size", 60, "--shard-size 50, not 60"),
+        ("--limit-tokens", 160, "--limit-tokens 150, not 160"),
+        ("--format", "bin", "--format npy, not bin"),
+        ("--split-on", "x", "--split-on None, not x"),
+        ("--as-text", None, "--as-text None, not True"),
     ):
         with pytest.raises(UserError, match=message):
             run_fineweb(*flags, flag, *([value] if value else []))
@@ -296,8 +299,32 @@ def test_the_disk_space_that_is_needed(tmp_path, monkeypatch, limit, subset, dow
     source = {"subset": subset, "files": [{"bytes": n} for n in (1000, 3000, 2000)]}
     manifest = Manifest(source, "npy", 400, limit, shards=[Shard("x", 400, 1, "", {})])
 
+    tokens = fineweb.expect_tokens(manifest)
     monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed)
-    fineweb.check_disk_space(tmp_path, manifest, downloads)
+    fineweb.check_disk_space(tmp_path, manifest, downloads, tokens)
     monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed - 1)
     with pytest.raises(UserError):
-        fineweb.check_disk_space(tmp_path, manifest, downloads)
+        fineweb.check_disk_space(tmp_path, manifest, downloads, tokens)
+
+
+def test_parquet_says_about_how_many_tokens_it_has(tmp_path, ids_source):
+    path = write_documents(tmp_path / "a.parquet", make_documents(1))
+    manifest = Manifest({"subset": "", "column": "text"}, "npy", 400)
+    assert fineweb.expect_tokens(manifest, [path]) == pytest.approx(len(encode(make_documents(1))), rel=0.5)
+    assert fineweb.expect_tokens(manifest, [path, tmp_path / "b.txt"]) is None
+
+    # Of ids exactly.
+    manifest = replace(manifest, source={"subset": "", "ids_column": "tokens"})
+    assert fineweb.expect_tokens(manifest, [ids_source[1]]) == sum(1 + len(range(i, 50_000, 997)) for i in range(60))
+
+
+@pytest.mark.parametrize("source, flags, preset", [
+    ("stdlib", (), "quickstart"),
+    ("stdlib", ("--format", "bin"), "quickstart"),
+    ("my.txt", (), "finetune"),
+    ("my.txt", ("--format", "bin"), "llmc-124m"),
+    ("fineweb-edu", (), "gpt2-124m"),
+])  # fmt: skip
+def test_the_next_command_names_the_preset(source, flags, preset):
+    args = fineweb.Args(source=(source,), format=flags[1] if flags else "npy")
+    assert fineweb.choose_preset(args, is_local=source not in fineweb.sources.HUB_DATASETS) == preset

@@ -94,6 +94,18 @@ def test_a_missing_shard_is_named(tmp_path):
         shards.find_shards(folder, "train")
 
 
+@pytest.mark.parametrize("name, command", [
+    ("stdlib", "--source stdlib --out data/stdlib"),
+    ("fineweb", "--source fineweb --out data/fineweb"),
+    ("my own", "--out 'data/my own'"),
+])  # fmt: skip
+def test_a_missing_folder_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch, name, command):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        shards.find_shards(f"data/{name}", "train")
+    assert command in str(error.value) and str(tmp_path / "data" / name) in str(error.value)
+
+
 def test_a_folder_is_what_its_manifest_says(tmp_path):
     folder = make_shards(tmp_path / "t", size=100)
     names = [path.name for path in shards.find_shards(folder, "train")]

@@ -32,6 +32,7 @@ from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
+BYTES_PER_TOKEN = 4.2  # of English prose
 PARQUET_BATCH_ROWS = 64  # few, because rows may be books
 # Types of arrow; binary is text if it is UTF-8.
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -200,6 +201,25 @@ def read_parquet(path: Path, column: str) -> Iterator[Cell]:
         for value in values:
             row += 1
             yield Cell(value, f"row {row}")
+
+
+def estimate_tokens(path: Path, source: dict) -> int | None:
+    """About how many tokens a parquet file has, by its footer. None for other files. source: as of read_file."""
+    import pyarrow.parquet as pq
+
+    if choose_reader(path, source.get("as_text", False)) is not read_parquet:
+        return None
+    has_ids = "ids_column" in source
+    column = source["ids_column"] if has_ids else source["column"]
+    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
+        footer = pq.ParquetFile(open_file(path)).metadata
+        tokens = footer.num_rows  # EOT
+        for i in range(footer.num_row_groups):
+            for j in range(footer.num_columns):
+                part = footer.row_group(i).column(j)
+                if part.path_in_schema.split(".")[0] == column:
+                    tokens += part.num_values if has_ids else int(part.total_uncompressed_size / BYTES_PER_TOKEN)
+    return tokens
 
 
 def read_jsonl(path: Path, field: str) -> Iterator[Cell]:

@@ -18,6 +18,7 @@ fineweb_train_000001.bin. Every header is checked against the file's size, and n
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,7 @@ import numpy as np
 
 from system.cli import UserError, explain_errors, require
 from system.files import atomic_write, refuse_placeholder
+from tokens import sources
 from tokens.documents import Chunk
 from tokens.tokenizer import EOT, bulk_encoder
 
@@ -51,8 +53,10 @@ BIN_HEADER_WORDS = 256  # of int32
 def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
-    fix = f"python fineweb.py --source WHAT --out {data_dir} makes one (--help lists what)"
-    require(data_dir.is_dir(), f"{data_dir} is not a folder of shards; {fix}")
+    is_known = data_dir.name in [*sources.INSTALLED, *sources.HUB_DATASETS]
+    source = data_dir.name if is_known else "FILES"
+    fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
+    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
     paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
 
     # By number, as x_train_1000000 comes after x_train_999999.
@@ -71,7 +75,10 @@ def listed_shards(data_dir: str | Path) -> list[Path]:
         return paths
     listed = read_hashes(data_dir).keys()
     missing = sorted(listed - {path.name for path in paths})
-    require(not missing, f"{data_dir} has no {', '.join(missing[:3])}, which {MANIFEST} lists; {REPAIR_FOLDER}")
+    require(
+        not missing,
+        f"{Path(data_dir).absolute()} has no {', '.join(missing[:3])}, which {MANIFEST} lists; {REPAIR_FOLDER}",
+    )
     return [path for path in paths if path.name in listed]
 
 
@@ -79,8 +86,8 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
     the manifest is missing."""
     paths = [path for path in listed_shards(data_dir) if SHARD_NAME.fullmatch(path.name)["split"] == split]
-    fix = "name a folder that fineweb.py has made"
-    require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    fix = "if fineweb.py has not finished it, run it again; a small source needs a smaller --shard-size"
+    require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
 
 
