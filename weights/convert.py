@@ -414,18 +414,19 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     # A tied head may be stored once, under the name of the embedding.
     head = weights.setdefault("lm_head.weight", wte)
 
-    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`.
+    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. Without them
+    # heads have 64 channels, as all of OpenAI's.
     is_nanogpt = "model_args" in saved
-    network_args = saved.get("model_args") or saved.get("config") or {}
+    network_args = saved.get("model_args", saved.get("config", {"n_head": wte.size(1) // 64}))
     if not isinstance(network_args, dict):
         network_args = vars(network_args)
 
-    # The network that the tensors fit. OpenAI's models all have heads of 64 channels.
+    # The network that the tensors fit.
     config = GPTConfig(
         block_size=len(wpe),
         vocab_size=wte.size(0),
         n_layer=len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")}),
-        n_head=network_args.get("n_head", wte.size(1) // 64),
+        n_head=network_args["n_head"],
         n_embd=wte.size(1),
         bias="transformer.ln_f.bias" in weights,
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023
