@@ -91,8 +91,7 @@ def read_prompt(text: str) -> str:
 def describe_prompt_file(text: str) -> str:
     """A line for who means a file by the prompt, which is its name; "" for any other prompt."""
     path = text.removeprefix("FILE:")  # nanoGPT's way
-    is_file = bool(path) and len(path) < 256 and "\0" not in path and os.path.isfile(path)
-    if text == path and not is_file:
+    if path == text and not os.path.isfile(path):
         return ""
     command = f"python infer.py MODEL - < {shlex.quote(path)}"
     return f"note: the prompt is the name {text!r} itself; for the text in the file: {command}"

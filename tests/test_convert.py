@@ -466,9 +466,13 @@ def test_relatives_of_nanogpt_are_read(tmp_path, zipped):
 
 
 def test_what_is_no_checkpoint_of_nanogpt_says_so(tmp_path):
-    torch.save(make_network(vocab_size=65).state_dict(), tmp_path / "ckpt.pt")
+    weights = make_network(vocab_size=65).state_dict()
+    torch.save(weights, tmp_path / "ckpt.pt")
     with pytest.raises(UserError, match=r"bare state dict.*pytorch_model\.bin"):
         convert.load_old(tmp_path / "ckpt.pt")
+    torch.save({"model": weights, "config": argparse.Namespace(heads=4)}, tmp_path / "args.pt")
+    with pytest.raises(UserError, match="n_head"):
+        convert.load_old(tmp_path / "args.pt")
     content = {"model": {}, "config": argparse.Namespace(n_head=4)}
     torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(UserError, match=r"before 1\.6"):

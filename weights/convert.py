@@ -292,15 +292,20 @@ def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor]) -> None
     that has no field in GPTConfig is not exported as the network that the config describes."""
     T, V = model.config.block_size, min(model.config.vocab_size, VOCAB_SIZE)
     idx = (torch.arange(T) % V)[None]  # (1, T)
-    expected = model.logits(model.hidden(idx)[:, -16:])[..., :V]  # (1, 16, V)
-    difference = (compute_logits(idx)[:, -16:] - expected).abs().max() / expected.std()
+    expected = last_logits(model, idx)[..., :V]  # (1, 16, V)
+    difference = (compute_logits(idx) - expected).abs().max() / expected.std()
     problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
     fix = "give your change of model.py a field in GPTConfig, whose default means off"
     require(difference < LOGITS_TOLERANCE, f"{problem}; {fix}")
 
 
+def last_logits(model: GPT, idx: Tensor) -> Tensor:
+    """The logits (1, 16, V) at the last 16 positions of idx (1, T)."""
+    return model.logits(model.hidden(idx)[:, -16:])
+
+
 def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
-    """Let transformers save a GPT2LMHeadModel. Returns the function from ids to logits of what was saved."""
+    """Let transformers save a GPT2LMHeadModel. Returns `last_logits` of what was saved."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hf_config = GPT2Config(
@@ -317,12 +322,12 @@ def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Ca
     hf_model.tie_weights()
     hf_model.save_pretrained(folder)
     hf_model.eval()
-    return lambda idx: hf_model(idx).logits
+    return lambda idx: hf_model(idx, logits_to_keep=16).logits
 
 
 def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
-    """Save a network that transformers has no class for: with model.py and a thin class around it. Returns the function
-    from ids to logits of what was saved."""
+    """Save a network that transformers has no class for, with model.py and a thin class around it. Returns
+    `last_logits` of what was saved."""
     from safetensors.torch import save_file
 
     import model
@@ -346,7 +351,7 @@ def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     shutil.copy(model.__file__, folder)
     shutil.copy(Path(__file__).with_name("modeling_gpt.py"), folder)
-    return lambda idx: load_hf(folder)(idx)[0]
+    return lambda idx: last_logits(load_hf(folder), idx)
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
@@ -414,18 +419,19 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     # A tied head may be stored once, under the name of the embedding.
     head = weights.setdefault("lm_head.weight", wte)
 
-    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`.
+    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. Without them
+    # heads have 64 channels, as all of OpenAI's.
     is_nanogpt = "model_args" in saved
-    network_args = saved.get("model_args") or saved.get("config") or {}
+    network_args = saved.get("model_args", saved.get("config", {"n_head": wte.size(1) // 64}))
     if not isinstance(network_args, dict):
         network_args = vars(network_args)
 
-    # The network that the tensors fit. OpenAI's models all have heads of 64 channels.
+    # The network that the tensors fit.
     config = GPTConfig(
         block_size=len(wpe),
         vocab_size=wte.size(0),
         n_layer=len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")}),
-        n_head=network_args.get("n_head", wte.size(1) // 64),
+        n_head=network_args["n_head"],
         n_embd=wte.size(1),
         bias="transformer.ln_f.bias" in weights,
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023

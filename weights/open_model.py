@@ -32,7 +32,7 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     path = Path(name)
 
     # A folder.
-    if not convert.is_on_hub(name) and path.is_dir():
+    if path.is_dir() and not convert.is_on_hub(name):
         if convert.is_hf_folder(path):
             return convert.load_hf(path), str(path)
         path = checkpoint.newest_model(path)
