@@ -86,7 +86,14 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
     evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
     metrics = MetricsLogger(cfg, rt, model, start, max_steps)
-    batches = data.batches(step, cfg.sequences_per_step, B, rt, fixed=cfg.overfit_single_batch)
+    batches = data.batches(
+        step,
+        cfg.sequences_per_step,
+        B,
+        rt,
+        fixed=cfg.overfit_single_batch,
+        while_waiting=partial(stop.check_alone, rt),  # [stop] a disk may hang
+    )
 
     # [speed] A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for
     # it.
@@ -136,7 +143,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 batch = next(batches)
                 start_time = time.perf_counter()
                 loss, norm, is_finite, stop_requested = compute_gradients(
-                    batch, ddp_forward, optimizers, scaler, cfg, rt, stop.is_requested
+                    batch, ddp_forward, optimizers, scaler, cfg, rt, stop
                 )
 
                 # [stop] The gradients are dropped: a resumed run computes this step again, to the same bits.
@@ -209,7 +216,7 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     cfg: TrainConfig,
     rt: Runtime,
-    is_stop_requested: Callable[[], bool] = lambda: False,
+    stop: StopRequest,
 ) -> tuple[float, float, bool, bool]:
     """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
 
@@ -223,9 +230,8 @@ def compute_gradients(
     """
     local_loss = torch.zeros((), device=rt.device)
     for i, tokens in enumerate(batch):
-        # [stop] A single rank need not compute what is dropped below.
-        if rt.world_size == 1 and is_stop_requested():
-            raise Stopped
+        # [stop] A single rank need not compute what would be dropped below.
+        stop.check_alone(rt)
 
         # Inputs and targets: (B, T + 1) -> 2 x (B, T)
         x, y = to_device(tokens, rt.device)
@@ -247,7 +253,7 @@ def compute_gradients(
 
     # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were asked to
     # stop, and how many have a norm that is not finite. The device has finished by now, so the request is a late one.
-    numbers = [local_loss.item() / rt.world_size, is_stop_requested(), not math.isfinite(norm)]
+    numbers = [local_loss.item() / rt.world_size, stop.is_requested(), not math.isfinite(norm)]
     loss, stops, bad_norms = rt.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=rt.device)).tolist()
     return loss, norm, math.isfinite(loss) and bad_norms == 0, stops > 0
 

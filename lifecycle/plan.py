@@ -20,6 +20,7 @@ import torch
 
 from lifecycle.cards import CARDS, find_cards, total_peak_flops
 from lifecycle.resume import find_checkpoint, open_data, open_init_from
+from lifecycle.stop import StopRequest
 from model import GPT
 from system import machine
 from system.cli import format_cost, format_duration, print0, require
@@ -150,7 +151,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     micro_s = update_s = math.inf
     for _ in range(4):
         start_time = now()
-        compute_gradients(batch, forward, optimizers, scaler, cfg, rt)
+        compute_gradients(batch, forward, optimizers, scaler, cfg, rt, StopRequest())
         middle_time = now()
         for optimizer in optimizers:
             scaler.step(optimizer)

@@ -55,6 +55,12 @@ class StopRequest:
         if rt.any_rank(self.is_requested()):
             raise Stopped
 
+    def check_alone(self, rt: Runtime) -> None:
+        """Raise Stopped if this rank was asked to stop and is the only one, so that no other would wait for it. It may be
+        called anywhere between two updates."""
+        if rt.world_size == 1 and self.is_requested():
+            raise Stopped
+
     def reason(self) -> str:
         """signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""
         if self.signal:

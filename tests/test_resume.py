@@ -195,6 +195,32 @@ def test_an_error_between_two_updates_loses_no_step(tiny_args, tiny_data, tmp_pa
     assert same_bits(load_weights(run), load_weights(whole))
 
 
+def test_a_disk_that_hangs_does_not_keep_a_run_from_stopping(tiny_args, tiny_data, tmp_path, monkeypatch):
+    """As a network volume does: the shard is a pipe to which nobody writes. What was done until then is saved."""
+    hangs, stop = threading.Event(), StopRequest()
+    read = Loader.read
+
+    def read_or_hang(loader, sequences):
+        if loader.paths[0].name.startswith("tiny_train") and hangs.is_set():
+            stop.signal = "SIGTERM"
+            time.sleep(60)
+        return read(loader, sequences)
+
+    def advance(*args):
+        hangs.set()
+        return set_learning_rates(*args)
+
+    set_learning_rates = train_gpt2.set_learning_rates
+    monkeypatch.setattr(Loader, "read", read_or_hang)
+    monkeypatch.setattr(train_gpt2, "set_learning_rates", advance)
+    monkeypatch.setattr("tokens.loader.PREFETCH_STEPS", 1)
+    monkeypatch.setattr("tokens.prefetch.JOIN_SECONDS", 0.1)
+
+    train_quickstart(tiny_args, tmp_path / "run", "--save-every", "0", "--max-steps", "1000", stop=stop)
+
+    assert 0 < checkpoint.latest_step(tmp_path / "run") < 10
+
+
 def test_another_batch_size_says_where_the_data_continue(tiny_args, trained_run, capsys):
     flags = ["--resume", "auto", "--max-steps", "13", "--total-batch-size", "128", "--allow-drift"]
     train_quickstart(tiny_args, trained_run, *flags)
