@@ -56,7 +56,7 @@ class StopRequest:
             raise Stopped
 
     def check_alone(self, rt: Runtime) -> None:
-        """Raise Stopped if this rank was asked to stop and is the only one, so that no other would wait for it. It may be
+        """Raise Stopped if this rank was asked to stop and is the only one, so that no other would wait for it. May be
         called anywhere between two updates."""
         if rt.world_size == 1 and self.is_requested():
             raise Stopped

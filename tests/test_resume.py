@@ -4,6 +4,8 @@ with other settings, other data or other weights."""
 import itertools
 import json
 import re
+import threading
+import time
 
 import pytest
 from corpora import read_bytes

@@ -24,8 +24,8 @@ def prefetch(
     error in the thread is raised here, after the items before it.
 
     join: closing the iterator waits for the thread, because a thread that still reads when the process exits may abort
-    it; but not for ever, because a disk may hang. Without join, a thread in the middle of a long download does not delay
-    the exit. while_waiting: called twice a second while an item is not there yet; it may raise.
+    it; but not for ever, because a disk may hang. Without join, a thread in the middle of a long download does not
+    delay the exit. while_waiting: called twice a second while an item is not there yet; it may raise.
     """
     # What the two threads share: how far the producer may run, what it has produced, and whether the caller still wants
     # more.
