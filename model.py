@@ -485,9 +485,9 @@ class GPT(nn.Module):
             cos_sin = self.cos_sin[:, positions, None]  # (2, T, 1, hs / 2), or (2, B, T, 1, hs / 2)
         else:
             x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
+        shared = SharedInputs(cos_sin, mask, cache)
 
         # The blocks. With a cache or a mask, lengths vary from call to call, so leave out a kernel that plans each.
-        shared = SharedInputs(cos_sin, mask, cache)
         lengths_vary = cache is not None or mask is not None
         with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
             for block in blocks or self.transformer.h:
