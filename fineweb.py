@@ -46,8 +46,7 @@ class Args:
     limit_tokens: float | None = None
     """Stop after this many tokens, such as 1e9; default 1e10 for climbmix, else all."""
     subset: str | None = None
-    """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its parquet files, as in
-    sample/10BT/."""
+    """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its files, as in sample/10BT/."""
     split: str | None = None
     """Split of the configuration; default train."""
     text_column: str = "text"
@@ -103,15 +102,13 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
         check_start(path, args.as_text)
     readers = {choose_reader(Path(file["path"]), args.as_text) for file in source["files"]}
     has_text, has_columns = read_text in readers, readers != {read_text}
-    require(
-        has_columns or args.text_column == "text", f"--text-column is not for plain text, as of {name}; leave it out"
-    )
+    if args.text_column != "text":
+        require(has_columns, f"--text-column is not for plain text, as of {name}; leave it out")
     if args.split_on is not None:
         require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
     if args.ids_column is not None:
-        require(
-            args.ids_column and readers <= ID_READERS, "--ids-column NAME is for parquet, jsonl and json; leave it out"
-        )
+        has_lists = args.ids_column and readers <= ID_READERS
+        require(has_lists, "--ids-column NAME is for parquet, jsonl and json; leave it out")
         require(args.text_column == "text", "--ids-column and --text-column: a document is made of one; leave one out")
     return source
 
@@ -146,9 +143,10 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
 
 def list_parameters(manifest: Manifest) -> dict:
     """All that decides which bytes the shards of a manifest have."""
-    parameters = {**manifest.source, "format": manifest.format}
-    del parameters["files"]  # the revision stands for them
-    return {**parameters, "shard_tokens": manifest.shard_tokens, "limit_tokens": manifest.limit_tokens}
+    # The revision stands for the files.
+    source = {key: value for key, value in manifest.source.items() if key != "files"}
+    sizes = {"shard_tokens": manifest.shard_tokens, "limit_tokens": manifest.limit_tokens}
+    return {**source, "format": manifest.format, **sizes}
 
 
 def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:

@@ -222,7 +222,8 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     """The paths of the files of a split, in the order in which `datasets` reads them. No code of the dataset is run."""
     # Without the request by which `datasets` counts downloads; it would wait for seconds without a network.
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
-    with explain_errors(f"`datasets` cannot list the files of {repo}", "check its name, --subset and the network"):
+    fix = "check its name, --subset, the network, and that HF_HOME (default ~/.cache/huggingface) can be written"
+    with explain_errors(f"`datasets` cannot list the files of {repo}", fix):
         import datasets
 
         datasets.logging.set_verbosity_error()
