@@ -242,30 +242,40 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source
     return make_shards(out, name, manifest, list(paths))
 
 
-def main() -> None:
-    start_time = time.monotonic()
+def parse_args() -> Args:
+    """The command line. Flags that cannot work are refused before anything is made."""
     args = tyro.cli(Args, description=__doc__)
-    for flag in ("out", "verify"):
-        require(getattr(args, flag) != "", f"--{flag} is empty; name a folder")
-    if args.verify:
-        problems = shards.verify(args.verify)
-        require(not problems, "\n".join(problems))
-        by = shards.MANIFEST if shards.read_manifest(args.verify) else f"its size and ids (without {shards.MANIFEST})"
-        return print0(f"{args.verify}: every shard is intact by {by}")
-
-    # Flags that cannot work are refused before anything is made.
+    require(args.out != "" and args.verify != "", "--out and --verify name a folder, and it is empty")
     require(args.source, "--source needs a name or files")
     for flag in ("shard_size", "limit_tokens"):
         count = getattr(args, flag)
         if count is not None:
-            rule = "must be a whole number above 0"
-            require(count > 0 and count % 1 == 0, f"--{flag.replace('_', '-')} {count:g} {rule}")
+            rule = f"--{flag.replace('_', '-')} {count:g} must be a whole number above 0"
+            require(count > 0 and count % 1 == 0, rule)
             args = replace(args, **{flag: int(count)})
+    return args
+
+
+def verify(folder: str) -> None:
+    """Read every byte of a folder of shards. Raises UserError if one is wrong."""
+    problems = shards.verify(folder)
+    require(not problems, "\n".join(problems))
+    by = shards.MANIFEST if shards.read_manifest(folder) else f"its size and ids (without {shards.MANIFEST})"
+    print0(f"{folder}: every shard is intact by {by}")
+
+
+def main() -> None:
+    start_time = time.monotonic()
+    args = parse_args()
+    if args.verify:
+        return verify(args.verify)
+
     name, paths = sources.choose_source(args.source)
-    if args.limit_tokens is None and not paths:
+    if paths:
+        hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
+        require(not (args.subset or args.split), f"{hub_flags}; leave them out for {name}")
+    elif args.limit_tokens is None:
         args = replace(args, limit_tokens=sources.find_dataset(args.source[0]).limit_tokens)
-    hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
-    require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     out = Path(args.out or f"data/{name}")
     source = describe_source(args, name, paths, shards.read_manifest(out))
     try:
@@ -274,6 +284,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print0(f"stopped; the same command resumes at the shard in progress, in {out.absolute()}")
         raise
+
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     seconds = time.monotonic() - start_time
