@@ -205,9 +205,9 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
 
     update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
-    look = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
+    display = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
-    with tqdm(total=total, initial=done, **look) as bar:
+    with tqdm(total=total, initial=done, **display) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, name, manifest, tokens, end)
             bar.update(len(tokens))

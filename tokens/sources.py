@@ -261,8 +261,8 @@ def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path
     disable_progress_bars()
     # What a killed download leaves has a random name, and nobody else removes it.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
-    where = {"repo_type": "dataset", "revision": source["revision"], "local_dir": folder}
+    repo = {"repo_id": source["name"], "repo_type": "dataset", "revision": source["revision"]}
     for file in source["files"][first_file:]:
         with open_hub() as api:
-            path = api.hf_hub_download(source["name"], file["path"], **where)
+            path = api.hf_hub_download(filename=file["path"], local_dir=folder, **repo)
         yield Path(path)
