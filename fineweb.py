@@ -46,8 +46,7 @@ class Args:
     limit_tokens: float | None = None
     """Stop after this many tokens, such as 1e9; default 1e10 for climbmix, else all."""
     subset: str | None = None
-    """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its parquet files, as in
-    sample/10BT/."""
+    """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its files, as in sample/10BT/."""
     split: str | None = None
     """Split of the configuration; default train."""
     text_column: str = "text"
@@ -103,15 +102,13 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
         check_start(path, args.as_text)
     readers = {choose_reader(Path(file["path"]), args.as_text) for file in source["files"]}
     has_text, has_columns = read_text in readers, readers != {read_text}
-    require(
-        has_columns or args.text_column == "text", f"--text-column is not for plain text, as of {name}; leave it out"
-    )
+    if args.text_column != "text":
+        require(has_columns, f"--text-column is not for plain text, as of {name}; leave it out")
     if args.split_on is not None:
         require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
     if args.ids_column is not None:
-        require(
-            args.ids_column and readers <= ID_READERS, "--ids-column NAME is for parquet, jsonl and json; leave it out"
-        )
+        has_lists = args.ids_column and readers <= ID_READERS
+        require(has_lists, "--ids-column NAME is for parquet, jsonl and json; leave it out")
         require(args.text_column == "text", "--ids-column and --text-column: a document is made of one; leave one out")
     return source
 
@@ -146,9 +143,10 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
 
 def list_parameters(manifest: Manifest) -> dict:
     """All that decides which bytes the shards of a manifest have."""
-    parameters = {**manifest.source, "format": manifest.format}
-    del parameters["files"]  # the revision stands for them
-    return {**parameters, "shard_tokens": manifest.shard_tokens, "limit_tokens": manifest.limit_tokens}
+    # The revision stands for the files.
+    source = {key: value for key, value in manifest.source.items() if key != "files"}
+    sizes = {"shard_tokens": manifest.shard_tokens, "limit_tokens": manifest.limit_tokens}
+    return {**source, "format": manifest.format, **sizes}
 
 
 def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:
@@ -207,9 +205,9 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
 
     update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
-    look = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
+    display = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
-    with tqdm(total=total, initial=done, **look) as bar:
+    with tqdm(total=total, initial=done, **display) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, name, manifest, tokens, end)
             bar.update(len(tokens))
@@ -244,30 +242,40 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source
     return make_shards(out, name, manifest, list(paths))
 
 
-def main() -> None:
-    start_time = time.monotonic()
+def parse_args() -> Args:
+    """The command line. Flags that cannot work are refused before anything is made."""
     args = tyro.cli(Args, description=__doc__)
-    for flag in ("out", "verify"):
-        require(getattr(args, flag) != "", f"--{flag} is empty; name a folder")
-    if args.verify:
-        problems = shards.verify(args.verify)
-        require(not problems, "\n".join(problems))
-        by = shards.MANIFEST if shards.read_manifest(args.verify) else f"its size and ids (without {shards.MANIFEST})"
-        return print0(f"{args.verify}: every shard is intact by {by}")
-
-    # Flags that cannot work are refused before anything is made.
+    require(args.out != "" and args.verify != "", "--out and --verify name a folder, and it is empty")
     require(args.source, "--source needs a name or files")
     for flag in ("shard_size", "limit_tokens"):
         count = getattr(args, flag)
         if count is not None:
-            rule = "must be a whole number above 0"
-            require(count > 0 and count % 1 == 0, f"--{flag.replace('_', '-')} {count:g} {rule}")
+            rule = f"--{flag.replace('_', '-')} {count:g} must be a whole number above 0"
+            require(count > 0 and count % 1 == 0, rule)
             args = replace(args, **{flag: int(count)})
+    return args
+
+
+def verify(folder: str) -> None:
+    """Read every byte of a folder of shards. Raises UserError if one is wrong."""
+    problems = shards.verify(folder)
+    require(not problems, "\n".join(problems))
+    by = shards.MANIFEST if shards.read_manifest(folder) else f"its size and ids (without {shards.MANIFEST})"
+    print0(f"{folder}: every shard is intact by {by}")
+
+
+def main() -> None:
+    start_time = time.monotonic()
+    args = parse_args()
+    if args.verify:
+        return verify(args.verify)
+
     name, paths = sources.choose_source(args.source)
-    if args.limit_tokens is None and not paths:
+    if paths:
+        hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
+        require(not (args.subset or args.split), f"{hub_flags}; leave them out for {name}")
+    elif args.limit_tokens is None:
         args = replace(args, limit_tokens=sources.find_dataset(args.source[0]).limit_tokens)
-    hub_flags = "--subset and --split are for a dataset on the Hub, OWNER/NAME"
-    require(not (paths and (args.subset or args.split)), f"{hub_flags}; leave them out for {name}")
     out = Path(args.out or f"data/{name}")
     source = describe_source(args, name, paths, shards.read_manifest(out))
     try:
@@ -276,6 +284,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print0(f"stopped; the same command resumes at the shard in progress, in {out.absolute()}")
         raise
+
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     seconds = time.monotonic() - start_time

@@ -53,10 +53,10 @@ def test_jsonl_fields_blank_lines_and_half_surrogates(tmp_path):
     lines[3:3] = ["", '{"body": null}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
 
-    found = read_documents(tmp_path / "a.jsonl", "body")
+    read = read_documents(tmp_path / "a.jsonl", "body")
 
     documents[-1] = "half \ufffd surrogate \ufffd"
-    assert found == [*documents[:3], "", *documents[3:]]
+    assert read == [*documents[:3], "", *documents[3:]]
 
 
 def test_csv_gives_every_text_as_it_stands(tmp_path):

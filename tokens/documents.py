@@ -285,24 +285,28 @@ def read_csv(path: Path, column: str) -> Iterator[Cell]:
 def read_text(path: Path, _column: str) -> Iterator[Cell]:
     """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole."""
     has_separator = False
-    pending = ""  # text after the last cut
     begins = True
     with open_text(path) as file:
-        while block := file.read(PIECE_CHARACTERS):
-            cut = SAFE_CUT.search(block)
-            if not cut:  # a long text without spaces
-                pending += block
-                continue
-            piece = pending + block[: cut.end()]
-            has_separator |= SEPARATOR in piece
+        for piece in cut_pieces(file):
+            if SEPARATOR in piece and not has_separator:
+                has_separator = True
+                fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
+                print0(f"warning: {path} has {SEPARATOR} in it, which is read as text; {fix}")
             yield Cell(piece, begins=begins)
-            pending = block[cut.end() :]
             begins = False
-    has_separator |= SEPARATOR in pending
-    yield Cell(pending, begins=begins)
-    if has_separator:
-        fix = f"if it stands between documents, add --split-on '{SEPARATOR}' and choose another --out"
-        print0(f"warning: {path} has {SEPARATOR} in it, which was read as text; {fix}")
+
+
+def cut_pieces(file: io.TextIOWrapper) -> Iterator[str]:
+    """The pieces of a text, at least one: the last one may be empty."""
+    pending = ""  # text after the last cut
+    while block := file.read(PIECE_CHARACTERS):
+        cut = SAFE_CUT.search(block)
+        if cut:
+            yield pending + block[: cut.end()]
+            pending = block[cut.end() :]
+        else:  # a long text without spaces
+            pending += block
+    yield pending
 
 
 def read_separated_text(separator: str, path: Path, _column: str) -> Iterator[Cell]:
@@ -375,7 +379,7 @@ def open_file(path: Path):
 
 
 def explain_column(name: str, names: Iterable[str]) -> str:
-    return f"it has no column {name!r} but {', '.join(names)}; choose one with --text-column, or --ids-column"
+    return f"it has no column {name!r} but {', '.join(names) or 'none'}; choose one with --text-column, or --ids-column"
 
 
 # ------------------------------------------------------------------------- which reader for which file

@@ -97,8 +97,8 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
 def map_bin(path: Path) -> np.memmap:
     """The tokens of llm.c's format, as np.load maps those of numpy's."""
     header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
-    found = header[:2].tolist()
-    require(found == [BIN_MAGIC, BIN_VERSION], f"its first words are {found}, not {[BIN_MAGIC, BIN_VERSION]}")
+    first_words, expected = header[:2].tolist(), [BIN_MAGIC, BIN_VERSION]
+    require(first_words == expected, f"its first words are {first_words}, not {expected}")
     return np.memmap(path, "<u2", "r", header.nbytes, int(header[2]))
 
 

@@ -222,7 +222,8 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     """The paths of the files of a split, in the order in which `datasets` reads them. No code of the dataset is run."""
     # Without the request by which `datasets` counts downloads; it would wait for seconds without a network.
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
-    with explain_errors(f"`datasets` cannot list the files of {repo}", "check its name, --subset and the network"):
+    fix = "check its name, --subset, the network, and that HF_HOME (default ~/.cache/huggingface) can be written"
+    with explain_errors(f"`datasets` cannot list the files of {repo}", fix):
         import datasets
 
         datasets.logging.set_verbosity_error()
@@ -260,8 +261,8 @@ def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path
     disable_progress_bars()
     # What a killed download leaves has a random name, and nobody else removes it.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
-    where = {"repo_type": "dataset", "revision": source["revision"], "local_dir": folder}
+    repo = {"repo_id": source["name"], "repo_type": "dataset", "revision": source["revision"]}
     for file in source["files"][first_file:]:
         with open_hub() as api:
-            path = api.hf_hub_download(source["name"], file["path"], **where)
+            path = api.hf_hub_download(filename=file["path"], local_dir=folder, **repo)
         yield Path(path)
