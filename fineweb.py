@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from system.cli import UserError, print0, require, run_cli  # before all packages: it says what this Python lacks
+
+# isort: split
 import tyro
 
-from system.cli import UserError, print0, require, run_cli
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
 from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, choose_reader, estimate_tokens, read_text

@@ -29,8 +29,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import tyro
-
 from system import cli
 from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
@@ -38,6 +36,7 @@ from system.files import atomic_write
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 import torch.nn.functional as F
+import tyro
 from tqdm import tqdm
 
 from model import GPT, GPTConfig, softcap

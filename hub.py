@@ -30,7 +30,7 @@ from system.cli import UserError, print0, require, run_cli  # before all package
 import tyro
 
 from lifecycle import metrics
-from model import GPT
+from model import GPT, VOCAB_SIZE
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -394,7 +394,10 @@ def import_old(old: Path, out_dir: Path) -> None:
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
-    print0(f"the model is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    text = f"the model is in {out_dir}"
+    if model.config.vocab_size >= VOCAB_SIZE:  # and not a model of characters
+        text += f"; try: python infer.py {shlex.quote(str(out_dir))} Hello,"
+    print0(text)
 
 
 # ------------------------------------------------------------------------- the command line

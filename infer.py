@@ -21,9 +21,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from system.cli import UserError, printable, require, run_cli  # before all packages: it says what this Python lacks
+
+# isort: split
 import tyro
 
-from system.cli import UserError, printable, require, run_cli
 from tokens import tokenizer
 
 if TYPE_CHECKING:

@@ -18,12 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from system.cli import (  # before all packages: it says what this Python lacks
+    explain_errors,
+    print0,
+    printable,
+    require,
+    run_cli,
+)
+
+# isort: split
 import numpy as np
 import tyro
 
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
-from system.cli import explain_errors, print0, printable, require, run_cli
 from system.files import atomic_write
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.

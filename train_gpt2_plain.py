@@ -30,6 +30,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from system.cli import env_rank, print0, require, run_cli  # before all packages: it says what this Python lacks
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -37,7 +40,6 @@ import tyro
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
-from system.cli import env_rank, print0, require, run_cli
 from tokens import tokenizer
 
 # GPT-2 has 50,257 tokens. Rows that no token uses pad the vocabulary to a multiple of 128, for the matmul kernels.

@@ -136,7 +136,7 @@ class Evaluator:
 def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
     """The ids that samples continue: --sample-prompt or, if that is @val, the first words of the data."""
     if cfg.sample_prompt != "@val":
-        prompt = tokenizer.encoding().encode_ordinary(cfg.sample_prompt)
+        prompt = tokenizer.encoding().encode(cfg.sample_prompt, allowed_special="all")
         return prompt[-cfg.model.block_size :] or [tokenizer.EOT]  # an empty prompt starts a document
 
     # The first sequence, without the <|endoftext|> that begins a document, and not beyond the next one.

@@ -38,7 +38,7 @@ from system.cli import UserError, env_rank, print0, require
 
 ROOT = Path(__file__).parent.parent
 
-# Replaces a torch built for CUDA 13 by one that runs with the driver of any CUDA 12 (see the Makefile).
+# Replaces a torch built for CUDA 13 by one that runs with the driver of any CUDA 12 (see install.sh).
 OLDER_DRIVER_COMMAND = "make clean install TORCH_BUILD=cu126"
 
 # Replaces a torch built without CUDA, on any machine.
@@ -47,7 +47,7 @@ CUDA_TORCH_COMMAND = "make clean install TORCH_BUILD="
 # ------------------------------------------------------------------------- device
 
 # Files that this machine has if it has an NVIDIA GPU. The second is the driver's under the Windows Subsystem for Linux.
-# The Makefile looks for the same files to choose between torch with CUDA and torch for CPUs.
+# install.sh looks for the same files to choose between torch with CUDA and torch for CPUs.
 NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
 
 # The driver of AMD's GPUs, and for each of them a file with the bytes of its memory.

@@ -181,7 +181,7 @@ def test_a_character_of_a_document_is_named_once_it_is_refused(run_in_fork, word
     assert done.returncode == 2 and named in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", ["hub.py", "train_gpt2.py"])
+@pytest.mark.parametrize("script", [path.name for path in ROOT.glob("*.py") if "run_cli(" in path.read_text()])
 def test_a_python_without_the_packages_says_how_to_get_them(script):
     done = subprocess.run([sys.executable, "-S", ROOT / script, "-h"], capture_output=True, text=True)
     assert done.returncode == 1 and "make install" in done.stderr and done.stderr.count("\n") == 1
