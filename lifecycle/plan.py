@@ -72,7 +72,7 @@ def print_plan(
     print0(f"data {cfg.data_dir}: {len(data.paths)} train shards, {sum(data.tokens):,} tokens; {epochs:.2f} epochs")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
-        fix = "finish it first (fineweb.py), because a run cannot resume when its data have changed"
+        fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
 
 

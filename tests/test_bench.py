@@ -20,7 +20,7 @@ RUNS = {
         f"quickstart --data-dir {{tmp}}/data --steps 1 --rounds 1 --only {{rows}} -- {SMALL}",
         f"ours plain {ROOT}",
     ),
-    "tokens": ("{tmp}/a.parquet --rounds 1 --only {rows}", "fineweb.py"),
+    "tokens": ("{tmp}/a.parquet --rounds 1 --only {rows}", "fineweb.py ids"),
     "generate": (
         "--device cpu --rounds 1 --new-tokens 2 --samples 1 --data {tmp}/rows.jsonl --limit 2 --only {rows}",
         "samples transformers samples-loop hellaswag-loop hellaswag-float32",
