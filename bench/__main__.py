@@ -17,6 +17,8 @@ import sys
 from system.cli import require, run_cli
 
 STDLIB = "data/stdlib"
+# The same tokens in the same order and the same rates for all contenders, so that their losses agree.
+AS_PEERS = "--optimizer adamw --micro-batch-size 16 --no-shuffle --schedule cosine"
 # {bench: (its question, the commands behind RESULTS.md)}
 BENCHES = {
     "parity": (
@@ -26,8 +28,8 @@ BENCHES = {
     "train": (
         "How fast is a training step beside other programs?",
         [
-            f"train quickstart --data-dir {STDLIB} -- --optimizer adamw --micro-batch-size 16",
-            f"train quickstart --data-dir {STDLIB} -- --optimizer adamw --micro-batch-size 16 --dtype float32",
+            f"train quickstart --data-dir {STDLIB} -- {AS_PEERS}",
+            f"train quickstart --data-dir {STDLIB} -- {AS_PEERS} --dtype float32",
         ],
     ),
     "tokens": (

@@ -75,7 +75,7 @@ def words(args: Args) -> list[str]:
 
 def parse_for_adamw(args: Args) -> "TrainConfig":
     """The settings of the run, for contenders with AdamW alone and without a search for the micro-batch."""
-    from training.presets import parse
+    from train_gpt2 import parse
 
     cfg = parse(words(args), lambda path: {})
     require(cfg.micro_batch_size != "auto", "plain and peers need a fixed micro-batch: -- --micro-batch-size 16")
