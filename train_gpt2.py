@@ -343,14 +343,74 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
             console_outputs=env_rank() == 0,
         )
     except SystemExit as e:
-        if e.code:
-            print0(OTHER_TRAINERS)
+        for note in explain_foreign_flags(flags) or [OTHER_TRAINERS]:
+            e.add_note(note)
         # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
         if env_rank() > 0:
             time.sleep(3)
         raise
     require(cfg.tracker != "wandb" or find_spec("wandb"), "--tracker wandb needs: .venv/bin/pip install wandb")
     return cfg
+
+
+# The flags of nanoGPT, llm.c and DDP-BASEMODEL-TRAIN, and what they are here; docs/coming-from.md says more.
+FOREIGN_FLAGS = {
+    "--max_iters": "--max-steps",
+    "--num_iterations": "--max-steps",
+    "--batch_size": "--micro-batch-size",
+    "--block_size": "--sequence-length",
+    "--gradient_accumulation_steps": "not needed (it follows from --total-batch-size)",
+    "--learning_rate": "--max-lr",
+    "--learning_rate_decay_frac": "--min-lr, a rate,",
+    "--warmup_iters": "--warmup-steps",
+    "--eval_interval": "--val-every",
+    "--val_loss_every": "--val-every",
+    "--eval_iters": "--val-tokens",
+    "--save_every_niter": "--save-every",
+    "--dataset": "--data-dir",
+    "--input_bin": "--data-dir",
+    "--input_train_bin": "--data-dir",
+    "--input_val_bin": "--data-dir",
+    "--output_dir": "--out-dir",
+    "--n_layer": "--model.n-layer",
+    "--n_head": "--model.n-head",
+    "--n_embd": "--model.n-embd",
+    "--bias": "--model.bias",
+    "--wandb_log": "--tracker wandb",
+    "--wandb_project": "WANDB_PROJECT, a variable of the environment,",
+    "--wandb_project_id": "WANDB_PROJECT, a variable of the environment,",
+    "-b": "--micro-batch-size",
+    "-c": "--weight-decay",
+    "-d": "--total-batch-size",
+    "-e": "a preset (llmc-124m, gpt2-350m, ...) as the first word",
+    "-i": "--data-dir",
+    "-j": "--data-dir",
+    "-l": "--max-lr",
+    "-n": "--save-every",
+    "-o": "--out-dir",
+    "-q": "--min-lr, a rate,",
+    "-r": "--recompute",
+    "-s": "--sample-every",
+    "-t": "--sequence-length",
+    "-u": "--warmup-steps",
+    "-v": "--val-every",
+    "-x": "--max-steps",
+    "-y": "--resume auto",
+    "-z": "--zero-stage",
+}
+
+
+def explain_foreign_flags(words: list[str]) -> list[str]:
+    """What the flags of other trainers on a command line are here, a sentence each."""
+    sentences = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in FOREIGN_FLAGS:
+            sentences.append(f"{name} is {FOREIGN_FLAGS[name]} here")
+        elif equals and value.lower() in ("0", "1", "true", "false"):
+            switch = name.lstrip("-").replace("_", "-")
+            sentences.append(f"switches take no value: --{switch} or --no-{switch}")
+    return sentences
 
 
 def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:

@@ -96,10 +96,11 @@ def run_cli(main: Callable[[], object]) -> None:
         sys.argv[1:] = read_words(sys.argv[1:])
         main()
     except SystemExit as e:
-        # tyro has printed which flag is wrong.
+        # tyro has printed which flag is wrong; a script may have added a note on what to write instead.
         if e.code == 2:
-            print_typography(sys.argv[1:])
-            write_status("user_error", "a flag was not accepted")
+            notes = describe_typography(sys.argv[1:]) or getattr(e, "__notes__", ["see -h"])
+            reason = f"a flag was not accepted: {'; '.join(notes)}"
+            fail("user_error", reason, f"error: {reason}", code=2)
         raise
     except KeyboardInterrupt:
         exit_process(130)  # 128 + SIGINT, as a shell reports it
@@ -125,8 +126,8 @@ def make_streams_safe() -> None:
     sys.stderr.reconfigure(errors="replace")
 
 
-def fail(status: str, reason: str, message: str) -> None:
-    """Print why this process fails, leave it for the program that started it, and exit with 1."""
+def fail(status: str, reason: str, message: str, code: int = 1) -> None:
+    """Print why this process fails, leave it for the program that started it, and exit with `code`."""
     # The status first: torchrun may end this rank as soon as another one has failed.
     write_status(status, reason)
     message = printable(message)
@@ -139,7 +140,7 @@ def fail(status: str, reason: str, message: str) -> None:
         details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
         with suppress(OSError), open(error_file, "w") as f:
             json.dump({"message": details}, f)
-    exit_process(1)
+    exit_process(code)
 
 
 def write_status(status: str, reason: str = "") -> None:
@@ -201,13 +202,12 @@ def read_words(words: list[str]) -> list[str]:
     return read
 
 
-def print_typography(words: list[str]) -> None:
-    """Name the characters of a command line that somebody pasted from a document: it was not accepted."""
+def describe_typography(words: list[str]) -> list[str]:
+    """A sentence with the characters of a command line that somebody pasted from a document, if there are any."""
     # Dashes, spaces, invisible characters, quotation marks and the minus sign, by their Unicode categories.
     typographic = {c for c in "".join(words) if not c.isascii() and unicodedata.category(c) in "Pd Zs Cf Pi Pf Sm"}
-    if typographic:
-        names = ", ".join(f"{unicodedata.name(c, '')} (U+{ord(c):04X})" for c in sorted(typographic))
-        print(f"the command line has characters of a document: {names}; type them anew: - and space", file=sys.stderr)
+    names = ", ".join(f"{unicodedata.name(c, '')} (U+{ord(c):04X})" for c in sorted(typographic))
+    return [f"it has characters of a document, {names}; type them anew: - and space"] if names else []
 
 
 # ------------------------------------------------------------------------- which process this is

@@ -19,7 +19,7 @@ import infer
 import plots
 from model import GPTConfig
 from system.cli import UserError
-from train_gpt2 import parse
+from train_gpt2 import FOREIGN_FLAGS, parse
 from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, settings_by_flag, shapes_result
 from training.presets import PRESETS, SUMMARIES, is_network_from_init
 
@@ -124,6 +124,25 @@ def test_flags_override_the_preset():
     assert cfg == replace(QUICKSTART, model=model, shuffle=False, max_lr=0.001, warmup_steps=9)
     assert parse_words("") == GPT2
     assert parse_words("--out-dir quickstart").out_dir == "quickstart"
+
+
+@pytest.mark.parametrize("words, named", [
+    ("--max_iters=100", "--max_iters is --max-steps here"), ("--batch_size 12", "--micro-batch-size"),
+    ("-e d12", "a preset"), ("-z 1", "--zero-stage"), ("--compile=1", "--compile or --no-compile"),
+    ("--overfit_single_batch=0", "--no-overfit-single-batch"), ("--never_heard", "coming-from.md"),
+])  # fmt: skip
+def test_the_flags_of_other_trainers_are_answered_by_name(words, named, run_in_fork):
+    """Last and on stderr, where torchrun and train.sh show it."""
+    done = run_in_fork("train_gpt2.py", *words.split(), check=False)
+    assert done.returncode == 2 and named in done.stderr.splitlines()[-1]
+
+
+def test_foreign_flags_lead_to_flags_that_exist_and_are_documented():
+    page = (ROOT / "docs/coming-from.md").read_text()
+    ours = set(tyro.extras.get_parser(TrainConfig)._option_string_actions)
+    for foreign, here in FOREIGN_FLAGS.items():
+        assert re.search(rf"(`| |\"){foreign}\b", page), foreign
+        assert here.split()[0].strip(",") in ours or not here.startswith("--"), here
 
 
 def test_a_bad_flag_is_reported_by_rank_0_alone(capsys, monkeypatch):
