@@ -1,4 +1,5 @@
-"""Faults on purpose, one at a time: kills and full disks, each judged by the bits that are left.
+"""Faults on purpose, one at a time: kills, full disks, losses that are not finite, data that hang, files left behind, a
+folder that is moved; each judged by the bits that are left.
 
     python tests/faults/torture.py --seed 97 --faults 200     # `make torture` runs it
 
@@ -17,6 +18,8 @@ SILENT and LOST are failures: they are printed, and the exit code is 1.
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import random
 import resource
 import shutil
@@ -164,24 +167,101 @@ def fill_disk(job: Job, rng: random.Random) -> str:
     return job.judge(out, job.run(out, prepare=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))))
 
 
+# ------------------------------------------------------------------------- what goes wrong in a run
+
+
+def poison(micro_step: int) -> None:
+    """From now on, let the loss of this micro-step of training be NaN."""
+    forward, micro_steps = torch.nn.Embedding.forward, itertools.count()
+
+    def poisoned_forward(self, ids):
+        embedded = forward(self, ids)
+        is_training = torch.is_grad_enabled() and self.num_embeddings == 256  # the positions are embedded, too
+        return embedded * math.nan if is_training and next(micro_steps) == micro_step else embedded
+
+    torch.nn.Embedding.forward = poisoned_forward
+
+
+def refuse(job: Job, rng: random.Random) -> str:
+    """A loss that is not finite, at any step: the run ends with a message, and goes on from there."""
+    out = job.new_folder()
+    return job.judge(out, job.run(out, prepare=partial(poison, rng.randrange(2 * LAST_STEP))))
+
+
+def hang(reads: int) -> None:
+    """From now on, let reading data take for ever after so many reads, as on a network volume that is gone."""
+    from tokens.loader import Loader
+
+    read, calls = Loader.read, itertools.count()
+
+    def read_or_hang(loader, sequences):
+        if next(calls) >= reads:
+            time.sleep(600)
+        return read(loader, sequences)
+
+    Loader.read = read_or_hang
+
+
+def hang_data(job: Job, rng: random.Random) -> str:
+    """Data that hang, and a SIGTERM: the run saves what it has done."""
+    out = job.new_folder()
+    (run,) = job.start(out, prepare=partial(hang, rng.randint(10, 30)))
+    time.sleep(3 + job.seconds)
+    is_alive = run.send(signal.SIGTERM)
+    ended = run.wait(60)
+    if is_alive and (ended.exit_code != 0 or not checkpoint.complete_steps(out)):
+        return f"LOST: exit code {ended.exit_code}\n{ended.output[-2000:]}"
+    return job.finish(out, "recovered" if is_alive else "unhurt")
+
+
+def leave_orphan(job: Job, rng: random.Random) -> str:
+    """An optimizer file whose model file was never written, as a kill between the two leaves it."""
+    out = job.new_folder()
+    out.mkdir()
+    step = 2 * rng.randint(1, LAST_STEP // 2)
+    shutil.copy(checkpoint.optim_path(job.undisturbed, step), out)
+    return job.finish(out, "recovered")
+
+
+def move_folder(job: Job, rng: random.Random) -> str:
+    """The run folder is moved away while the run writes to it: later checkpoints go to a new folder in its place."""
+    out = job.new_folder()
+    moved = out.with_name("moved")
+    shutil.rmtree(moved, ignore_errors=True)
+    (run,) = job.start(out)
+    time.sleep(rng.uniform(0.3, 0.9) * job.seconds)
+    is_moved = (out / "metrics.jsonl").exists()
+    if is_moved:
+        out.rename(moved)
+    ended = run.wait()
+    if ended.exit_code != 0 or read_run(out).get(LAST_STEP) != job.reference[LAST_STEP]:
+        return f"LOST: exit code {ended.exit_code}\n{ended.output[-2000:]}"
+    return "recovered" if is_moved else "unhurt"
+
+
 # ------------------------------------------------------------------------- all of it
 
 
 def make_faults() -> dict[str, Callable[[random.Random], str]]:
     """{kind of fault: what injects one}."""
     npy = tokens_job("npy")
+    plain = training_job()
     # The undisturbed run keeps all checkpoints, to compare with whichever are left.
     muon = training_job("--optimizer", "muon")
     muon.flags[-1:-1] = ["--keep", "2"]
     muon.needed = {"losses", LAST_STEP}
     return {
-        "train killed": partial(kill, training_job()),
+        "train killed": partial(kill, plain),
         "train killed, muon, --keep 2": partial(kill, muon),
         "2 ranks killed": partial(kill, training_job(ranks=2)),
         "2 ranks killed, ZeRO-1": partial(kill, training_job("--zero-stage", "1", ranks=2)),
         "fineweb killed, npy": partial(kill, npy),
         "fineweb killed, bin": partial(kill, tokens_job("bin")),
         "disk full, train": partial(fill_disk, muon),
+        "loss not finite": partial(refuse, plain),
+        "data hang": partial(hang_data, plain),
+        "orphan left": partial(leave_orphan, plain),
+        "folder moved": partial(move_folder, plain),
         "disk full, fineweb": partial(fill_disk, npy),
     }
 
