@@ -18,7 +18,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * h
 
 Every script uses this network: train_gpt2.py trains it, infer.py and hellaswag.py run it, hub.py converts it. An export
 may contain a copy of this file, so it imports nothing of the project. Training compiles the blocks and replaces the
-head with one that never holds all the logits (training/step.py, training/head.py).
+head with one that never holds all the logits (training/forward.py).
 """
 
 import math
@@ -513,6 +513,7 @@ class GPT(nn.Module):
         The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
         about ln(V). Targets of -100 are left out.
         """
+        # train_gpt2.py does not call this: it computes the same loss in chunks (training/forward.py). Change both.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

@@ -4,13 +4,14 @@ python train_gpt2.py quickstart                                            # min
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
 python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
 
-`train` is the loop of train_gpt2_plain.py, with what a long run needs around it. Each addition is marked:
+`train` is the loop of train_gpt2_plain.py, with what a long run needs around it. What is added in the loop is marked:
 
-    [memory]   master weights behind the optimizers, the micro-batch that fits, the head in chunks
-    [speed]    compiled blocks, batches that a thread reads ahead, checkpoints that a thread writes
-    [resume]   the step, the optimizers and the loss scale of a checkpoint; nothing else is remembered
-    [ranks]    one collective carries the loss, stop requests and norms that are not finite
-    [stop]     a signal or --time-limit ends the run where it can be resumed
+    [memory]   what makes room for larger micro-batches
+    [speed]    what a thread does meanwhile, and the compiler
+    [resume]   what a checkpoint must have, so that the next start continues to the same bits
+    [ranks]    what the ranks tell each other
+    [stop]     how a signal or --time-limit ends the run where it can be resumed
+    [safety]   what is done about numbers that are not finite
 
 Under torchrun, every rank (process) executes this file, on its own share of each batch. The names in `train`:
 
@@ -42,7 +43,7 @@ import hellaswag
 from lifecycle import plan, resume
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger, best_step, best_steps
-from lifecycle.stop import Stopped, StopRequest
+from lifecycle.stop import Stopped, StopRequest, UpdateRefused
 from model import GPT
 from system import distributed, machine
 from system.cli import UserError, env_rank, format_duration, print0, require
@@ -74,15 +75,17 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
     rt = machine.choose_precision(rt, cfg.dtype, saved and saved.get("dtype"))
     forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
-    saved_step = resume.load_state(cfg, rt, saved, optimizers, scaler)  # the step that the run folder has already
-    del saved
+    if saved:
+        resume.load_state(rt, saved, optimizers, scaler)
+    del saved  # it is mapped from its file
 
     plan.print_plan(cfg, rt, model, data, B, step, max_steps)
     if rt.is_main:
         plan.check_disk(cfg, model, step, max_steps)
         plan.write_config(cfg, rt, max_steps)
 
-    # The evaluations, the log, and this rank's batches: (micro_steps, B, T + 1) tokens for each step from here on.
+    # The evaluations, the log, and this rank's batches, which a thread reads ahead [speed]: (micro_steps, B, T + 1)
+    # tokens for each step from here on.
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
     evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
     metrics = MetricsLogger(cfg, rt, model, start, max_steps)
@@ -101,27 +104,24 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
         def save() -> None:
             """Save this step, unless the run folder has it. Every rank must call it."""
-            nonlocal saved_step
-            if step == saved_step:
-                return
-            # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for it
-            # in the collectives below, which are patient; the others give up after ten minutes.
+            # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for
+            # rank 0 in `gather`, which is patient; collectives of tensors give up after ten minutes.
             writer.join()
+            if rt.gather(writer.saved_step)[0] == step:
+                return
             weights = optim.float32_state_dict(model)
             resume.check_weights_agree(rt, weights, step)
             state = resume.train_state(cfg, rt, step, max_steps, data_id, optimizers, scaler)
             if rt.is_main:
                 # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
                 metrics.flush()
-                writer.save(step, checkpoint.model_file(model, step, preset=cfg.preset) | {"model": weights}, state)
-            saved_step = step
+                writer.save(step, checkpoint.model_file(model, step, weights, preset=cfg.preset), state)
 
-        refused = ""  # what was wrong with an update that ends the run
-        was_stopped = False
+        ending: Exception | None = None  # why the run ends before its last step
         refused_steps = 0
         is_updating = False
         try:
-            stop.check(rt)  # a signal that came during the start
+            stop.check(rt)  # [stop] a signal that came during the start
             while True:
                 # `row` becomes the line of metrics.jsonl for this step.
                 row = {"step": step}
@@ -150,25 +150,22 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 if stop_requested:
                     raise Stopped
 
-                # Rate and update. Gradients that are not finite are dropped.
+                # Rate and update.
                 lr = set_learning_rates(optimizers, step, max_steps, cfg)
                 if is_finite:
                     is_updating = True
                     for optimizer in optimizers:
                         scaler.step(optimizer)
-                    is_updating = False
                 elif math.isfinite(loss) and scaler.get_scale() > 1:
-                    # With float16, infinite gradients are expected now and then: the loss scale was too high.
+                    # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
                     print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
                 else:
+                    # [safety] A network with a weight that is not a number never recovers.
                     refused_steps += 1
                     problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
                     print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
                     if refused_steps > cfg.skip_bad_steps:
-                        # [resume] The weights may be the cause: their checkpoint pushes no earlier one out.
-                        writer.keep = 0
-                        refused = problem
-                        break
+                        raise UpdateRefused(problem)
 
                 # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
                 scaler.update()
@@ -179,12 +176,16 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
                 metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
                 step += 1
+                is_updating = False
                 stop.first_step_is_done = True
-        except Stopped:
-            was_stopped = True
+        except Stopped as e:
+            ending = e
+        except UpdateRefused as e:
+            ending = e
+            writer.keep = 0  # these weights may be the cause: they push no earlier checkpoint out
         except Exception:
-            # [resume] Whatever goes wrong outside of an update, the last good step is saved, where that needs no other
-            # rank.
+            # [resume] Save the steps before the error, unless it came in the middle of an update. Several ranks cannot:
+            # the others do not know of it.
             if rt.world_size == 1 and not is_updating and step > start:
                 save()
             raise
@@ -196,12 +197,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         writer.finish()
         rt.barrier()
 
-    if refused:
+    if isinstance(ending, UpdateRefused):
         fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
         if rt.dtype == torch.float16:
             fix += ", or use --dtype float32 (bfloat16 on a newer card)"
-        raise UserError(f"{refused}; everything before it is saved in {cfg.run_dir}; {fix}")
-    if was_stopped:
+        raise UserError(f"{ending}; everything before it is saved in {cfg.run_dir}; {fix}")
+    if isinstance(ending, Stopped):
         fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
         print0(f"stopped by {stop.reason()} at step {step}, saved; {fix}")
         return stop.reason()
@@ -211,7 +212,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
 def compute_gradients(
     batch: Tensor,
-    forward: nn.Module,
+    ddp_forward: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
     cfg: TrainConfig,
@@ -237,9 +238,9 @@ def compute_gradients(
         x, y = to_device(tokens, rt.device)
 
         # DDP averages the gradients in the last backward pass. Without DDP the attribute has no effect.
-        forward.require_backward_grad_sync = i == len(batch) - 1
+        ddp_forward.require_backward_grad_sync = i == len(batch) - 1
         with rt.autocast():
-            loss = forward(x, y)
+            loss = ddp_forward(x, y)
 
         # The micro-batches are of equal size, so the mean of their means is the mean over the step. The loss scale of
         # float16 keeps small gradients from becoming zero; in other precisions it does nothing.
@@ -249,7 +250,7 @@ def compute_gradients(
     # Undo the loss scale, and clip. The norm is that of all gradients together.
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(forward.parameters(), cfg.grad_clip or math.inf).item()
+    norm = nn.utils.clip_grad_norm_(ddp_forward.parameters(), cfg.grad_clip or math.inf).item()
 
     # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were asked to
     # stop, and how many have a norm that is not finite. The device has finished by now, so the request is a late one.
@@ -277,15 +278,16 @@ def build(
         for p in model.parameters():
             rt.broadcast(p.detach(), source=0)
 
-        # A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
+        # [safety] A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
         is_float16 = rt.dtype == torch.float16
         scaler = torch.amp.GradScaler(rt.device.type, enabled=is_float16)
         if is_float16 and cfg.weights == "bfloat16":
             print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a loss scale")
+        # [memory] With --weights bfloat16 these update float32 copies of the model's weights.
         optimizers = optim.build_optimizers(model, cfg, rt)
 
-        # The micro-batch is chosen before DDP comes: a rank that runs out of memory inside DDP would leave the others
-        # waiting in a collective.
+        # [memory] [speed] The head in chunks, and compiled blocks. The micro-batch is chosen before DDP comes: a rank
+        # that runs out of memory inside DDP would leave the others waiting in a collective.
         forward = make_forward(model, cfg, rt)
         B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg))
         return forward, wrap_in_ddp(forward, rt), optimizers, scaler, B

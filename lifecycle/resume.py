@@ -2,7 +2,7 @@
 the run that made it.
 
     cfg, model, data, val_data, saved = open_run(cfg, rt)           # decides all of it, from top to bottom
-    saved_step = load_state(cfg, rt, saved, optimizers, scaler)
+    load_state(rt, saved, optimizers, scaler)
     state = train_state(cfg, rt, step, ...)                         # what the next resume loads
 
 Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped; whatever would silently
@@ -29,6 +29,7 @@ from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import optim, schedule
 from training.config import TrainConfig, as_flag, changed_settings, shapes_result
+from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
 from weights import checkpoint, names
 from weights.open_model import open_model
@@ -188,22 +189,17 @@ def train_state(
 
 
 def load_state(
-    cfg: TrainConfig,
     rt: Runtime,
-    saved: dict[str, Any] | None,
+    saved: dict[str, Any],
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
-) -> int | None:
-    """Load what train_state returned, if the run continues from a checkpoint. Returns the step that the run folder has
-    already. Raises UserError if the state does not fit. Every rank must call it."""
-    if not saved:
-        return None
+) -> None:
+    """Load what train_state returned. Raises UserError if the state does not fit."""
     problem = f"the train state of step {saved['step']} does not fit this run"
-    with explain_errors(problem, "start a new run from its weights with --init-from"):
+    with explain_out_of_memory(rt), explain_errors(problem, "start a new run from its weights with --init-from"):
         optim.load_state(optimizers, saved["optimizers"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
-    return rt.gather(saved["step"] if is_in_folder(saved, cfg.run_dir) else None)[0]  # rank 0's run folder
 
 
 # ------------------------------------------------------------------------- the ranks

@@ -43,7 +43,7 @@ PYTHON = sys.executable  # of the trainer and of hub.py
 # Seconds.
 SHOW_LOG_S = 15  # the start shows the log for so long
 RESTART_DELAY_S = 10
-HANG_S = 1800  # a trainer that hangs does not see its time limit: so much later it is ended
+HANG_S = 1800  # a trainer that hangs does not see the time limit of BUDGET_USD: so much later it is ended
 SAVE_S = 600  # a trainer that was asked to stop is killed after so long, as torchrun kills its ranks
 AT_HAND_S = 600  # for so long after the start its user is taken to be at hand
 PUSH_RETRY_S = 3600  # the push at the end is tried for so long
@@ -499,6 +499,7 @@ class Supervisor:
             flags = []
             if self.newest_step() not in (None, first_step):
                 flags += ["--resume", str(self.out)]
+            last_start = self.newest_step()
             left_s = max(1, self.budget_s - self.elapsed_s())  # 0 would be no limit
             if left_s < math.inf:
                 flags += ["--time-limit", str(int(left_s))]
@@ -517,6 +518,9 @@ class Supervisor:
                 self.user_is_at_hand = self.elapsed_s() < AT_HAND_S
                 return f"failed: {reason}"
 
+            # A run that gets on may fail again and again, in the days that it takes.
+            if self.newest_step() != last_start:
+                failures = 0
             failures += 1
             log(f"failure {failures}, exit code {exit_code}; MAX_RESTARTS is {self.settings.max_restarts}")
             if failures > self.settings.max_restarts or self.elapsed_s() > self.budget_s - 1:

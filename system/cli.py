@@ -55,6 +55,16 @@ def require(condition: object, message: str) -> None:
         raise UserError(message)
 
 
+# What a disk, a network volume or the machine may have for a while: the same command may succeed later.
+TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+
+
+def raise_if_transient(error: Exception) -> None:
+    """Raise an error that is not the fault of the file that was read: the run ends as a crash, and is restarted."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS):
+        raise error
+
+
 @contextmanager
 def explain_errors(problem: str, fix: str) -> Iterator[None]:
     """Turn whatever is raised in this block into a UserError with its words. For files that may come from anywhere: the
@@ -64,6 +74,7 @@ def explain_errors(problem: str, fix: str) -> Iterator[None]:
     except UserError as e:
         raise UserError(f"{problem}: {e}") from None
     except Exception as e:
+        raise_if_transient(e)
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise UserError(f"{problem} ({reason}); {fix}") from None
 

@@ -102,7 +102,7 @@ def read_optim(path: Path) -> bytes:
     resume.check_drift(cfg, saved, data)
     model = open_model(saved["model_file"])
     _, _, optimizers, scaler, _ = train_gpt2.build(model, cfg, CPU)
-    resume.load_state(cfg, CPU, saved, optimizers, scaler)
+    resume.load_state(CPU, saved, optimizers, scaler)
     state = to_bytes(resume.train_state(cfg, CPU, saved["step"], 12, "", optimizers, scaler))
     schedule.set_learning_rates(optimizers, saved["step"], 12, cfg)
     sum(p.sum() for p in model.parameters()).backward()

@@ -72,3 +72,12 @@ def test_the_files_that_a_page_names_exist(page):
     paths += [ROOT / name for name in re.findall(r"(?<![\w/.-])(?:bench|cloud|docs|tests)/[\w/]+\.\w+", text)]
     paths += [ROOT / "tests" / name for name in re.findall(r"`((?:faults/)?(?:test_\w+|conftest)\.py)", text)]
     assert [path for path in paths if not path.is_file()] == []
+
+
+def test_every_path_that_is_named_exists():
+    """In documents, comments and docstrings: training/forward.py, not what it was called before."""
+    rooms = "|".join(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
+    named = {path: re.findall(rf"\b(?:{rooms})/\w+\.(?:py|csv)\b", path.read_text()) for path in paths}
+    missing = {(path.name, name) for path, names in named.items() for name in names if not (ROOT / name).exists()}
+    assert missing == set()

@@ -201,7 +201,7 @@ class Loader:
 
     def fingerprint(self) -> str:
         """What a resumed run must find again: a hash of the folder's shards, how many of them are shuffled as one pool,
-        and the version of the order. Runs were begun when neither was said: 1 stays unsaid."""
+        and the version of the order. Checkpoints of earlier versions have neither, so a value of 1 adds nothing."""
         fingerprint = shards.fingerprint(self.data_dir)
         if self.order.shards_per_group > 1:
             fingerprint += f"-{self.order.shards_per_group}"

@@ -92,7 +92,7 @@ class Recipe:
     schedule: Literal["cosine", "trapezoid"] = "cosine"
     cooldown: Fraction[float] = 0.2  # fraction of max-steps over which a trapezoid decays
 
-    # The optimizer. AdamW updates everything; with muon, it updates all but the matrices of the blocks.
+    # The optimizer.
 
     optimizer: Literal["adamw", "muon"] = "adamw"  # with muon, AdamW updates all but the blocks' matrices
     weight_decay: float = 0.1  # of the matrices and embeddings that AdamW updates
@@ -101,18 +101,18 @@ class Recipe:
     # of the model and its gradients; with bfloat16 the optimizer and the checkpoints keep float32 master weights
     weights: Noise[Literal["float32", "bfloat16"]] = "float32"
 
-    # Set by presets alone. Those marked * have another value in speedrun-124m only.
+    # Set by presets alone; all but beta2, muon_momentum and embed_lr_scale deviate for speedrun-124m only.
 
-    beta1: Suppress[Fraction[float]] = 0.9  # * AdamW's decay rate for the average of the gradients
+    beta1: Suppress[Fraction[float]] = 0.9  # AdamW's decay rate for the average of the gradients
     beta2: Suppress[Fraction[float]] = 0.95  # AdamW's decay rate for the average of the squared gradients
-    adam_eps: Suppress[float] = 1e-8  # * added to the denominator of AdamW's update
+    adam_eps: Suppress[float] = 1e-8  # added to the denominator of AdamW's update
     muon_momentum: Suppress[Fraction[float]] = 0.95  # Muon's decay rate for the average of the gradients
-    muon_weight_decay: Suppress[float] = 0.0  # * of the blocks' matrices with --optimizer muon
-    # * Muon's iterations: 5, approximate, or 12, converged
+    muon_weight_decay: Suppress[float] = 0.0  # of the blocks' matrices with --optimizer muon
+    # Muon's iterations: 5, approximate, or 12, converged
     newton_schulz: Suppress[Literal["fast", "exact"]] = "fast"
     embed_lr_scale: Suppress[float] = 1.0  # multiplies max-lr for the embeddings; untied ones need high rates
-    vector_lr_scale: Suppress[float] = 1.0  # * multiplies max-lr for biases and gains
-    vector_weight_decay: Suppress[float] = 0.0  # * of biases and gains
+    vector_lr_scale: Suppress[float] = 1.0  # multiplies max-lr for biases and gains
+    vector_weight_decay: Suppress[float] = 0.0  # of biases and gains
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,9 @@ def cast_head(weight: Tensor, bias: Tensor | None, cap: float, rows: int) -> tup
     device_type = weight.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
-    # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. What all logits of a position have in common
-    # changes neither loss nor gradients, unless a soft-cap sees it: take it off before the cast rounds.
+    # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Softmax ignores a number that is added to all
+    # logits, so subtract the mean row of the weight, which takes x @ mean off each logit, before the cast rounds. A
+    # soft-cap does not ignore it.
     if dtype != weight.dtype and not cap:
         weight = weight - weight.mean(0)
         bias = None if bias is None else bias - bias.mean()
@@ -204,6 +205,14 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
 class ChunkedHeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,).
 
+    Without padding, soft-cap, bias and half precision, it is this, chunk by chunk:
+
+        logits = x @ weight.T                                       # (R, V)
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        d_logits = logits.softmax(-1) - F.one_hot(targets, V)       # (R, V)
+        d_x = d_logits @ weight                                     # (R, C)
+        d_weight += d_logits.T @ x                                  # (V, C)
+
     `compute_loss` is chunk_loss or its compiled version. The saved gradients are those of the summed loss; the
     backward pass divides by the number of targets, in place, so it can run once. In float16 the loss scale therefore
     never enters the matrix products, and they cannot overflow because of it. The gradients of weight and bias are
@@ -245,7 +254,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
                     d_weight.addmm_(d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
                 else:
                     # addmm_ cannot add a product in half precision to a float32 sum. In float16 a sum over all rows of
-                    # the chunk could exceed the largest number, 65,504; dividing by a power of two rounds nothing.
+                    # the chunk could exceed the largest number, 65,504. Dividing by a power of two is exact, but for
+                    # float16 numbers below 0.004.
                     d_weight.add_(d_logits.T @ (rows / 64), alpha=64)
                 if bias is not None:
                     d_bias += d_logits[:, :V].sum(0, dtype=torch.float32)  # (R, V) -> (V,)

@@ -131,7 +131,8 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
 
 # With --weights bfloat16 the model's parameters and gradients are bfloat16, and the optimizers update float32 copies
 # (master weights, Micikevicius et al. 2018): small updates are not rounded away, and gradients need half the bandwidth
-# between ranks. Checkpoints store the float32 weights. The loop sees nothing of it: `optimizer.step()` goes around.
+# between ranks. Checkpoints store the float32 weights. The loop sees nothing of it: hooks run before and after each
+# `optimizer.step()`.
 #
 #     model, bfloat16 weights  --- backward --->        bfloat16 gradients
 #               ^                                               |

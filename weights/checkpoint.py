@@ -43,9 +43,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model import GPT, GPTConfig
-from system.cli import UserError, explain_errors, print0, require
+from system.cli import UserError, explain_errors, print0, raise_if_transient, require
 from system.files import atomic_write, refuse_placeholder
 from system.machine import copy_to_host
 from weights.names import (
@@ -153,6 +154,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except UnpicklingError:
         raise UserError(f"{path} holds pickled objects, which are never run; {import_command}") from None
     except Exception as e:  # torch raises many exception types for a file that is not what it seems
+        raise_if_transient(e)
         raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
 
     # torch.load reads any torch file: a bare state dict of another program has no format number.
@@ -187,15 +189,18 @@ def find_damage(path: Path, size: int, time_ns: int) -> str | None:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
     except Exception as e:  # zipfile raises many exception types for damaged archives
+        raise_if_transient(e)
         return f"its directory ({type(e).__name__})"
 
 
 # ------------------------------------------------------------------------- writing
 
 
-def model_file(model: GPT, step: int, **more: Any) -> dict[str, Any]:
-    """The contents of model_*.pt: the weights under their own names, the model's config, the step, and `more` facts."""
-    return {"format": FORMAT, "model": dict(model.state_dict()), "config": asdict(model.config), "step": step, **more}
+def model_file(model: GPT, step: int, weights: dict[str, Tensor] | None = None, **more: Any) -> dict[str, Any]:
+    """The contents of model_*.pt: the weights under their own names, the model's config, the step, and `more` facts.
+    weights: a state dict in float32, for a model whose own are not."""
+    weights = weights or model.state_dict()
+    return {"format": FORMAT, "model": dict(weights), "config": asdict(model.config), "step": step, **more}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -215,7 +220,7 @@ class CheckpointWriter:
 
     Use it as a context manager: leaving the block, also by an exception, waits for the write in progress. A failed
     write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay. `finish`
-    raises UserError if the last write failed. One write is in progress at a time; see the table in the module's
+    raises the error of the last write. One write is in progress at a time; see the table in the module's
     docstring.
     """
 
@@ -225,6 +230,7 @@ class CheckpointWriter:
         self.keep = keep
         self.best = best
         self.thread: threading.Thread | None = None
+        self.saved_step = latest_step(run_dir)  # the last one that is complete
         self.error: Exception | None = None  # of the last write; set by the thread
 
     def __enter__(self) -> CheckpointWriter:
@@ -248,10 +254,12 @@ class CheckpointWriter:
             self.thread.join()
 
     def finish(self) -> None:
-        """Wait for the write in progress, if any. Raises UserError if the last write failed."""
+        """Wait for the write in progress, if any. Raises the error of the last write: UserError for weights that are
+        not finite, OSError for a disk that is full or gone, after which the same command may succeed."""
         self.join()
-        problem = f"could not write the checkpoint in {self.run_dir}"
-        require(self.error is None, f"{problem} ({self.error}); newest complete step: {latest_step(self.run_dir)}")
+        if self.error:
+            self.error.add_note(f"{self.run_dir} has the newest complete step: {latest_step(self.run_dir)}")
+            raise self.error
 
     def _write(self, step: int, model: dict, train: dict) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
@@ -265,6 +273,7 @@ class CheckpointWriter:
             self._delete_leftovers()
             write(optim_path(self.run_dir, step), train)
             write(model_path(self.run_dir, step), model)
+            self.saved_step = step
             self._delete_old(step)
             self.error = None
         except Exception as e:
