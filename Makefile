@@ -31,9 +31,10 @@ quickstart: install ## tokens, minutes of training, samples, curves; no GPU, no 
 test: install-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-lint: install-dev ## check the code's style with ruff
+lint: install-dev ## check the code's style with ruff, and its types with mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 torture: install-dev ## inject hundreds of faults, train a long run, then run the slow tests
 	-./install.sh tests/requirements-runtimes.txt

@@ -89,7 +89,7 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
         if args.source == ("shakespeare",):
             source["plays"] = True
     else:
-        source = sources.describe_hub(args.source[0], args.subset, args.split, previous and previous.source)
+        source = sources.describe_hub(args.source[0], args.subset, args.split, previous.source if previous else None)
     if args.ids_column:
         source["ids_column"] = args.ids_column
     else:
@@ -120,14 +120,15 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
     # The default size of a shard, rounded to one digit, such as "4e+07".
     shard_tokens = args.shard_size
     if shard_tokens is None:
-        largest = shards.SHARD_TOKENS
+        largest: float = shards.SHARD_TOKENS
         source_bytes = sum(file["bytes"] or 0 for file in source["files"])
         if source_bytes:  # else the Hub does not say
             largest = min(largest, source_bytes / 24)
         if args.limit_tokens:
             largest = min(largest, args.limit_tokens / 10)
-        shard_tokens = max(1, int(float(f"{largest:.0e}")))
-    return Manifest(source, args.format, shard_tokens, args.limit_tokens)
+        shard_tokens = max(1, float(f"{largest:.0e}"))
+    limit_tokens = None if args.limit_tokens is None else int(args.limit_tokens)
+    return Manifest(source, args.format, int(shard_tokens), limit_tokens)
 
 
 def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | None) -> None:
@@ -139,7 +140,8 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
             difference = f"{out.absolute()} was made with {flag} {before.get(key)}, not {now.get(key)}"
             require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     for path in shards.shard_files(out):
-        is_own = previous and shards.SHARD_NAME.fullmatch(path.name)["name"] == name
+        match = shards.SHARD_NAME.fullmatch(path.name)
+        is_own = previous and match and match["name"] == name
         require(is_own, f"{path} was not written by this command; choose another --out")
 
 
@@ -175,7 +177,8 @@ def expect_tokens(manifest: Manifest, paths: Iterable[Path] = ()) -> int | None:
     if stated:
         return int(stated[1]) * 10**9
     estimates = [estimate_tokens(path, manifest.source) for path in paths]
-    return sum(estimates) if all(estimates) else None
+    known = [tokens for tokens in estimates if tokens]
+    return sum(known) if len(known) == len(estimates) else None
 
 
 def check_disk_space(out: Path, manifest: Manifest, downloads: bool, tokens: int | None = None) -> None:
@@ -183,10 +186,10 @@ def check_disk_space(out: Path, manifest: Manifest, downloads: bool, tokens: int
     tokens: how many it has, if that is known."""
     file_bytes = [file["bytes"] or 0 for file in manifest.source["files"]]
     # Text has about one token per four bytes, so one per two is a safe estimate.
-    tokens = tokens or sum(file_bytes) / 2
+    expected = tokens or sum(file_bytes) / 2
     finished = sum(shard.tokens for shard in manifest.shards)
     # While one downloaded file is read, the next one arrives.
-    needed = 2 * (tokens - finished) + downloads * sum(sorted(file_bytes)[-2:])
+    needed = 2 * (expected - finished) + downloads * sum(sorted(file_bytes)[-2:])
     free = free_bytes(out)
     room = f"{out} needs about {needed / 1e9:.1f} GB but its disk has only {free / 1e9:.1f} GB free"
     require(needed <= free, f"{room}; choose another --out or lower --limit-tokens")
@@ -254,7 +257,6 @@ def parse_args() -> Args:
         if count is not None:
             rule = f"--{flag.replace('_', '-')} {count:g} must be a whole number above 0"
             require(count > 0 and count % 1 == 0, rule)
-            args = replace(args, **{flag: int(count)})
     return args
 
 

@@ -19,7 +19,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,7 +57,7 @@ def check(repo: str, public: bool = False) -> None:
     print0(f"{repo} exists, and this token may push to it")
     checkpoints = find_checkpoints(files)
     if checkpoints:
-        newest = max(checkpoints, key=checkpoints.get)
+        newest = max(checkpoints, key=lambda name: checkpoints[name])
         print0(f"note: it has {newest}; if that is another run's, choose another name: pull takes the newest")
 
 
@@ -77,7 +77,7 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
 
 def list_files(api: HfApi, repo: str, repo_type: str, branch: str = "main") -> tuple[str, dict[str, RepoSibling]]:
     """The newest commit of a branch, and its files by name."""
-    info = api.repo_info(repo, repo_type=repo_type, revision=branch, files_metadata=True)
+    info: Any = api.repo_info(repo, repo_type=repo_type, revision=branch, files_metadata=True)
     return info.sha, {file.rfilename: file for file in info.siblings}
 
 
@@ -159,7 +159,8 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> Non
         names = [name for name in files if shards.SHARD_NAME.fullmatch(name)]
         if manifest:
             names = [shard.file for shard in manifest.shards]
-        train_names = sorted(name for name in names if shards.SHARD_NAME.fullmatch(name)["split"] == "train")
+        matches = [shards.SHARD_NAME.fullmatch(name) for name in names]
+        train_names = sorted(match[0] for match in matches if match and match["split"] == "train")
         require(train_names, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
 
         # A limit leaves out the later shards for training, but none that is here already.
@@ -405,7 +406,7 @@ def import_old(old: Path, out_dir: Path) -> None:
 
 def main() -> None:
     """Run one command. Each is a function, whose arguments become flags and whose docstring is the help."""
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "push-data": push_data,
         "pull-data": pull_data,
         "push-model": push_model,

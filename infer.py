@@ -188,10 +188,9 @@ def main() -> None:
     steps = stream(model, idx, args.max_new_tokens, sampler, args.num_samples)  # yields (num_samples,)
 
     # One sample appears as it is generated; several would be interleaved, so they are printed at the end.
-    sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
     try:
         if args.num_samples == 1 and not args.json:
-            write_stream(prompt, (ids.item() for ids in steps))
+            write_stream(prompt, (int(ids) for ids in steps))
         else:
             write_samples(prompt, (ids.tolist() for ids in steps), args.json)
     except FloatingPointError as e:

@@ -123,7 +123,11 @@ def half_rope_frequencies(hs: int) -> Tensor:
 
 
 # GPTConfig.positions: the frequencies by which queries and keys rotate; None: an embedding of each position instead.
-POSITIONS = {"learned": None, "rope": rope_frequencies, "half_rope": half_rope_frequencies}
+POSITIONS: dict[str, Callable[[int], Tensor] | None] = {
+    "learned": None,
+    "rope": rope_frequencies,
+    "half_rope": half_rope_frequencies,
+}
 
 
 def has_rope(config: GPTConfig) -> bool:
@@ -134,7 +138,7 @@ def has_rope(config: GPTConfig) -> bool:
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
     # On the CPU even when the model is built on the meta device: no checkpoint has the table, to fill it in.
-    frequencies = POSITIONS[config.positions](config.head_size)  # (hs / 2,)
+    frequencies = POSITIONS[config.positions](config.head_size)  # type: ignore[misc]  # (hs / 2,); not None if has_rope
     positions = torch.arange(config.block_size, device="cpu").float()
     angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
     return torch.stack((angles.cos(), angles.sin()))
@@ -191,7 +195,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 # GPTConfig.activation: the function between the two layers of the MLP.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),  # what OpenAI's GPT-2 was trained with
     "gelu_erf": F.gelu,  # exact (Hendrycks and Gimpel 2016)
     "relu2": relu_squared,
@@ -230,15 +234,15 @@ class KVCache:
 
     def __init__(self, n_layer: int, max_len: int):
         self.n_layer, self.max_len = n_layer, max_len
-        # (n_layer, B, nh, max_len, hs) each, from the first append on. Autograd refuses to write into the halves of one
-        # tensor.
-        self.k = self.v = None
+        # (n_layer, B, nh, max_len, hs) each, from the first append on; empty before. Autograd refuses to write into the
+        # halves of one tensor.
+        self.k = self.v = torch.empty(0)
         self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, nh, T, hs) of one layer; return views of all so far (B, nh, length + T, hs), in the precision
         of the cache: float32 on a CPU, where attention to long texts is faster that way."""
-        if self.k is None:
+        if self.k.numel() == 0:
             B, nh, _, hs = k.shape
             dtype = torch.float32 if k.device.type == "cpu" else k.dtype
             self.k = k.new_zeros(self.n_layer, B, nh, self.max_len, hs, dtype=dtype)
@@ -274,7 +278,7 @@ class Attention(nn.Module):
         C = config.n_embd
         self.matrix_rows = (C, C, C)
         self.c_attn = nn.Linear(C, sum(self.matrix_rows), bias=config.bias)
-        self.c_attn.weight.matrix_rows = self.matrix_rows
+        self.c_attn.weight.matrix_rows = self.matrix_rows  # type: ignore[attr-defined]  # a note of our own
         self.c_proj = nn.Linear(C, C, bias=config.bias)
 
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
@@ -350,6 +354,9 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019). Parameter names match the public checkpoints."""
+
+    transformer: Any  # an nn.ModuleDict, whose modules are its attributes
+    cos_sin: Tensor  # RoPE's angles (2, block_size, hs / 2), if used
 
     def __init__(self, config: GPTConfig):
         super().__init__()

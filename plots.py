@@ -59,9 +59,9 @@ COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
 GREY = "#777777"  # of what belongs to no run
 # Measured at few steps, so the points are marked.
 EVALUATIONS = ("val_loss", "hellaswag_acc_norm")
-EVALUATION_STYLE = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3}
-FAINT_STYLE = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
-BOLD_STYLE = {"lw": 1.6}
+EVALUATION_STYLE: dict[str, Any] = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3}
+FAINT_STYLE: dict[str, Any] = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
+BOLD_STYLE: dict[str, Any] = {"lw": 1.6}
 # What the legend calls the last values of a run.
 LAST_VALUES = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
@@ -111,7 +111,7 @@ def read_curves(run: str | Path) -> Curves:
     return curves
 
 
-def read_other_log(path: Path) -> Iterator[dict[str, float]]:
+def read_other_log(path: Path) -> Iterator[dict[str, Any]]:
     """Rows as in metrics.jsonl of another program's log, or of what it printed:
 
     build-nanogpt    250 val 5.9012
@@ -437,7 +437,7 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
 
     fix = "choose another, such as --out curves.png"
     # Names are no formulas, whatever they contain; so no other text is one, and none needs LaTeX.
-    no_formulas = {"text.usetex": False, "text.parse_math": False, "axes.formatter.use_mathtext": False}
+    no_formulas: dict[Any, Any] = {"text.usetex": False, "text.parse_math": False, "axes.formatter.use_mathtext": False}
     with matplotlib.rc_context(no_formulas):
         figure = draw_figure(read_runs(runs), reference)
         with explain_errors(f"cannot write the image {out}", fix):
@@ -460,7 +460,7 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
     measured = {key for curves in curves_by_run.values() for key in curves}
     panels = [panel for panel in PANELS if measured.intersection(panel.metrics)]
     require(panels, f"nothing of what was measured has a panel here: {', '.join(sorted(measured))}")
-    grid = arrange(panels)
+    grid: list[Any] = arrange(panels)
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
     figure = Figure(layout="constrained", dpi=110)
 

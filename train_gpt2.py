@@ -31,6 +31,7 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from system import cli
 
@@ -73,7 +74,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         return ""
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
-    rt = machine.choose_precision(rt, cfg.dtype, saved and saved.get("dtype"))
+    rt = machine.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
     forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
     if saved:
         resume.load_state(rt, saved, optimizers, scaler)
@@ -238,7 +239,7 @@ def compute_gradients(
         x, y = to_device(tokens, rt.device)
 
         # DDP averages the gradients in the last backward pass. Without DDP the attribute has no effect.
-        ddp_forward.require_backward_grad_sync = i == len(batch) - 1
+        ddp_forward.require_backward_grad_sync = i == len(batch) - 1  # type: ignore[assignment]
         with rt.autocast():
             loss = ddp_forward(x, y)
 
@@ -417,7 +418,9 @@ def explain_foreign_flags(words: list[str]) -> list[str]:
 
 def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:
     """The settings of the run of a checkpoint (a file, or its folder), but for those of one start only."""
-    of_one_start = {field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.ONCE)}
+    of_one_start: dict[str, Any] = {
+        field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.ONCE)
+    }
     run_dir = path if path.is_dir() else path.parent
     rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
     return replace(saved, **of_one_start, out_dir=str(run_dir), hellaswag_data=rows)

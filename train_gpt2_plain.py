@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from system.cli import env_rank, print0, require, run_cli  # before all packages: it says what this Python lacks
 
@@ -233,7 +233,7 @@ def train(cfg: Config) -> None:
 
     # `forward` is the same network as training calls it. DDP gives every rank rank 0's weights, and averages the
     # gradients over the ranks during a backward pass. So all make the same update, and their weights stay equal.
-    forward = torch.compile(model) if cfg.compile else model
+    forward: Any = torch.compile(model) if cfg.compile else model
     if world_size > 1:
         dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         forward = nn.parallel.DistributedDataParallel(forward)
@@ -242,7 +242,7 @@ def train(cfg: Config) -> None:
     for step in range(cfg.max_steps + 1):
         # The evaluations come before the update of a step, and once after the last update.
         is_last = step == cfg.max_steps
-        row = {"step": step}
+        row: dict[str, float] = {"step": step}
 
         # The loss on text that is never trained on, in nats per token. A network that knows nothing gives all tokens
         # the same probability: ln(50304) = 10.83. GPT-2's random weights begin near 10.95. A run that begins far above

@@ -84,7 +84,8 @@ def find_cards(text: str) -> list[str]:
 
     found = []
     for part in text.split("+"):
-        count, asked = re.fullmatch(r"\s*(?:([1-9]\d{0,3})\s*x)?(.*)", part, re.DOTALL).groups()
+        # Every text matches.
+        count, asked = re.fullmatch(r"\s*(?:([1-9]\d{0,3})\s*x)?(.*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
         known = short_name(asked) in names
         require(known, f"--card {text!r}: {asked!r} is not known; write one of {', '.join(CARDS)}, as in 8xH100")
         found += int(count or 1) * [names[short_name(asked)]]

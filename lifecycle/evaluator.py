@@ -85,7 +85,7 @@ class Evaluator:
         Every rank must call it."""
         cfg, rt = self.cfg, self.rt
         label = f"step {step:5d}/{self.max_steps}"
-        results = {}
+        results: dict[str, Any] = {}
 
         def check_stop() -> None:
             stop.check(rt)

@@ -133,8 +133,8 @@ def make_streams_safe() -> None:
         if getattr(sys, name) is None:
             # It gets the lowest free number, which is that of the closed stream: no data file gets it.
             setattr(sys, name, open(os.devnull, mode))
-    sys.stdout.reconfigure(errors="replace")
-    sys.stderr.reconfigure(errors="replace")
+        if mode == "w":
+            getattr(sys, name).reconfigure(errors="replace")
 
 
 def fail(status: str, reason: str, message: str, code: int = 1) -> None:
@@ -294,7 +294,8 @@ def parse_duration(text: str) -> float:
 
     # Each unit is optional, but the order is fixed: days, hours, minutes, seconds. A group is None for a missing unit.
     match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
-    require(match, f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
+    if match is None:
+        raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
     seconds_per_unit = (86400, 3600, 60, 1)
     return sum(int(count or 0) * unit for count, unit in zip(match.groups(), seconds_per_unit, strict=True))
 

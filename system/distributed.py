@@ -130,7 +130,8 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     if rt.device.type == "cpu":
         # Bit-identical results; on a CPU they cost nothing measurable.
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes new tensors twice
+        # A debugging aid that writes new tensors twice.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
 
     if rt.device.type == "cpu":
         share_cores(env_number("LOCAL_WORLD_SIZE"))
@@ -199,5 +200,5 @@ def weight_checksum(parameters: list[Tensor]) -> str:
     """The CRC-32 of float32 weights: it changes with any bit of them and with their order."""
     checksum = 0
     for p in parameters:
-        checksum = crc32(p.detach().cpu().numpy(), checksum)
+        checksum = crc32(p.detach().cpu().numpy().data, checksum)
     return str(checksum)

@@ -56,10 +56,11 @@ def open_hub() -> Iterator[HfApi]:
         errors.LocalTokenNotFoundError,
         errors.OfflineModeIsEnabled,
         errors.RevisionResolutionError,
-    ) as error:
+    ) as failure:
         # A download that fails for whatever reason says that the network may be down: its cause is the Hub's answer.
-        if isinstance(error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError) and error.__cause__:
-            error = error.__cause__
+        error: BaseException = failure
+        if isinstance(failure, errors.LocalEntryNotFoundError | errors.RevisionResolutionError) and failure.__cause__:
+            error = failure.__cause__
         message = " ".join(f"{constants.ENDPOINT}: {error}".split()).rstrip(".")
         message = message.replace(token or "\0", "***")[:400]
 

@@ -115,7 +115,7 @@ def choose_device(name: str = "auto", local_rank: int = 0, local_world_size: int
 
     # The usable kinds, the fastest first.
     usable = ["cpu"]
-    if torch.backends.mps.is_available() and torch.__version__ >= (2, 14):
+    if torch.backends.mps.is_available() and torch.__version__ >= "2.14":
         usable.insert(0, "mps")
     if torch.cuda.is_available():
         usable.insert(0, "cuda")
@@ -210,7 +210,7 @@ def choose_precision(rt: Any, dtype_flag: str = "auto", saved_dtype: str | None 
     """
     # What every rank has, the preferred first. A CPU computes in anything, if slowly.
     names_of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
-    usable = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
+    usable: list[str] = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
 
     if dtype_flag != "auto":
         is_usable = dtype_flag in usable or rt.device.type != "cuda"

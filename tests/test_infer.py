@@ -33,7 +33,6 @@ def run_main(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, args)])
-        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)  # pytest's stdout has none
         infer.main()
         return capsys.readouterr()
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
     file: index of the file in its source.
     """
 
-    texts: list[str] | list[np.ndarray]
+    texts: list[Any]
     begins: list[bool]
     file: int
 
@@ -141,7 +141,7 @@ def to_text(cell: Cell) -> str:
         try:
             text = text.decode()
         except UnicodeDecodeError:
-            raise UserError(f"{cell.place} is not UTF-8 text: {text[:80]}; {CONVERT}") from None
+            raise UserError(f"{cell.place} is not UTF-8 text: {text[:80]!r}; {CONVERT}") from None
     if not isinstance(text, str):
         fix = "choose another column with --text-column, or with --ids-column one of lists of token ids"
         raise UserError(f"{cell.place} is not text: {text!r:.80}; {fix}")
@@ -229,7 +229,7 @@ def read_jsonl(path: Path, field: str) -> Iterator[Cell]:
             if not line.isspace():
                 place = f"line {number}"
                 fix = "an object stands on one line; a .json may instead be an array"
-                with explain_errors(f"{place} is not JSON in UTF-8: {line[:80]}", fix):
+                with explain_errors(f"{place} is not JSON in UTF-8: {line[:80]!r}", fix):
                     row = json.loads(line.decode())
                 yield find_field(row, field, place)
 

@@ -20,7 +20,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,14 +57,14 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     source = data_dir.name if is_known else "FILES"
     fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
     require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
-    paths = [p for p in data_dir.iterdir() if SHARD_NAME.fullmatch(p.name) and p.is_file()]
 
     # By number, as x_train_1000000 comes after x_train_999999.
-    def sort_key(path: Path) -> tuple[str, int, str]:
+    numbered = []
+    for path in data_dir.iterdir():
         match = SHARD_NAME.fullmatch(path.name)
-        return match["name"], int(match["index"] or 0), path.name
-
-    return sorted(paths, key=sort_key)
+        if match and path.is_file():
+            numbered.append((match["name"], int(match["index"] or 0), path.name))
+    return [data_dir / file for _, _, file in sorted(numbered)]
 
 
 def listed_shards(data_dir: str | Path) -> list[Path]:
@@ -85,7 +85,8 @@ def listed_shards(data_dir: str | Path) -> list[Path]:
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
     the manifest is missing."""
-    paths = [path for path in listed_shards(data_dir) if SHARD_NAME.fullmatch(path.name)["split"] == split]
+    matches = [SHARD_NAME.fullmatch(path.name) for path in listed_shards(data_dir)]
+    paths = [Path(data_dir) / match[0] for match in matches if match and match["split"] == split]
     fix = "if fineweb.py has not finished it, run it again; a small source needs a smaller --shard-size"
     require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
@@ -105,12 +106,15 @@ def map_bin(path: Path) -> np.memmap:
 def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
     header = np.zeros(BIN_HEADER_WORDS, "<i4")
     header[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
-    file.write(header)
-    file.write(tokens)
+    file.write(header.data)
+    file.write(tokens.data)
 
 
 # How a format is mapped, and how it is written.
-FORMATS = {".npy": (partial(np.load, mmap_mode="r"), np.save), ".bin": (map_bin, write_bin)}
+FORMATS: dict[str, tuple[Callable[[Path], np.memmap], Callable[[BinaryIO, np.ndarray], None]]] = {
+    ".npy": (partial(np.load, mmap_mode="r"), np.save),
+    ".bin": (map_bin, write_bin),
+}
 
 
 def map_shard(path: Path) -> np.memmap:

