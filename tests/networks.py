@@ -22,7 +22,7 @@ def other_values(field: dataclasses.Field) -> list:
     choices = [choice for choice in get_args(field.type) if choice != field.default]
     if field.type is bool:
         return [not field.default]
-    return choices or [field.type(1)]
+    return choices or [field.type(3)]  # not 1: a window or a group of one is a special case
 
 
 # Those of the presets and of an import, then GPT-2 with each setting changed alone.

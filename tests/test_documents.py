@@ -24,6 +24,12 @@ SEPARATOR = "<|endoftext|>"
 STORIES = ["Once upon a time.\n\nThe end.", "A word <|endof", "text|> is not one", "", "x " * 40 + "end", "日本 <|end"]
 
 
+def test_every_reader_is_tested():
+    """By the tests that go through WRITERS; all suffixes of plain text have one reader."""
+    untested = readers.READERS.keys() - WRITERS.keys()
+    assert {readers.READERS[suffix] for suffix in untested} <= {readers.read_text}
+
+
 @pytest.mark.parametrize("piece_characters", [1, 50])
 @pytest.mark.parametrize("chunk_bytes", [1, 999])
 @pytest.mark.parametrize("suffix", WRITERS)

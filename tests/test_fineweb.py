@@ -120,7 +120,7 @@ def ids_source(tmp_path):
 @pytest.fixture
 def mixed_source(tmp_path):
     """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
-    files = [write_documents(tmp_path / "src" / f"v{s}", make_documents(11 + i, 9)) for i, s in enumerate(WRITERS)]
+    files = [write_documents(tmp_path / "src" / f"v{s}", make_documents(sum(s.encode()), 9)) for s in WRITERS]
     files.append(write_documents(tmp_path / "src" / "w.parquet", make_documents(1, 20)))
     return ["--source", *files, "--shard-size", 8000]
 

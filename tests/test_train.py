@@ -1,24 +1,39 @@
 """A whole run learns, and is the same compiled. test_plain.py and test_golden.py compare losses, norms and weights."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 from helpers import (
     CPU,
     assert_curves_close,
     load_curve,
+    load_weights,
     make_hellaswag_rows,
     parse_config,
+    same_bits,
     train_quickstart,
     write_jsonl,
 )
+from test_ranks import HIDDEN
 
 import hellaswag
 import train_gpt2
 from lifecycle.evaluator import Evaluator
 from lifecycle.stop import StopRequest
 from weights import checkpoint
+
+# A run in which every setting below acts, and other values of what the recipe has; those of the network are in
+# test_model.py. `weights` acts by its rounding.
+MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid --cooldown 0.7 --grad-clip 0.1
+--model.no-tied-head --model.head-bias --val-every 0 --save-every 0""".split()
+OFF_DEFAULT_SETTINGS = {
+    "seed": 7, "shuffle": False, "max_lr": 5e-3, "min_lr": 1e-3, "warmup_steps": 2, "schedule": "cosine",
+    "cooldown": 0.4, "weight_decay": 0.3, "grad_clip": 0.05, "optimizer": "adamw", "muon_lr": 0.01,
+    "weights": "bfloat16", "overfit_single_batch": True, "total_batch_size": 512, "sequence_length": 16,
+}  # fmt: skip
 
 
 def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch, capsys):
@@ -32,6 +47,19 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
     val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
     best = checkpoint.model_path(tmp_path, min(val_losses, key=val_losses.get))
     assert f"the lowest val loss: {best}" in capsys.readouterr().out and best.exists()
+
+
+@pytest.mark.parametrize("setting", [*OFF_DEFAULT_SETTINGS, *HIDDEN])
+def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path, setting):
+    """Alone, in a real run with Muon: a setting that the loop does not apply would be a flag that does nothing."""
+    base = parse_config("quickstart", *tiny_args, *MOVING)
+    value = HIDDEN.get(setting, OFF_DEFAULT_SETTINGS.get(setting))
+    weights = []
+    for cfg in (base, replace(base, **{setting: value})):
+        folder = tmp_path / str(len(weights))
+        train_gpt2.train(replace(cfg, out_dir=str(folder)), CPU, StopRequest())
+        weights.append(load_weights(folder, 3))
+    assert not same_bits(*weights)
 
 
 def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):

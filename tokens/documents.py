@@ -363,8 +363,9 @@ def open_decompressed(path: Path) -> io.BufferedReader:
         raw = pa.CompressedInputStream(raw, compression)
     file = io.BufferedReader(raw, 1 << 20)
     first = file.peek(4)[:4]
-    # English in UTF-16 without a mark is valid UTF-8, with a zero after each letter.
-    is_wide = first.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in first
+    # English in UTF-16 without a mark is valid UTF-8, with a zero before or after each letter.
+    has_zeros = first[0::2] == b"\0\0" or first[1::2] == b"\0\0"
+    is_wide = has_zeros or first.startswith((b"\xff\xfe", b"\xfe\xff"))
     require(not is_wide, "it is UTF-16, UTF-32 or no text; convert text: iconv -f UTF-16 -t UTF-8 OLD > NEW")
     if first.startswith(codecs.BOM_UTF8):
         file.read(len(codecs.BOM_UTF8))

@@ -38,6 +38,8 @@ class OptimizerFacts(NamedTuple):
     arguments: Callable[[Recipe], dict[str, Any]]  # besides the groups
     takes: set[str]  # the roles of the parameters that it updates; AdamW updates the rest
     state_per_weight: int  # how many float32 numbers it keeps for each weight
+    # (peak rate, weight decay) of its parameters; without it, those of AdamW for the same role
+    rate_and_decay: Callable[[Recipe], tuple[float, float]] | None = None
 
 
 OPTIMIZERS = {
@@ -53,6 +55,7 @@ OPTIMIZERS = {
         lambda cfg: {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz},
         {BLOCK_MATRIX},
         state_per_weight=1,
+        rate_and_decay=lambda cfg: (cfg.muon_lr, cfg.muon_weight_decay),
     ),
 }
 
@@ -82,9 +85,10 @@ def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]
     peak_lr = dict.fromkeys(ROLES, cfg.max_lr)
     peak_lr[EMBEDDING] *= cfg.embed_lr_scale
     peak_lr[VECTOR] *= cfg.vector_lr_scale
-    if cfg.optimizer == "muon":
-        weight_decay[BLOCK_MATRIX] = cfg.muon_weight_decay
-        peak_lr[BLOCK_MATRIX] = cfg.muon_lr
+    chosen = OPTIMIZERS[cfg.optimizer]
+    if chosen.rate_and_decay:
+        for role in chosen.takes:
+            peak_lr[role], weight_decay[role] = chosen.rate_and_decay(cfg)
 
     # The order of the parameters, role by role, is part of the checkpoint format.
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -92,7 +96,7 @@ def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]
     for role in ROLES:
         params = [master_weight(p) for p in roles if roles[p] == role]
         if params:
-            name = cfg.optimizer if role in OPTIMIZERS[cfg.optimizer].takes else "adamw"
+            name = cfg.optimizer if role in chosen.takes else "adamw"
             group = {"params": params, "weight_decay": weight_decay[role], "peak_lr": peak_lr[role]}
             groups.setdefault(name, []).append(group)
     return groups
