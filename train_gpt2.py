@@ -248,10 +248,14 @@ def compute_gradients(
         scaler.scale(loss / len(batch)).backward()
         local_loss += loss.detach() / len(batch)
 
-    # Undo the loss scale, and clip. The norm is that of all gradients together.
+    # Undo the loss scale, and clip. The norm is that of all gradients together, in float32 also if these are bfloat16.
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(ddp_forward.parameters(), cfg.grad_clip or math.inf).item()
+    gradients = [p.grad.float() for p in ddp_forward.parameters() if p.grad is not None]
+    total_norm = nn.utils.get_total_norm(gradients)
+    if cfg.grad_clip:
+        nn.utils.clip_grads_with_norm_(ddp_forward.parameters(), cfg.grad_clip, total_norm)
+    norm = total_norm.item()
 
     # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were asked to
     # stop, and how many have a norm that is not finite. The device has finished by now, so the request is a late one.
