@@ -359,7 +359,7 @@ def export(path: Path, out_dir: Path) -> None:
     model, facts = checkpoint.load(path)
     run_dir = path if path.is_dir() else path.parent
     write_export(model, facts, run_dir, out_dir, str(out_dir))
-    print0(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    print0(f"{out_dir} is ready; {next_command(model, out_dir)}")
 
 
 def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:
@@ -396,9 +396,14 @@ def import_old(old: Path, out_dir: Path) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
     text = f"the model is in {out_dir}"
-    if model.config.vocab_size >= VOCAB_SIZE:  # and not a model of characters
-        text += f"; try: python infer.py {shlex.quote(str(out_dir))} Hello,"
-    print0(text)
+    print0(f"{text}; {next_command(model, out_dir)}")
+
+
+def next_command(model: GPT, folder: Path) -> str:
+    """What to do with a model in a folder."""
+    if model.config.vocab_size >= VOCAB_SIZE:
+        return f"try: python infer.py {shlex.quote(str(folder))} Hello,"
+    return f"its {model.config.vocab_size} tokens are not GPT-2's: infer.py and hellaswag.py cannot use it"
 
 
 # ------------------------------------------------------------------------- the command line

@@ -42,9 +42,9 @@ describe_venv() {
 choose_installer() {
     [ -z "${UV+set}" ] || return 0
     UV=$(command -v uv) || UV=
-    if .venv/bin/python -m pip config list | grep -qE '(index-url|find-links|no-index|proxy|cert)='; then
-        UV=
-    fi
+    case $(.venv/bin/python -m pip config list) in
+        *index-url=* | *find-links=* | *no-index=* | *proxy=* | *cert=*) UV= ;;
+    esac
 }
 
 install_packages() {

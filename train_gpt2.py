@@ -52,7 +52,7 @@ from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import to_device
 from training import optim
-from training.config import HELLASWAG_DATA, Mark, TrainConfig, has_mark, settings_by_flag
+from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, has_mark, settings_by_flag
 from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
@@ -70,7 +70,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     data_id = data.fingerprint()
     step = start = saved["step"] if saved else 0
     if resume.is_complete(cfg, rt, step, max_steps):
-        print0(f"the run is complete at step {step}; to train on, raise --max-steps")
+        path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
+        print0(f"the run is complete at step {step}; to train on: --resume {path} --max-steps N --out-dir NEW_FOLDER")
         return ""
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
@@ -364,16 +365,24 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
 FOREIGN_FLAGS = {
     "--max_iters": "--max-steps",
     "--num_iterations": "--max-steps",
-    "--batch_size": "--micro-batch-size",
-    "--block_size": "--sequence-length",
+    "--batch_size": "--micro-batch-size (and --total-batch-size, in tokens, is the batch of a step)",
+    "--block_size": "--sequence-length, for a small network with --model.block-size,",
     "--gradient_accumulation_steps": "not needed (it follows from --total-batch-size)",
     "--learning_rate": "--max-lr",
     "--learning_rate_decay_frac": "--min-lr, a rate,",
+    "--decay_lr": "not needed (--schedule ends at --max-steps)",
+    "--lr_decay_iters": "not needed (--schedule ends at --max-steps)",
     "--warmup_iters": "--warmup-steps",
+    "--beta1": "a setting of the presets (training/presets.py)",
+    "--beta2": "a setting of the presets (training/presets.py)",
+    "--dropout": "nothing: there is none",
     "--eval_interval": "--val-every",
     "--val_loss_every": "--val-every",
-    "--eval_iters": "--val-tokens",
+    "--eval_iters": "--val-tokens, in tokens,",
+    "--log_interval": "not needed (every step is logged)",
+    "--always_save_checkpoint": "--save-every",
     "--save_every_niter": "--save-every",
+    "--backend": "not needed (NCCL on GPUs, gloo on CPUs)",
     "--dataset": "--data-dir",
     "--input_bin": "--data-dir",
     "--input_train_bin": "--data-dir",
@@ -382,10 +391,11 @@ FOREIGN_FLAGS = {
     "--n_layer": "--model.n-layer",
     "--n_head": "--model.n-head",
     "--n_embd": "--model.n-embd",
-    "--bias": "--model.bias",
+    "--bias": "--model.bias or --model.no-bias",
     "--wandb_log": "--tracker wandb",
     "--wandb_project": "WANDB_PROJECT, a variable of the environment,",
     "--wandb_project_id": "WANDB_PROJECT, a variable of the environment,",
+    "--wandb_run_name": "WANDB_NAME, a variable of the environment,",
     "-b": "--micro-batch-size",
     "-c": "--weight-decay",
     "-d": "--total-batch-size",
@@ -410,13 +420,14 @@ FOREIGN_FLAGS = {
 def explain_foreign_flags(words: list[str]) -> list[str]:
     """What the flags of other trainers on a command line are here, a sentence each."""
     sentences = []
+    switches = [flag(name) for name, value in vars(TrainConfig()).items() if isinstance(value, bool)]
     for word in words:
-        name, equals, value = word.partition("=")
+        name, equals, _ = word.partition("=")
+        switch = name.replace("_", "-")
         if name in FOREIGN_FLAGS:
             sentences.append(f"{name} is {FOREIGN_FLAGS[name]} here")
-        elif equals and value.lower() in ("0", "1", "true", "false"):
-            switch = name.lstrip("-").replace("_", "-")
-            sentences.append(f"switches take no value: --{switch} or --no-{switch}")
+        elif equals and switch in switches:
+            sentences.append(f"switches take no value: {switch} or --no-{switch.removeprefix('--')}")
     return sentences
 
 

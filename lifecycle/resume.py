@@ -55,7 +55,6 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
         if old.init_from != "scratch":
             cfg = replace(cfg, init_from=old.init_from, model=old.model)
         model = open_model(saved["model_file"])
-        print0(f"resumed from {saved['model_file']}")
     elif cfg.init_from != "scratch":
         model = open_init_from(cfg)
         cfg = replace(cfg, model=model.config)
@@ -73,6 +72,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
     check_ranks_agree(cfg, rt, saved, data)
     if saved:
         check_drift(cfg, saved, data)
+        print0(f"resumed from {saved['model_file']}")
     is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
     if rt.is_main and not is_own:
         set_metrics_aside(cfg.run_dir)
@@ -121,6 +121,7 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
 
 def open_init_from(cfg: TrainConfig) -> GPT:
     """The weights that --init-from names. Raises UserError if they are of another network than the flags ask for."""
+    require(cfg.init_from != "resume", "--init-from resume, as nanoGPT has it, is --resume auto here")
     model = open_model(cfg.init_from)
     print0(f"weights of {cfg.init_from}")
 

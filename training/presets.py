@@ -10,7 +10,7 @@ from dataclasses import replace
 from model import GPTConfig
 from training.config import TrainConfig
 
-OTHER_TRAINERS = "docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
+OTHER_TRAINERS = "see -h; docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
 
 def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
