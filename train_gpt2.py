@@ -29,7 +29,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from torch import Tensor, nn
 import hellaswag
 from lifecycle import plan, resume
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
-from lifecycle.metrics import MetricsLogger, best_step, best_steps
+from lifecycle.metrics import MetricsLogger, best_step, best_steps, check_wandb
 from lifecycle.stop import Stopped, StopRequest, UpdateRefused
 from model import GPT
 from system import distributed, machine
@@ -357,7 +356,8 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
         if env_rank() > 0:
             time.sleep(3)
         raise
-    require(cfg.tracker != "wandb" or find_spec("wandb"), "--tracker wandb needs: .venv/bin/pip install wandb")
+    if cfg.tracker == "wandb":
+        check_wandb()
     return cfg
 
 

@@ -20,11 +20,12 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lifecycle.cards import total_peak_flops
-from system.cli import format_cost, format_duration, print0
+from system.cli import format_cost, format_duration, print0, require
 from system.files import atomic_write
 
 if TYPE_CHECKING:
@@ -295,6 +296,18 @@ class WandbTracker(Tracker):
 
     def close(self) -> None:
         self.run.finish()
+
+
+def check_wandb() -> None:
+    """Raise UserError, before a run starts, if wandb is not installed or would ask for a key."""
+    # A folder named wandb, as its runs leave it, can be imported, too; it has no origin.
+    package = find_spec("wandb")
+    require(package and package.origin, "--tracker wandb needs: .venv/bin/pip install wandb")
+
+    is_local = os.environ.get("WANDB_MODE", "online") != "online"
+    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()
+    fix = "run .venv/bin/wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
+    require(is_local or has_key, f"--tracker wandb needs a key: {fix}")
 
 
 # The classes of TrainConfig.tracker.

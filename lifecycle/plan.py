@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from lifecycle.cards import CARDS, find_cards, total_peak_flops
+from lifecycle.reference import read_references
 from lifecycle.resume import find_checkpoint, open_data, open_init_from
 from lifecycle.stop import StopRequest
 from model import GPT
@@ -182,7 +183,9 @@ def predict(cfg: TrainConfig) -> str:
     cards = find_cards(cfg.card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)
-    max_steps = cfg.max_steps or cfg.epochs * cfg.steps_per_epoch
+    # Where the steps depend on the data, those of the public run of the preset.
+    published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
+    max_steps = cfg.max_steps or cfg.epochs * (cfg.steps_per_epoch or published)
     assumed = "" if max_steps else "how many steps the data have is not known: 1000 are assumed\n"
     max_steps = max_steps or 1000
     step_s = predict_step_s(cfg, cards)

@@ -3,15 +3,17 @@
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers import CPU, load_metrics, parse_config
 
-from lifecycle import cards
+from lifecycle import cards, metrics
 from lifecycle.metrics import MetricsLogger
 from model import GPT, GPTConfig
+from system.cli import UserError
 from system.distributed import Runtime
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
@@ -118,6 +120,21 @@ def test_tensorboard_draws_each_point_once(tmp_path):
     samples = events.Tensors("samples/text_summary")
     assert {event.step for event in samples} == {4, 8}
     assert b"once upon a time 8" in samples[-1].tensor_proto.string_val[0]
+
+
+def test_wandb_without_a_key_is_refused_before_the_start(tmp_path, monkeypatch):
+    """Nor does a folder of that name stand for the package."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for origin, mode, problem in (
+        (None, "", "pip install"),
+        ("wandb.py", "online", "login"),
+        ("wandb.py", "offline", ""),
+    ):
+        monkeypatch.setenv("WANDB_MODE", mode or "online")
+        monkeypatch.setattr(metrics, "find_spec", lambda name, origin=origin: SimpleNamespace(origin=origin))
+        with pytest.raises(UserError, match=problem) if problem else nullcontext():
+            metrics.check_wandb()
 
 
 def test_wandb_gets_each_point_once(tmp_path, monkeypatch):
