@@ -36,8 +36,8 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabulary to a round size
 
-# The attention kernels for lengths that change from call to call. They leave out cuDNN's kernel, which torch prefers on
-# Hopper and Blackwell: it plans each new length, which takes 0.4 s (modelscope/FunASR#3704).
+# The attention kernels for texts whose length changes from call to call, as when sampling. cuDNN's kernel, which torch
+# prefers on Hopper and Blackwell, is not among them: it takes 0.4 s to plan each new length (modelscope/FunASR#3704).
 ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -55,17 +55,20 @@ class GPTConfig:
     bias: bool = True  # in linear layers and LayerNorms
     tied_head: bool = True  # the head shares the token embedding's weight
 
-    positions: Literal["learned", "rope", "half_rope"] = "learned"  # half_rope: only half of the channel pairs rotate
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"  # rmsnorm_gain: with a learned gain
+    positions: Literal["learned", "rope", "half_rope"] = "learned"
+    """learned: an embedding of each position; rope: rotations of queries and keys; half_rope: of half of their channels,
+    as in speedrun-124m alone"""
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
+    """rmsnorm: without a gain; rmsnorm_gain: with one, as in speedrun-124m alone"""
     activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"
     """gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU, modded-nanogpt's"""
     qk_norm: bool = False  # RMSNorm on queries and keys
-    attention_scale: float = 0.0  # 0: one over the square root of the head size
+    attention_scale: float = 0.0  # 0: one over the square root of the head size (0.12 in speedrun-124m)
     zero_init_projections: bool = False
     """the blocks' output projections and an untied head start at zero, all other matrices with modded-nanogpt's
     standard deviation instead of 0.02"""
-    head_bias: bool = False  # add a bias to the logits
-    softcap: float = 0.0  # the logits z become z / sqrt(1 + (z / softcap)^2); 0: off
+    head_bias: bool = False  # add a bias to the logits (speedrun-124m)
+    softcap: float = 0.0  # the logits z become z / sqrt(1 + (z / softcap)^2); 0: off; speedrun-124m: 15
 
     @property
     def head_size(self) -> int:
@@ -137,7 +140,8 @@ def has_rope(config: GPTConfig) -> bool:
 
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
-    # On the CPU even when the model is built on the meta device: no checkpoint has the table, to fill it in.
+    # On the CPU even when the model is built on the meta device: checkpoints do not store the table, so that nothing
+    # would fill it in later.
     frequencies = POSITIONS[config.positions](config.head_size)  # type: ignore[misc]  # (hs / 2,); not None if has_rope
     positions = torch.arange(config.block_size, device="cpu").float()
     angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
@@ -145,8 +149,9 @@ def rope_table(config: GPTConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): rotate the channel pairs of x (B, T, nh, hs) by the angles whose
-    cosine and sine are in cos_sin (2, ..., T, 1, hs / 2). Channel i is paired with channel i + hs / 2.
+    """Rotary position embedding (Su et al. 2021): rotate the channel pairs of x (B, T, nh, hs) by minus the angles
+    whose cosine and sine are in cos_sin (2, ..., T, 1, hs / 2). Channel i is paired with channel i + hs / 2. Only
+    differences of angles matter, so their sign is free; this one is modded-nanogpt's.
 
     Queries and keys turn with their positions, so the score of a query and a key depends on the distance between them.
     """
@@ -216,8 +221,8 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding; on the meta device without its random weights, for which torch would import its compiler, which
-    takes a second."""
+    """nn.Embedding, but on the meta device it draws no random weights: for these, torch would import its compiler,
+    which takes a second."""
 
     def reset_parameters(self) -> None:
         """Random weights, replaced by GPT's own."""
@@ -234,8 +239,8 @@ class KVCache:
 
     def __init__(self, n_layer: int, max_len: int):
         self.n_layer, self.max_len = n_layer, max_len
-        # (n_layer, B, nh, max_len, hs) each, from the first append on; empty before. Autograd refuses to write into the
-        # halves of one tensor.
+        # (n_layer, B, nh, max_len, hs) each, from the first append on; empty before. Two tensors, because autograd
+        # refuses to write into two halves of one.
         self.k = self.v = torch.empty(0)
         self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
@@ -257,7 +262,7 @@ class KVCache:
 class SharedInputs(NamedTuple):
     """What every block is given beside the residual stream, made once by GPT.hidden.
 
-    No field has a default, so that nothing can be built without one that is added here.
+    No field has a default: whoever adds one is told of every place that must give it a value.
     """
 
     cos_sin: Tensor | None  # RoPE's angles (2, ..., T, 1, hs / 2), if used

@@ -106,7 +106,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         def save() -> None:
             """Save this step, unless the run folder has it. Every rank must call it."""
             # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for
-            # rank 0 in `gather`, which is patient; collectives of tensors give up after ten minutes.
+            # rank 0 in `gather`, for up to two hours.
             writer.join()
             if rt.gather(writer.saved_step)[0] == step:
                 return
@@ -138,8 +138,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                     metrics.write(row)
                     break
 
-                # Forward and backward. This and the update are timed, the wait for the batch apart. On a GPU the update
-                # is still running when the time is taken, which then counts toward the next step.
+                # Forward and backward. The wait for the batch is timed apart from the step. On a GPU the update still
+                # runs when the step's time is taken, so that it counts as time of the next step.
                 wait_time = time.perf_counter()
                 batch = next(batches)
                 start_time = time.perf_counter()
@@ -183,7 +183,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             ending = e
         except UpdateRefused as e:
             ending = e
-            writer.keep = 0  # these weights may be the cause: they push no earlier checkpoint out
+            writer.keep = 0  # these weights may be the cause: no earlier checkpoint is deleted for theirs
         except Exception:
             # [resume] Save the steps before the error, unless it came in the middle of an update. Several ranks cannot:
             # the others do not know of it.
@@ -258,7 +258,8 @@ def compute_gradients(
     norm = total_norm.item()
 
     # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were asked to
-    # stop, and how many have a norm that is not finite. The device has finished by now, so the request is a late one.
+    # stop, and how many have a norm that is not finite. The device has finished its work by now, so a signal that came
+    # during the step is seen.
     numbers = [local_loss.item() / rt.world_size, stop.is_requested(), not math.isfinite(norm)]
     loss, stops, bad_norms = rt.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=rt.device)).tolist()
     return loss, norm, math.isfinite(loss) and bad_norms == 0, stops > 0

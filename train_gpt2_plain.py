@@ -257,8 +257,8 @@ def train(cfg: Config) -> None:
             break
 
         # Forward and backward. backward() adds to the gradients that are there, so after all micro-batches they are
-        # those of the sum of the losses. Wanted are those of the mean over the whole batch. Each loss is the mean of
-        # its micro-batch, and these are equally large: divided by their number, they sum to the mean of the whole.
+        # those of the sum of the losses. We want those of the mean over the whole batch. Each loss is the mean of its
+        # micro-batch, and all micro-batches have one size: divided by their number, the losses sum to that mean.
         start = time.perf_counter()
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):

@@ -45,7 +45,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
         val_data   the validation data, if the run validates
         saved      the train state to continue from (load_state), or None for a new run
     """
-    # The checkpoint. Then the data, because weights may have to be downloaded, and should not be in vain.
+    # The checkpoint, then the data: missing data are reported before any weights are downloaded.
     saved = find_checkpoint(cfg)
     find_shards(cfg.data_dir, "train")
 
@@ -63,7 +63,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
         torch.manual_seed(cfg.seed)
         model = GPT(cfg.model)
 
-    # Weights from a file are mapped from it; the copies let go of it, so that --keep can delete the file.
+    # Weights are mapped from their file. Copy them, so that deleting the file (--keep) frees its space on the disk.
     for p in model.parameters():
         p.data = p.data.clone()
 

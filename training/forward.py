@@ -86,7 +86,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
 
 
 def start_compile_workers() -> None:
-    """Start the processes that compile for a GPU, deaf to the signals that stop a run: torchrun sends these to all
+    """Start the processes that compile for a GPU, with the signals blocked that stop a run: torchrun sends these to all
     processes of the job, and the compiler would wait for ever for workers that have died (pytorch/pytorch#189290)."""
     from torch._inductor.async_compile import AsyncCompile
 
