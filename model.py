@@ -56,8 +56,8 @@ class GPTConfig:
     tied_head: bool = True  # the head shares the token embedding's weight
 
     positions: Literal["learned", "rope", "half_rope"] = "learned"
-    """learned: an embedding of each position; rope: rotations of queries and keys; half_rope: of half of their channels,
-    as in speedrun-124m alone"""
+    """learned: an embedding of each position; rope: rotations of queries and keys; half_rope: of half of their
+    channels, as in speedrun-124m alone"""
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
     """rmsnorm: without a gain; rmsnorm_gain: with one, as in speedrun-124m alone"""
     activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"
