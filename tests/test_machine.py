@@ -116,7 +116,8 @@ def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, program
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1) if device.index == 6 else (7, 0))
     monkeypatch.setenv("CXX", "my++")
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda *args, **kwargs: {"include": str(tmp_path)})
+    paths = machine.sysconfig.get_paths() | {"include": str(tmp_path)}
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda *args, **kwargs: paths)
     monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in programs else None)
     found = machine.missing_compiler(torch.device(device))
     assert missing in found and bool(found) == bool(missing)
