@@ -302,8 +302,6 @@ def train(cfg: Config) -> None:
         content = {"format": 1, "model": dict(model.state_dict()), "config": asdict(cfg.model), "step": cfg.max_steps}
         torch.save(content, path)
         print0(f'done: {path}; next: python plots.py {out_dir}; python infer.py {path} "Once upon a time"')
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 def write_row(out_dir: Path, row: dict[str, float]) -> None:
@@ -316,6 +314,10 @@ def write_row(out_dir: Path, row: dict[str, float]) -> None:
 
 def main() -> None:
     train(tyro.cli(Config, description=__doc__, console_outputs=env_rank() == 0))
+
+    # Leave the other ranks only now: DDP, which `train` has let go of, may hang if its group ends first.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -185,11 +185,15 @@ def run_reference(reference: Reference, program: str, folder: Path, steps: int) 
 # ------------------------------------------------------------------------- this project's side
 
 
-def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: PlantedError | None) -> Curve:
+def run_ours(
+    flags: str, adam_eps: float | None, folder: Path, state: dict[str, np.ndarray], plant: PlantedError | None
+) -> Curve:
     """In a process of its own: the curve of train_gpt2.py with these flags, from the weights `state`."""
     rt = Runtime(torch.device("cpu"), torch.float32)
     muon.NEWTON_SCHULZ_DTYPE = torch.float32  # bfloat16, as everywhere else, would not agree to rounding
     cfg = parse(flags.split(), lambda path: {})
+    if adam_eps is not None:
+        cfg = replace(cfg, adam_eps=adam_eps)
     torch.manual_seed(cfg.seed)
     model = GPT.from_state_dict(cfg.model, {name: torch.from_numpy(w.copy()) for name, w in state.items()})
     forward, _, optimizers, scaler, B = train_gpt2.build(model, cfg, rt)
@@ -265,7 +269,10 @@ def compare(reference: Reference, source: str, args: Args) -> Comparison:
         folder = Path(work)
         write_shards(args.data_dir, folder, size, steps)
         expected, state = turns.run_apart(run_reference, reference, program, folder, steps)
-        curves = {plant: turns.run_apart(run_ours, flags, folder, state, plant) for plant in (None, *args.plant)}
+        curves = {
+            plant: turns.run_apart(run_ours, flags, reference.adam_eps, folder, state, plant)
+            for plant in (None, *args.plant)
+        }
     return Comparison(expected, curves.pop(None), curves)
 
 
