@@ -4,7 +4,7 @@ python train_gpt2.py quickstart                                            # min
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
 python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # resume from a checkpoint
 
-`train` is the loop of train_gpt2_plain.py, with what a long run needs around it. What is added in the loop is marked:
+`train` is the loop of train_gpt2_plain.py, with what a long run needs around it. The larger additions are marked:
 
     [memory]   what makes room for larger micro-batches
     [speed]    what a thread does meanwhile, and the compiler
@@ -42,6 +42,7 @@ from torch import Tensor, nn
 import hellaswag
 from lifecycle import plan, resume
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
+from lifecycle.foreign_flags import explain_foreign_flags
 from lifecycle.metrics import MetricsLogger, best_step, best_steps, check_wandb
 from lifecycle.stop import Stopped, StopRequest, UpdateRefused
 from model import GPT
@@ -51,7 +52,7 @@ from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import to_device
 from training import optim
-from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, has_mark, settings_by_flag
+from training.config import HELLASWAG_DATA, Mark, TrainConfig, has_mark, settings_by_flag
 from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
@@ -360,76 +361,6 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if cfg.tracker == "wandb":
         check_wandb()
     return cfg
-
-
-# The flags of nanoGPT, llm.c and DDP-BASEMODEL-TRAIN, and what they are here; docs/coming-from.md says more.
-FOREIGN_FLAGS = {
-    "--max_iters": "--max-steps",
-    "--num_iterations": "--max-steps",
-    "--batch_size": "--micro-batch-size (and --total-batch-size, in tokens, is the batch of a step)",
-    "--block_size": "--sequence-length, for a small network with --model.block-size,",
-    "--gradient_accumulation_steps": "not needed (it follows from --total-batch-size)",
-    "--learning_rate": "--max-lr",
-    "--learning_rate_decay_frac": "--min-lr, a rate,",
-    "--decay_lr": "not needed (--schedule ends at --max-steps)",
-    "--lr_decay_iters": "not needed (--schedule ends at --max-steps)",
-    "--warmup_iters": "--warmup-steps",
-    "--beta1": "a setting of the presets (training/presets.py)",
-    "--beta2": "a setting of the presets (training/presets.py)",
-    "--dropout": "nothing: there is none",
-    "--eval_interval": "--val-every",
-    "--val_loss_every": "--val-every",
-    "--eval_iters": "--val-tokens, in tokens,",
-    "--log_interval": "not needed (every step is logged)",
-    "--always_save_checkpoint": "--save-every",
-    "--save_every_niter": "--save-every",
-    "--backend": "not needed (NCCL on GPUs, gloo on CPUs)",
-    "--dataset": "--data-dir",
-    "--input_bin": "--data-dir",
-    "--input_train_bin": "--data-dir",
-    "--input_val_bin": "--data-dir",
-    "--output_dir": "--out-dir",
-    "--n_layer": "--model.n-layer",
-    "--n_head": "--model.n-head",
-    "--n_embd": "--model.n-embd",
-    "--bias": "--model.bias or --model.no-bias",
-    "--wandb_log": "--tracker wandb",
-    "--wandb_project": "WANDB_PROJECT, a variable of the environment,",
-    "--wandb_project_id": "WANDB_PROJECT, a variable of the environment,",
-    "--wandb_run_name": "WANDB_NAME, a variable of the environment,",
-    "-b": "--micro-batch-size",
-    "-c": "--weight-decay",
-    "-d": "--total-batch-size",
-    "-e": "a preset (llmc-124m, gpt2-350m, ...) as the first word",
-    "-i": "--data-dir",
-    "-j": "--data-dir",
-    "-l": "--max-lr",
-    "-n": "--save-every",
-    "-o": "--out-dir",
-    "-q": "--min-lr, a rate,",
-    "-r": "--recompute",
-    "-s": "--sample-every",
-    "-t": "--sequence-length",
-    "-u": "--warmup-steps",
-    "-v": "--val-every",
-    "-x": "--max-steps",
-    "-y": "--resume auto",
-    "-z": "--zero-stage",
-}
-
-
-def explain_foreign_flags(words: list[str]) -> list[str]:
-    """What the flags of other trainers on a command line are here, a sentence each."""
-    sentences = []
-    switches = [flag(name) for name, value in vars(TrainConfig()).items() if isinstance(value, bool)]
-    for word in words:
-        name, equals, _ = word.partition("=")
-        switch = name.replace("_", "-")
-        if name in FOREIGN_FLAGS:
-            sentences.append(f"{name} is {FOREIGN_FLAGS[name]} here")
-        elif equals and switch in switches:
-            sentences.append(f"switches take no value: {switch} or --no-{switch.removeprefix('--')}")
-    return sentences
 
 
 def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:

@@ -17,9 +17,10 @@ import hellaswag
 import hub
 import infer
 import plots
+from lifecycle.foreign_flags import FOREIGN_FLAGS
 from model import GPTConfig
 from system.cli import UserError
-from train_gpt2 import FOREIGN_FLAGS, parse
+from train_gpt2 import parse
 from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, settings_by_flag, shapes_result
 from training.presets import PRESETS, SUMMARIES, is_network_from_init
 
