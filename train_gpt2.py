@@ -43,8 +43,9 @@ import hellaswag
 from lifecycle import plan, resume
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.foreign_flags import explain_foreign_flags
-from lifecycle.metrics import MetricsLogger, best_step, best_steps, check_wandb
-from lifecycle.stop import Stopped, StopRequest, UpdateRefused
+from lifecycle.metrics import MetricsLogger, best_step, check_wandb
+from lifecycle.save import Saver
+from lifecycle.stop import Stopped, StopRequest
 from model import GPT
 from system import distributed, machine
 from system.cli import UserError, env_rank, format_duration, print0, require
@@ -67,7 +68,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten.
     cfg, model, data, val_data, saved = resume.open_run(cfg, rt)
     max_steps = cfg.total_steps(data.order.sequences_per_epoch)
-    data_id = data.fingerprint()
     step = start = saved["step"] if saved else 0
     if resume.is_complete(cfg, rt, step, max_steps):
         path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
@@ -86,11 +86,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         plan.check_disk(cfg, model, step, max_steps)
         plan.write_config(cfg, rt, max_steps)
 
-    # The evaluations, the log, and this rank's batches, which a thread reads ahead [speed]: (micro_steps, B, T + 1)
-    # tokens for each step from here on.
+    # The evaluations, the log, the checkpoints, and this rank's batches, which a thread reads ahead [speed]:
+    # (micro_steps, B, T + 1) tokens for each step from here on.
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
     evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
     metrics = MetricsLogger(cfg, rt, model, start, max_steps)
+    saver = Saver(cfg, rt, model, optimizers, scaler, metrics, data.fingerprint(), start, max_steps)
     batches = data.batches(
         step,
         cfg.sequences_per_step,
@@ -100,28 +101,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         while_waiting=partial(stop.check_alone, rt),  # [stop] a disk may hang
     )
 
-    # [speed] A thread writes checkpoints while training continues. Leaving this block, also by an exception, waits for
-    # it.
-    with checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, partial(best_steps, cfg.run_dir)) as writer:
-
-        def save() -> None:
-            """Save this step, unless the run folder has it. Every rank must call it."""
-            # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for
-            # rank 0 in `gather`, for up to two hours.
-            writer.join()
-            if rt.gather(writer.saved_step)[0] == step:
-                return
-            weights = optim.float32_state_dict(model)
-            resume.check_weights_agree(rt, weights, step)
-            state = resume.train_state(cfg, rt, step, max_steps, data_id, optimizers, scaler)
-            if rt.is_main:
-                # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
-                metrics.flush()
-                writer.save(step, checkpoint.model_file(model, step, weights, preset=cfg.preset), state)
-
-        ending: Exception | None = None  # why the run ends before its last step
-        refused_steps = 0
-        is_updating = False
+    refused_steps = 0
+    is_stopped = False
+    with saver:
         try:
             stop.check(rt)  # [stop] a signal that came during the start
             while True:
@@ -130,7 +112,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
                 # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
                 if step == max_steps or (step > start and is_due(step, cfg.save_every, max_steps)):
-                    save()
+                    saver.save(step)
 
                 # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
                 row |= evaluator.measure(step, stop)
@@ -155,19 +137,21 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # Rate and update.
                 lr = set_learning_rates(optimizers, step, max_steps, cfg)
                 if is_finite:
-                    is_updating = True
+                    saver.whole_step = None  # [resume] an error from here on leaves weights that must not be saved
                     for optimizer in optimizers:
                         scaler.step(optimizer)
                 elif math.isfinite(loss) and scaler.get_scale() > 1:
                     # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
                     print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
                 else:
-                    # [safety] A network with a weight that is not a number never recovers.
+                    # [safety] A network with a weight that is not a number never recovers. These weights may be the
+                    # cause already, so no earlier checkpoint is deleted for theirs.
                     refused_steps += 1
                     problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
                     print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
                     if refused_steps > cfg.skip_bad_steps:
-                        raise UpdateRefused(problem)
+                        saver.finish(step, deletes_old=False)
+                        raise UserError(f"{problem}; {advise_after_refusal(cfg, rt)}")
 
                 # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
                 scaler.update()
@@ -178,33 +162,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
                 metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
                 step += 1
-                is_updating = False
+                saver.whole_step = step  # [resume] an error from here on saves this step
                 stop.first_step_is_done = True
-        except Stopped as e:
-            ending = e
-        except UpdateRefused as e:
-            ending = e
-            writer.keep = 0  # these weights may be the cause: no earlier checkpoint is deleted for theirs
-        except Exception:
-            # [resume] Save the steps before the error, unless it came in the middle of an update. Several ranks cannot:
-            # the others do not know of it.
-            if rt.world_size == 1 and not is_updating and step > start:
-                save()
-            raise
+        except Stopped:
+            is_stopped = True
+        saver.finish(step)
 
-        # [resume] All ranks wait until the last checkpoint is on the disk: torchrun ends every rank when one exits
-        # early.
-        save()
-        metrics.close()
-        writer.finish()
-        rt.barrier()
-
-    if isinstance(ending, UpdateRefused):
-        fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
-        if rt.dtype == torch.float16:
-            fix += ", or use --dtype float32 (bfloat16 on a newer card)"
-        raise UserError(f"{ending}; everything before it is saved in {cfg.run_dir}; {fix}")
-    if isinstance(ending, Stopped):
+    if is_stopped:
         fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
         print0(f"stopped by {stop.reason()} at step {step}, saved; {fix}")
         return stop.reason()
@@ -298,6 +262,14 @@ def build(
         forward = make_forward(model, cfg, rt)
         B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg))
         return forward, wrap_in_ddp(forward, rt), optimizers, scaler, B
+
+
+def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
+    """What can be done when a loss or gradients are not finite."""
+    fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
+    if rt.dtype == torch.float16:
+        fix += ", or use --dtype float32 (bfloat16 on a newer card)"
+    return f"everything before it is saved in {cfg.run_dir}; {fix}"
 
 
 def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:

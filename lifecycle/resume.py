@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lifecycle.metrics import read_metrics
 from model import GPT
-from system import distributed, machine
+from system import machine
 from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
 from tokens.shards import find_shards
-from training import optim, schedule
+from training import schedule, zero
 from training.config import TrainConfig, as_flag, changed_settings, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
@@ -181,7 +180,7 @@ def train_state(
         "step": step,
         "max_steps": max_steps,
         "data": data_id,
-        "optimizers": [optim.copy_state(optimizer, rt) for optimizer in optimizers],
+        "optimizers": [zero.copy_state(optimizer, rt) for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "dtype": machine.dtype_name(rt.dtype),
         "config": cfg.to_dict(),
@@ -198,7 +197,7 @@ def load_state(
     """Load what train_state returned. Raises UserError if the state does not fit."""
     problem = f"the train state of step {saved['step']} does not fit this run"
     with explain_out_of_memory(rt), explain_errors(problem, "start a new run from its weights with --init-from"):
-        optim.load_state(optimizers, saved["optimizers"])
+        zero.load_state(optimizers, saved["optimizers"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
 
@@ -232,19 +231,6 @@ def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     if cfg.hellaswag_every and path.is_file():
         rows = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return {"the data": shards, "the HellaSwag file": rows}
-
-
-def check_weights_agree(rt: Runtime, weights: dict[str, Tensor], step: int) -> None:
-    """Raise UserError on every rank unless all have the same weights, before they are saved. Every rank must call it.
-
-    DDP averages gradients, but never compares the weights: if these differ, the ranks train different models, of which
-    only rank 0's would be saved.
-    """
-    # A single rank has nothing to compare with, and a checksum takes a second.
-    if rt.world_size > 1:
-        checksum = distributed.weight_checksum(list(weights.values()))
-        fix = f"step {step} is not saved. Cards of different kinds need --zero-stage 1; equal cards: test their memory"
-        rt.check_equal({"the checksum of the weights": checksum}, fix)
 
 
 # ------------------------------------------------------------------------- what has changed

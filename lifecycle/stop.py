@@ -28,10 +28,6 @@ class Stopped(Exception):
     """All ranks have agreed to stop."""
 
 
-class UpdateRefused(Exception):
-    """A loss or gradients that are not finite, on any rank, and no --skip-bad-steps left: all ranks stop."""
-
-
 class StopRequest:
     """Whether and why this rank was asked to stop: by a signal, or because --time-limit, counted from here, is over. A
     limit of 0 means no limit."""

@@ -10,7 +10,7 @@ import train_gpt2
 from lifecycle.stop import StopRequest
 from model import GPT
 from system.cli import UserError
-from training import microbatch, optim, schedule
+from training import master_weights, microbatch, schedule
 from training.presets import PRESETS
 
 GPU = replace(CPU, device=torch.device("cuda", 0))
@@ -110,7 +110,7 @@ def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
             for optimizer in optimizers:
                 optimizer.step()
             model.zero_grad()
-        return optim.float32_state_dict(model)
+        return master_weights.float32_state_dict(model)
 
     plain, tried = train(False), train(True)
     assert all(torch.equal(plain[name], tried[name]) for name in plain)

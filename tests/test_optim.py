@@ -7,7 +7,7 @@ import torch
 from helpers import CPU, choices, same_bits
 
 from model import GPT, GPTConfig
-from training import optim, schedule
+from training import master_weights, optim, schedule, zero
 from training.config import TrainConfig
 from training.presets import PRESETS
 
@@ -101,19 +101,19 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     a, optimizers_a = build(cfg)
     for step in range(first_step):
         take_step(a, optimizers_a, cfg, step)
-    saved = {name: tensor.clone() for name, tensor in optim.float32_state_dict(a).items()}
-    states = [optim.copy_state(optimizer, CPU) for optimizer in optimizers_a]
+    saved = {name: tensor.clone() for name, tensor in master_weights.float32_state_dict(a).items()}
+    states = [zero.copy_state(optimizer, CPU) for optimizer in optimizers_a]
     for step in (1, 2):
         take_step(a, optimizers_a, cfg, step)
 
     b = GPT.from_state_dict(SMALL, saved)
     optimizers_b = optim.build_optimizers(b, cfg, CPU)
-    optim.load_state(optimizers_b, states)
+    zero.load_state(optimizers_b, states)
     for step in (1, 2):
         take_step(b, optimizers_b, cfg, step)
 
     assert same_bits(a.state_dict(), b.state_dict())
-    assert same_bits(optim.float32_state_dict(a), optim.float32_state_dict(b))
+    assert same_bits(master_weights.float32_state_dict(a), master_weights.float32_state_dict(b))
 
 
 def test_a_loaded_state_keeps_this_runs_settings():
@@ -123,14 +123,14 @@ def test_a_loaded_state_keeps_this_runs_settings():
     take_step(model, optimizers, BASE, step=0)
     state = optimizers[0].state_dict()
     _, others = build(dataclasses.replace(BASE, weight_decay=0.3))
-    optim.load_state(others, [state])
+    zero.load_state(others, [state])
     assert {group["weight_decay"] for group in others[0].param_groups} == {0.3, 0.0}
 
     with pytest.raises(ValueError):
-        optim.load_state(optimizers, [state, state])
+        zero.load_state(optimizers, [state, state])
     state["state"][0] = state["state"][0] | {"exp_avg": torch.zeros(2, 16)}
     with pytest.raises(ValueError, match="parameter 0"):
-        optim.load_state(optimizers, [state])
+        zero.load_state(optimizers, [state])
 
 
 # ------------------------------------------------------------------------- master weights
@@ -140,7 +140,7 @@ def test_bfloat16_weights_keep_float32_masters():
     """Updates too small for bfloat16 add up in the master weights; the model has these, rounded; a tied head stays
     tied."""
     model, optimizers = build(dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0))
-    before = optim.float32_state_dict(model)["transformer.h.0.attn.c_attn.weight"].clone()
+    before = master_weights.float32_state_dict(model)["transformer.h.0.attn.c_attn.weight"].clone()
 
     for _ in range(3):
         for p in model.parameters():
@@ -150,7 +150,7 @@ def test_bfloat16_weights_keep_float32_masters():
                 group["lr"] = 1e-6
             optimizer.step()
 
-    state = optim.float32_state_dict(model)
+    state = master_weights.float32_state_dict(model)
     assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     assert state.keys() == model.state_dict().keys()

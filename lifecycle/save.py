@@ -1,0 +1,101 @@
+"""Saving a run: what goes into a checkpoint, on which ranks, when the last one is on the disk, and what is saved when
+an error ends the run.
+
+    with Saver(cfg, rt, model, optimizers, scaler, metrics, data_id, start, max_steps) as saver:
+        saver.save(500)             # returns once everything is copied to host memory; a thread writes it
+        saver.whole_step = None     # an update begins: an error saves nothing
+        saver.whole_step = 501      # it is done: an error saves this step
+        saver.finish(19073)         # waits for the disk, and raises the error of a write that failed
+
+Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/resume.py's.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lifecycle.metrics import MetricsLogger, best_steps
+from lifecycle.resume import train_state
+from model import GPT
+from system.distributed import Runtime, weight_checksum
+from training import master_weights
+from training.config import TrainConfig
+from weights import checkpoint
+
+
+class Saver:
+    """Saves a run. Use it as a context manager: leaving the block waits for the write in progress. If an error leaves
+    the block, the steps before it are saved, where that needs no other rank: the others do not know of the error.
+
+    whole_step: the step that weights and optimizers stand at, or None while an update changes them."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        rt: Runtime,
+        model: GPT,
+        optimizers: list[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler,
+        metrics: MetricsLogger,
+        data_id: str,
+        start: int,
+        max_steps: int,
+    ):
+        """For a run that starts or resumes at step `start`. data_id: Loader.fingerprint."""
+        self.cfg, self.rt, self.model = cfg, rt, model
+        self.optimizers, self.scaler = optimizers, scaler
+        self.metrics = metrics
+        self.data_id, self.start, self.max_steps = data_id, start, max_steps
+        self.whole_step: int | None = start
+        self.writer = checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, partial(best_steps, cfg.run_dir))
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and self.rt.world_size == 1 and self.whole_step not in (None, self.start):
+            self.save(self.whole_step)
+        self.writer.join()
+
+    def save(self, step: int) -> None:
+        """Save this step, unless the run folder has it. Every rank must call it."""
+        # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for rank 0
+        # in `gather`, for up to two hours.
+        self.writer.join()
+        if self.rt.gather(self.writer.saved_step)[0] == step:
+            return
+
+        weights = master_weights.float32_state_dict(self.model)
+        check_weights_agree(self.rt, weights, step)
+        state = train_state(self.cfg, self.rt, step, self.max_steps, self.data_id, self.optimizers, self.scaler)
+        if self.rt.is_main:
+            # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
+            self.metrics.flush()
+            self.writer.save(step, checkpoint.model_file(self.model, step, weights, preset=self.cfg.preset), state)
+
+    def finish(self, step: int, deletes_old: bool = True) -> None:
+        """Save this step as the last one, and wait until it is on the disk. Raises what a failed write has raised.
+        deletes_old: whether --keep counts; if not, every earlier checkpoint stays. Every rank must call it."""
+        if not deletes_old:
+            self.writer.keep = 0
+        self.save(step)
+        self.whole_step = None  # an error of this write is final
+        self.metrics.close()
+        self.writer.finish()
+
+        # torchrun ends every rank when one exits, so all wait for rank 0's write.
+        self.rt.barrier()
+
+
+def check_weights_agree(rt: Runtime, weights: dict[str, Tensor], step: int) -> None:
+    """Raise UserError on every rank unless all have the same weights, before they are saved. Every rank must call it.
+
+    DDP averages gradients, but never compares the weights: if these differ, the ranks train different models, of which
+    only rank 0's would be saved.
+    """
+    # A single rank has nothing to compare with, and a checksum takes a second.
+    if rt.world_size > 1:
+        checksum = weight_checksum(list(weights.values()))
+        fix = f"step {step} is not saved. Cards of different kinds need --zero-stage 1; equal cards: test their memory"
+        rt.check_equal({"the checksum of the weights": checksum}, fix)

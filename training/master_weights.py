@@ -1,0 +1,65 @@
+"""Master weights: with --weights bfloat16 the model's parameters and gradients are bfloat16, and the optimizers update
+float32 copies of them (Micikevicius et al. 2018). So small updates are not rounded away, and gradients need half the
+bandwidth between ranks. Checkpoints store the float32 copies. The loop sees nothing of it: hooks run before and after
+each `optimizer.step()`.
+
+    model, bfloat16 weights  --- backward --->        bfloat16 gradients
+              ^                                               |
+          after the step                               before the step
+              |                                               v
+    master weights, float32  <--- optimizer.step ---  float32 gradients
+
+With --weights float32 nothing of this happens. Called by training/optim.py; lifecycle/save.py asks for the float32
+weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model import GPT
+
+
+def add_master_weights(model: GPT) -> None:
+    """Give every parameter a float32 copy, as its attribute `master`, and round the parameter itself to bfloat16."""
+    for p in model.parameters():
+        master = nn.Parameter(p.detach().clone())
+        master.__dict__.update(p.__dict__)  # what the network says about its parameter, such as `matrix_rows`
+        p.master = master  # type: ignore[attr-defined]  # a note of our own
+        p.data = p.data.bfloat16()
+
+
+def master_weight(p: Tensor) -> Tensor:
+    """What an optimizer updates for a parameter of the model: its float32 copy or, without one, the parameter."""
+    return getattr(p, "master", p)
+
+
+def update_through_master_weights(optimizer: torch.optim.Optimizer, model: GPT) -> None:
+    """Let every step of an optimizer take the model's gradients, and bring its new weights back into the model."""
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters: list[Tensor] = [p for p in model.parameters() if master_weight(p) is not p and master_weight(p) in own]
+    masters = [master_weight(p) for p in parameters]
+    if not parameters:
+        return
+
+    def before_step(*_: Any) -> None:
+        for p, master in zip(parameters, masters, strict=True):
+            # A parameter that the forward pass skips has no gradient.
+            master.grad = None if p.grad is None else p.grad.float()
+
+    @torch.no_grad()
+    def after_step(*_: Any) -> None:
+        torch._foreach_copy_(parameters, masters)
+        for master in masters:
+            master.grad = None
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def float32_state_dict(model: GPT) -> dict[str, Tensor]:
+    """The model's state dict, in float32."""
+    # keep_vars returns the parameters themselves, so that their copies are found.
+    state = model.state_dict(keep_vars=True)
+    return {name: master_weight(p).detach() for name, p in state.items()}
