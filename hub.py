@@ -334,9 +334,9 @@ tags: [gpt2]
 A GPT of {parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context
 {config.block_size}.
 
-| preset | step | validation loss |
-|---|---|---|
-| {preset} | {step:,} | {val_loss} |
+| preset | step | validation loss | bits per byte | HellaSwag (acc_norm) |
+|---|---|---|---|---|
+| {preset} | {step:,} | {val_loss} | {val_bpb} | {hellaswag_acc_norm} |
 
     python infer.py {name} "Hello, I'm a language model,"
 
@@ -366,15 +366,16 @@ def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path
     """Write an export with its card. facts: what the checkpoint has beside the weights. run_dir: where its metrics are.
     name: what a user types to load the model, a folder or OWNER/NAME."""
     needs_code = convert.save_hf(model, out_dir)
-    # A checkpoint is written before its step is evaluated, so the loss comes from the metrics.
-    val_loss = metrics.read_val_losses(run_dir).get(facts["step"])
+    # A checkpoint is written before its step is evaluated, so the scores come from the metrics.
+    row = metrics.read_step(run_dir, facts["step"])
+    scores = {key: row.get(key) for key in ("val_loss", "val_bpb", "hellaswag_acc_norm")}
     card = CARD.format(
         name=name,
         config=model.config,
         parameters=model.num_params(),
         preset=facts.get("preset", "-"),
         step=facts["step"],
-        val_loss=f"{val_loss:.4f}" if val_loss is not None else "-",
+        **{key: f"{score:.4f}" if isinstance(score, float) else "-" for key, score in scores.items()},
         trust=", trust_remote_code=True" if needs_code else "",
     )
     (out_dir / "README.md").write_text(card)

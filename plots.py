@@ -33,6 +33,7 @@ import tyro
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
 from system.files import atomic_write
+from weights.names import describe_runs
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -151,7 +152,11 @@ def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
         else:
             others.append(str(path))
     problem = f"no run in {', '.join(others)}: no metrics.jsonl or other log there has a measured step"
-    require(curves_by_run, f"{problem}; give the folder of a run: python plots.py log/quickstart")
+    nearby = [
+        describe_runs(folder, "metrics.jsonl") for other in others for folder in (Path(other), Path(other).parent)
+    ]
+    fix = next(filter(None, nearby), "give the folder of a run: python plots.py log/quickstart")
+    require(curves_by_run, f"{problem}; {fix}")
     if others:
         print0(f"skipped: {problem}")
     return curves_by_run

@@ -28,6 +28,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,9 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     has_preset = bool(argv) and not argv[0].startswith("-")
     if has_preset:
         preset, *flags = argv
-    require(preset in PRESETS, f"no preset {preset!r}; presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
+    similar = get_close_matches(preset, PRESETS, n=1)
+    hint = f"did you mean {similar[0]}? " if similar else ""
+    require(preset in PRESETS, f"no preset {preset!r}; {hint}presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
     defaults = PRESETS[preset]
 
     # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.

@@ -62,10 +62,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def read_val_losses(run_dir: Path) -> dict[int, float]:
-    """The val loss of every step of a run that was validated."""
+def read_step(run_dir: Path, step: int) -> dict[str, Any]:
+    """What a run has measured at a step; empty if nothing is known of it."""
     rows = read_metrics(run_dir / "metrics.jsonl")
-    return {row["step"]: row["val_loss"] for row in rows if isinstance(row.get("val_loss"), float)}
+    return next((row for row in rows if row["step"] == step), {})
 
 
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:

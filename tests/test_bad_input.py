@@ -29,11 +29,13 @@ from weights import checkpoint
 # 1: one line on stderr begins with "error:". 2: the parser does not know a word, or there is no such network.
 TABLE = """
 1 | train_gpt2.py gpt2-xl                                  | 'gpt2-xl'
+1 | train_gpt2.py quickstrat                               | did you mean quickstart
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
 1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264
 1 | train_gpt2.py finetune --init-from gpt2-xl --card H100 | --init-from gpt2-xl
 1 | train_gpt2.py --resume NEW/model_00001.pt              | new/model_00001.pt
+1 | train_gpt2.py --resume ./rnu                           | run, small, weights
 1 | train_gpt2.py --resume weights/model_00003.pt          | weights/model_00003.pt
 1 | train_gpt2.py --resume text.txt                        | text.txt
 1 | TRAIN --model.vocab-size 100                           | size, 100
@@ -80,10 +82,13 @@ TABLE = """
 1 | infer.py small 'one two three four five six 7 8 9'     | 9 tokens
 1 | infer.py cut/foreign.pt                                | hub.py import cut/foreign.pt
 1 | infer.py cut/model_00001.pt                            | cut/model_00001.pt
+1 | infer.py .                                             | run, small, weights
+1 | infer.py ./rnu                                         | no model at rnu
 1 | infer.py OWNER/NAME                                    | 127.0.0.1:9
 1 | infer.py small/odd.pt Hello                            | 50256 tokens
 1 | plots.py none                                          | none
 1 | plots.py cut                                           | no run
+1 | plots.py .                                             | files/run
 1 | plots.py run --out NEW/curves.docx                     | curves.docx
 2 | train_gpt2.py quickstart --seeed 1                     | --seeed
 2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3

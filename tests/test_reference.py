@@ -30,6 +30,13 @@ def test_a_reference_accepts_its_runs_and_none_broken():
         assert reference.judge(last_step + 1, 3.0) is None
 
 
+def test_a_public_run_that_went_wrong_is_off_track_at_its_first_evaluation():
+    """It cost $61 and ended 0.33 too high. Its val losses: debtirthasaha.github.io/blog/2026/gpt2-124m (May 2026)."""
+    published = {0: 10.9512, 250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19_072: 3.3969}
+    on_track = [step for step, loss in published.items() if judge(step, loss).endswith("on track")]
+    assert on_track == [0]
+
+
 def test_the_second_epoch_has_a_reference_of_its_own():
     """The public run's: 3.017 nats and 0.317 at its end, and nothing to compare with before it began."""
     second_epoch = find_reference("gpt2-124m", 38_146, 524_288)

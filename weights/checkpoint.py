@@ -52,6 +52,7 @@ from system.machine import copy_to_host
 from weights.names import (
     FILE_NAME,
     complete_steps,
+    describe_runs,
     latest_step,
     model_path,
     newest_model,
@@ -114,7 +115,8 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         path = model_path(path, step)
 
     # Find the train state: the file itself, or the one beside a model file.
-    require(path.is_file(), f"no checkpoint {path}")
+    runs = describe_runs(path.parent) or f"look into {path.parent}"
+    require(path.is_file(), f"no checkpoint {path}; {runs}")
     match = FILE_NAME.fullmatch(path.name)
     fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
     if match is None:

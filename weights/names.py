@@ -62,9 +62,14 @@ def newest_model(run_dir: Path) -> Path:
     if steps:
         return model_path(run_dir, steps[-1])
 
-    raise UserError(
-        f"{run_dir} holds no complete checkpoint (model_*.pt); a run saves when it is stopped, and at its end"
-    )
+    problem = f"{run_dir} holds no complete checkpoint (model_*.pt)"
+    raise UserError(f"{problem}; {describe_runs(run_dir) or 'a run saves when it is stopped, and at its end'}")
+
+
+def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
+    """The runs in a folder that have such files, for a message about one that was not found; "" if there are none."""
+    runs = dict.fromkeys(str(path.parent) for path in sorted(folder.glob(f"*/{files}")))
+    return f"{folder} has the runs {', '.join(runs)}" if runs else ""
 
 
 def damaged_models(run_dir: str | Path) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from model import GPT
 from system.cli import require
-from weights import checkpoint, convert
+from weights import checkpoint, convert, names
 
 
 def open_model(name: str | Path) -> GPT:
@@ -43,8 +43,10 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
         return model, describe_step(path, facts)
 
     # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is mistyped.
-    is_mistyped = len(path.parts) > 1 and path.parent.is_dir()
-    require(not is_mistyped, f"no model at {path}; look into {path.parent}")
+    is_mistyped = "/" in str(name) and path.parent.is_dir()
+    runs = names.describe_runs(path.parent) or f"look into {path.parent}"
+    require(not is_mistyped, f"no model at {path}; {runs}")
+    require(not (Path("log") / path).is_dir(), f"no model at {path}; the run is log/{path}")
     return convert.load_hf(name), f"{name} of the Hub"
 
 
