@@ -27,12 +27,12 @@ import tyro
 
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
-from tokens.documents import COMPRESSIONS, ID_READERS, READERS, check_start, choose_reader, estimate_tokens, read_text
+from tokens.documents import COMPRESSIONS, FORMATS, check_start, choose_format, estimate_tokens, suffixes_with
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
 SOURCE_HELP = f"""{", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])}; a Hub dataset OWNER/NAME; or files or globs:
-{" ".join(READERS)} (or no suffix: plain text, one document per file), also compressed: {" ".join(COMPRESSIONS)}."""
+{" ".join(FORMATS)} (or no suffix: plain text, one document per file), also compressed: {" ".join(COMPRESSIONS)}."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,11 @@ PRESETS = {"stdlib": "quickstart", "shakespeare": "quickstart --sample-prompt @v
 # ------------------------------------------------------------------------- before the work
 
 
+def as_flag(parameter: str) -> str:
+    """The flag that sets a parameter of a manifest."""
+    return FLAGS.get(parameter, f"--{parameter.replace('_', '-')}")
+
+
 def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Manifest | None) -> dict:
     """The manifest's `source`: which files there are, and how they are read. Raises UserError.
 
@@ -102,16 +107,18 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
     # Flags that cannot work are refused before anything is made, and so are files that no reader takes.
     for path in paths:
         check_start(path, args.as_text)
-    readers = {choose_reader(Path(file["path"]), args.as_text) for file in source["files"]}
-    has_text, has_columns = read_text in readers, readers != {read_text}
-    if args.text_column != "text":
-        require(has_columns, f"--text-column is not for plain text, as of {name}; leave it out")
-    if args.split_on is not None:
-        require(args.split_on and has_text, "--split-on TEXT is for plain text files; leave it out")
-    if args.ids_column is not None:
-        has_lists = args.ids_column and readers <= ID_READERS
-        require(has_lists, "--ids-column NAME is for parquet, jsonl and json; leave it out")
-        require(args.text_column == "text", "--ids-column and --text-column: a document is made of one; leave one out")
+    formats = [choose_format(Path(file["path"]), args.as_text) for file in source["files"]]
+    asked = {"column": args.text_column != "text", "split_on": args.split_on is not None}
+    asked["ids_column"] = args.ids_column is not None
+    for option in [option for option, is_asked in asked.items() if is_asked]:
+        takes_it = [option in format.options for format in formats]
+        # Ids and text are not mixed in one set of shards.
+        is_right = all(takes_it) if option == "ids_column" else any(takes_it)
+        suffixes = " ".join(filter(None, suffixes_with(option)))
+        require(is_right, f"{as_flag(option)} is for {suffixes} files, not for {name}; leave it out")
+    require(args.split_on != "" and args.ids_column != "", "--split-on and --ids-column are empty; leave them out")
+    is_one = not (asked["column"] and asked["ids_column"])
+    require(is_one, "--ids-column and --text-column: a document is made of one; leave one out")
     return source
 
 
@@ -136,8 +143,7 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
     if previous and previous.shards:
         before, now = list_parameters(previous), list_parameters(planned)
         for key in before | now:
-            flag = FLAGS.get(key, f"--{key.replace('_', '-')}")
-            difference = f"{out.absolute()} was made with {flag} {before.get(key)}, not {now.get(key)}"
+            difference = f"{out.absolute()} was made with {as_flag(key)} {before.get(key)}, not {now.get(key)}"
             require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
     for path in shards.shard_files(out):
         match = shards.SHARD_NAME.fullmatch(path.name)

@@ -280,7 +280,9 @@ def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:
     what = "weights" if best is None else "of the saved weights, the lowest val loss"
     text = f"done: {step} steps in {format_duration(seconds)}; {what}: {path}"
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
-    commands = f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {shlex.quote(prompt)}"
+    # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.
+    quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
+    commands = f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {quoted}"
     return f"{text}\nnext: {commands}"
 
 

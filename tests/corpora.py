@@ -12,7 +12,7 @@ from helpers import write_jsonl, write_parquet
 
 import fineweb
 from tokens import shards, tokenizer
-from tokens.documents import READERS, read_file, read_text
+from tokens.documents import read_file
 
 
 def write_documents_jsonl(path: Path, documents: list) -> None:
@@ -25,8 +25,7 @@ def write_csv(path: Path, documents: list) -> None:
         csv.writer(file).writerows([("n", "text"), *enumerate(documents)])
 
 
-# Suffix: what writes such a file. Plain text, whatever its suffix, is one document.
-PARSED = [suffix for suffix, reader in READERS.items() if reader is not read_text]
+# Suffix: what writes such a file.
 WRITERS = {
     ".parquet": lambda path, documents: write_parquet(path, documents, row_group_size=16),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), write_documents_jsonl),

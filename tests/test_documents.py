@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import PARSED, WRITERS, encode, read_documents, shared_encoder, write_documents, write_ids
+from corpora import WRITERS, encode, read_documents, shared_encoder, write_documents, write_ids
 from helpers import make_documents
 
 from system.cli import UserError
@@ -25,9 +25,9 @@ STORIES = ["Once upon a time.\n\nThe end.", "A word <|endof", "text|> is not one
 
 
 def test_every_reader_is_tested():
-    """By the tests that go through WRITERS; all suffixes of plain text have one reader."""
-    untested = readers.READERS.keys() - WRITERS.keys()
-    assert {readers.READERS[suffix] for suffix in untested} <= {readers.read_text}
+    """By the tests that go through WRITERS; all suffixes of plain text have one format."""
+    untested = readers.FORMATS.keys() - WRITERS.keys()
+    assert all(readers.FORMATS[suffix] is readers.TEXT for suffix in untested)
 
 
 @pytest.mark.parametrize("piece_characters", [1, 50])
@@ -45,7 +45,7 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, suffix, ch
 
     # The tokens are those of the whole documents, although each text is tokenized alone.
     ids = np.concatenate([shards.encode(shared_encoder(), chunk) for chunk in chunks]).tolist()
-    assert ids == encode(documents if suffix in PARSED else ["".join(documents)])
+    assert ids == encode(["".join(documents)] if readers.FORMATS[suffix] is readers.TEXT else documents)
     assert all(chunk.file == 7 for chunk in chunks)
 
     # A chunk ends with the text that fills it.

