@@ -173,13 +173,12 @@ def write_status(status: str, reason: str = "") -> None:
 
 
 def exit_process(code: int) -> None:
-    """Exit. A rank skips the interpreter's shutdown, where gloo has been seen to abort, or to wait forever for a dead
-    rank."""
-    if env_number("WORLD_SIZE") == 1:
-        sys.exit(code)
+    """Exit, without the interpreter's shutdown: there a thread that tokenizes or reads aborts the process, and gloo has
+    been seen to abort, or to wait forever for a dead rank."""
     atexit._run_exitfuncs()
-    with suppress(OSError):
-        sys.stdout.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

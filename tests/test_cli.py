@@ -24,6 +24,7 @@ def end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
     monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    monkeypatch.setattr(os, "_exit", sys.exit)  # which would end the tests
 
     def run(main):
         with pytest.raises(SystemExit) as ended:
@@ -108,6 +109,20 @@ def test_what_the_terminal_cannot_show_is_replaced(encoding):
     script = r"import sys; print0('\u4e2d1'); print('\u4e2d2'); print('\u4e2d3', file=sys.stderr); print('\udcff4')"
     done = run_in_shell(script, PYTHONIOENCODING=encoding)
     assert (done.returncode, done.stdout, done.stderr) == (0, "?1\n?2\n?4\n", "?3\n")
+
+
+def test_a_thread_in_the_middle_of_its_work_does_not_abort_the_exit():
+    """As fineweb.py's, which still tokenizes after Ctrl-C or at --limit-tokens."""
+    script = """
+import threading, time
+from tokens import tokenizer
+encoder = tokenizer.bulk_encoder()
+encode = lambda: encoder.encode_batch(["some words of text " * 50_000])
+threading.Thread(target=lambda: [encode() for _ in range(10**6)], daemon=True).start()
+time.sleep(0.3)
+"""
+    program = f"from system.cli import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
