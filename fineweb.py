@@ -65,12 +65,13 @@ class Args:
 
 # The flags behind the parameters of a manifest, where they have other names.
 FLAGS = {
-    "name": "--source",
+    "name": "the source",
     "plays": "--source shakespeare:",
     "column": "--text-column",
     "shard_tokens": "--shard-size",
     "revision": "files that have changed since, at revision",
 }
+GPT2_CONTEXT = 1024
 # What to train on the shards of a source; own texts and the Hub's have presets of their own.
 PRESETS = {"stdlib": "quickstart", "shakespeare": "quickstart --sample-prompt @val"}
 
@@ -303,6 +304,9 @@ def main() -> None:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
     else:
         preset = choose_preset(args, bool(paths))
+        if manifest.shard_tokens <= GPT2_CONTEXT:
+            problem = f"shards of {manifest.shard_tokens} tokens are shorter than a sequence of GPT-2, {GPT2_CONTEXT}"
+            print0(f"warning: {problem}; give more text, or train with a small --sequence-length")
         print0(f"next: python train_gpt2.py {preset} --data-dir {shlex.quote(str(out))}")
 
 

@@ -28,7 +28,6 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     step = start = saved["step"] if saved else 0
     if resume.is_complete(cfg, rt, step, max_steps):
         path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
-        print0(f"the run is complete at step {step}; to train on: --resume {path} --max-steps N --out-dir NEW_FOLDER")
+        more = f"--max-steps {2 * step} --out-dir {shlex.quote(str(resume.free_folder(cfg.run_dir)))}"
+        print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
@@ -302,9 +302,8 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     has_preset = bool(argv) and not argv[0].startswith("-")
     if has_preset:
         preset, *flags = argv
-    similar = get_close_matches(preset, PRESETS, n=1)
-    hint = f"did you mean {similar[0]}? " if similar else ""
-    require(preset in PRESETS, f"no preset {preset!r}; {hint}presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}")
+    known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
+    require(preset in PRESETS, f"no preset {preset!r}; {cli.suggest(preset, PRESETS)}{known}")
     defaults = PRESETS[preset]
 
     # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.

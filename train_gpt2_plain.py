@@ -96,6 +96,7 @@ def find_shards(cfg: Config, split: str, needed: int) -> list[Path]:
     paths = sorted(Path(cfg.data_dir).glob(f"*_{split}_*.npy"))
     lengths = [len(np.load(path, mmap_mode="r")) for path in paths]
     found = sum(len(sequence_starts(length, cfg.sequence_length)) for length in lengths)
+    require(paths, f"no {split} shards in {cfg.data_dir}; make them: python fineweb.py --out {cfg.data_dir}")
     problem = f"*_{split}_*.npy in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
     fix = f"make shards with fineweb.py --out {cfg.data_dir}, or use a smaller --val-tokens or --sequence-length"
     require(found >= needed, f"{problem}; {fix}")

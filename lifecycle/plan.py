@@ -62,15 +62,22 @@ def print_plan(
         f"steps {step} to {max_steps} of {cfg.total_batch_size:,} tokens "
         f"(ranks x micro-steps x sequences x T: {split}); {total_tokens:,} tokens"
     )
-    names = " and ".join(optim.parameter_groups(model, cfg))
-    print0(f"optimizer {names}, --max-lr {cfg.max_lr:g}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
+    optimizers = []
+    for name, groups in optim.parameter_groups(model, cfg).items():
+        peaks = dict.fromkeys(f"{group['peak_lr']:g}" for group in groups)
+        optimizers.append(f"{name} (peak rate {', '.join(peaks)})")
+    warmup = f"{cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps"
+    print0(f"optimizer {' and '.join(optimizers)}; {warmup}")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
 
     if not data:
         return print0(f"data {cfg.data_dir}: this folder does not exist yet")
-    epochs = total_tokens / (data.order.sequences_per_epoch * T)
-    print0(f"data {cfg.data_dir}: {len(data.paths)} train shards, {sum(data.tokens):,} tokens; {epochs:.2f} epochs")
+    epoch_tokens = data.order.sequences_per_epoch * T  # of whole sequences
+    epochs = total_tokens / epoch_tokens
+    print0(
+        f"data {cfg.data_dir}: {len(data.paths)} train shards, {epoch_tokens:,} tokens an epoch; {epochs:.2f} epochs"
+    )
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"

@@ -10,6 +10,7 @@ change its result is refused, and so are ranks that would train different runs.
 """
 
 import hashlib
+import itertools
 import os
 import shlex
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lifecycle.metrics import read_metrics
+from lifecycle.metrics import read_config, read_metrics
 from model import GPT
 from system import machine
 from system.cli import UserError, explain_errors, print0, require
@@ -27,7 +28,7 @@ from system.distributed import Runtime
 from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import schedule, zero
-from training.config import TrainConfig, as_flag, changed_settings, shapes_result
+from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
 from weights import checkpoint, names
@@ -93,24 +94,33 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
     # A run is never overwritten: not by a new one, not by one that resumes from an earlier step or from another run.
     is_its_newest = saved is not None and saved["step"] == newest and is_in_folder(saved, run_dir)
+    elsewhere = f"--out-dir {shlex.quote(str(free_folder(run_dir)))}"
     if newest is not None and not is_its_newest:
         how = "auto" if cfg.resume == "none" else shlex.quote(str(checkpoint.model_path(run_dir, newest)))
-        fix = f"continue it with --resume {how}, or write to another folder with --out-dir"
-        raise UserError(f"{run_dir} already holds a run at step {newest}, which is never overwritten; {fix}")
+        data_dir = read_config(run_dir).get("data_dir")
+        what = f"a run on {data_dir}" if data_dir else "a run"
+        fix = f"continue it with --resume {how}, or start another run with {elsewhere}"
+        raise UserError(f"{run_dir} already holds {what} at step {newest}, which is never overwritten; {fix}")
 
     # A damaged file is neither used in silence nor overwritten.
     for path in names.damaged_models(run_dir):
         problem = f"{path} is damaged ({path.stat().st_size:,} bytes)"
         fix = f"move it and its optim_*.pt away to {'start again' if newest is None else f'resume from step {newest}'}"
-        raise UserError(f"{problem}; {fix}, or write to another folder with --out-dir")
+        raise UserError(f"{problem}; {fix}, or write elsewhere with {elsewhere}")
 
     # Weights without their optimizer state, pulled from the Hub or left by a damaged disk, are not overwritten either.
     weights_only = checkpoint.complete_steps(run_dir, ["model"]) if newest is None else []
     if weights_only:
         path = checkpoint.model_path(run_dir, weights_only[-1])
-        fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} and another --out-dir"
+        fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} {elsewhere}"
         raise UserError(f"{path} has no complete optim_*.pt next to it, so the run cannot resume; {fix}")
     return saved
+
+
+def free_folder(run_dir: Path) -> Path:
+    """A folder beside this one that does not exist yet: log/quickstart-2."""
+    numbered = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in numbered if not folder.exists())
 
 
 def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
@@ -121,7 +131,12 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
 def open_init_from(cfg: TrainConfig) -> GPT:
     """The weights that --init-from names. Raises UserError if they are of another network than the flags ask for."""
     require(cfg.init_from != "resume", "--init-from resume, as nanoGPT has it, is --resume auto here")
-    model = open_model(cfg.init_from)
+    try:
+        model = open_model(cfg.init_from)
+    except UserError as e:
+        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(cfg.run_dir))}"
+        command = f"python train_gpt2.py quickstart {folders} --sample-prompt @val"
+        raise UserError(f"{e}; without these weights, from scratch: {command}") from None
     print0(f"weights of {cfg.init_from}")
 
     # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
@@ -242,27 +257,28 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     old = TrainConfig.from_dict(saved["config"])
     max_steps = cfg.total_steps(data.order.sequences_per_epoch)
     changes = changed_settings(old, cfg)
-    refused = [name for name in changes if shapes_result(name)]
-    network = [name for name in refused if name.startswith("model.")]
     lines = {name: f"{name}: {before} -> {after}" for name, (before, after) in changes.items()}
-    fixes = [as_flag(name, changes[name][0]) for name in refused]
 
-    # A flag that was left out would end the run early, at a lower rate from here on.
+    # What must not change, and the flag that restores it.
+    restoring = {name: as_flag(name, before) for name, (before, _) in changes.items() if shapes_result(name)}
     if max_steps < saved["max_steps"]:
+        # A flag that was left out would end the run early, at a lower rate from here on.
         lines["max_steps"] = f"max_steps: {saved['max_steps']} -> {max_steps}"
-        refused.append("max_steps")
-        fixes.append(f"--max-steps {saved['max_steps']}")
+        restoring["max_steps"] = f"--max-steps {saved['max_steps']}"
     if saved["data"] != data.fingerprint():
         lines["data"] = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
-        refused.append("data")
+        restoring["data"] = as_flag("data_dir", old.data_dir)
+    is_network = any(name.startswith("model.") for name in restoring)
+    if restoring and (is_network or not cfg.allow_drift):
+        problem = f"the checkpoint of step {saved['step']} was made with other settings"
+        what = "; ".join(lines[name] for name in restoring)
+        start = f"or start another run with --out-dir {shlex.quote(str(free_folder(cfg.run_dir)))} --resume none"
+        otherwise = "" if is_network else ", or continue anyway with --allow-drift"
+        raise UserError(f"{problem}: {what}. Restore them: {' '.join(restoring.values())}; {start}{otherwise}")
 
-    problem = f"the checkpoint of step {saved['step']} was made with other settings"
-    what = "; ".join(lines[name] for name in dict.fromkeys(refused))
-    restore = f"Restore them: {' '.join(fixes)}" if fixes else "Restore them"
-    otherwise = "its network cannot change" if network else "or continue anyway with --allow-drift"
-    require(not refused or (cfg.allow_drift and not network), f"{problem}: {what}. {restore}; {otherwise}")
+    # What this start alone has, or this rank, concerns no result.
     for name, line in lines.items():
-        if name not in ("resume", "out_dir", "max_steps", "epochs"):
+        if not (has_mark(name, Mark.ONCE) or has_mark(name, Mark.LOCAL)) and name not in ("max_steps", "epochs"):
             print0(f"resume: {line}")
 
     # The position in the data is the number of steps times their sequences.

@@ -29,8 +29,9 @@ import sys
 import time
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 # Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
@@ -57,6 +58,12 @@ def require(condition: object, message: str) -> None:
 
 # What a disk, a network volume or the machine may have for a while: the same command may succeed later.
 TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """For a message about a name that does not exist: "did you mean NAME? ", or "" if none of `names` is similar."""
+    similar = get_close_matches(name, list(names), n=1)
+    return f"did you mean {similar[0]}? " if similar else ""
 
 
 def raise_if_transient(error: Exception) -> None:
@@ -110,7 +117,7 @@ def run_cli(main: Callable[[], object]) -> None:
         # tyro has printed which flag is wrong; a script may have added a note on what to write instead.
         if e.code == 2:
             notes = describe_typography(sys.argv[1:]) or getattr(e, "__notes__", ["see -h"])
-            reason = f"a flag was not accepted: {'; '.join(notes)}"
+            reason = f"the command line was not accepted: {'; '.join(notes)}"
             fail("user_error", reason, f"error: {reason}", code=2)
         raise
     except KeyboardInterrupt:

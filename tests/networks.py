@@ -17,12 +17,16 @@ GPT2 = GPTConfig(vocab_size=50304)  # with rows that only pad the vocabulary, as
 SPEEDRUN = PRESETS["speedrun-124m"].model
 
 
+# The value of a number that is not tested as 3, for its own rules.
+TEST_NUMBERS: dict[str, float] = {}
+
+
 def other_values(field: dataclasses.Field) -> list:
     """The other choices of a setting or, if it has no named choices, one other value."""
     choices = [choice for choice in get_args(field.type) if choice != field.default]
     if field.type is bool:
         return [not field.default]
-    return choices or [field.type(3)]  # not 1: a window or a group of one is a special case
+    return choices or [field.type(TEST_NUMBERS.get(field.name, 3))]  # not 1: a window of one is a special case
 
 
 # Those of the presets and of an import, then GPT-2 with each setting changed alone.

@@ -8,7 +8,7 @@ from helpers import CPU, choices, same_bits
 
 from model import GPT, GPTConfig
 from training import master_weights, optim, schedule, zero
-from training.config import TrainConfig
+from training.config import Recipe, TrainConfig
 from training.presets import PRESETS
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
@@ -54,12 +54,14 @@ def test_rate_and_decay_come_from_the_group(name):
     cfg = dataclasses.replace(BASE, optimizer=name, model=dataclasses.replace(SMALL, tied_head=False), **OWN_SETTINGS)
     assert optim.OPTIMIZERS[name].optimizer_class in [type(optimizer) for optimizer in build(cfg)[1]]
     before = {n: p.detach().clone() for n, p in build(cfg)[0].named_parameters()}
-    without_rate = weights_after_three_steps(dataclasses.replace(cfg, max_lr=0.0, min_lr=0.0, muon_lr=0.0))
-    assert all(torch.equal(without_rate[n], before[n]) for n in before)
+    recipe = [field.name for field in dataclasses.fields(Recipe)]
+    rates = [setting for setting in recipe if setting.endswith("_lr")]
+    without_rate = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(rates, 0.0)))
+    assert not [n for n in before if not torch.equal(without_rate[n], before[n])]
 
-    decay = {"weight_decay": 0.5, "vector_weight_decay": 0.5, "muon_weight_decay": 0.5}
-    decayed = weights_after_three_steps(dataclasses.replace(cfg, **decay))
-    plain = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decay, 0.0)))
+    decays = [setting for setting in recipe if setting.endswith("weight_decay")]
+    decayed = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.5)))
+    plain = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.0)))
     # Decay acts on what is not zero: biases are zero at first.
     assert not [n for n in before if before[n].any() and torch.equal(decayed[n], plain[n])]
 

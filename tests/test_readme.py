@@ -4,7 +4,10 @@ import functools
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tyro
@@ -62,6 +65,20 @@ def test_the_script_understands_the_command(command, monkeypatch):
     with pytest.raises(SystemExit) as ending:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     assert ending.value.code == 0
+
+
+def test_the_worked_change_applies_and_passes(tmp_path):
+    """docs/changing.md's grouped-query attention: the formula, and what is cached, in every test of networks."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGES[Path("docs/changing.md")], re.DOTALL)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), ROOT / "pyproject.toml"]:
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
+
+    tests = ["tests/test_model.py", "-k", "kv_head", "-p", "no:cacheprovider"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *tests], cwd=tmp_path, capture_output=True, text=True)
+
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

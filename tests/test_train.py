@@ -1,7 +1,7 @@
 """A whole run learns, and is the same compiled. test_plain.py and test_golden.py compare losses, norms and weights."""
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -23,6 +23,7 @@ import hellaswag
 import train_gpt2
 from lifecycle.evaluator import Evaluator
 from lifecycle.stop import StopRequest
+from training.config import Recipe
 from weights import checkpoint
 
 # A run in which every setting below acts, and other values of what the recipe has; those of the network are in
@@ -47,6 +48,12 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
     val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
     best = checkpoint.model_path(tmp_path, min(val_losses, key=val_losses.get))
     assert f"the lowest val loss: {best}" in capsys.readouterr().out and best.exists()
+
+
+def test_every_setting_of_the_recipe_is_in_the_table():
+    """But for the network, which test_model.py tests, and the length of the run."""
+    others = {"model", "init_from", "epochs", "steps_per_epoch", "max_steps"}
+    assert {field.name for field in fields(Recipe)} == {*OFF_DEFAULT_SETTINGS, *HIDDEN, *others}
 
 
 @pytest.mark.parametrize("setting", [*OFF_DEFAULT_SETTINGS, *HIDDEN])

@@ -84,6 +84,11 @@ def permutation(n: int, *key: int) -> np.ndarray:
         return np.argsort(hashes, kind="stable")
 
 
+def sequence_starts(num_tokens: int, T: int) -> range:
+    """Where the sequences of a shard begin. Each needs T + 1 tokens: its inputs, and the last one's target."""
+    return range(0, num_tokens - T, T)
+
+
 class DataOrder:
     """The endless stream of sequences: position -> (shard, sequence). See the picture in the module's docstring.
 
@@ -97,10 +102,9 @@ class DataOrder:
 
     sequences_per_shard: how many sequences each shard holds.
     shards_per_group: how many shards are shuffled as one pool; without `shuffle` each shard is a group of its own.
-    VERSION: whoever changes the order raises it, so that runs begun before do not resume on other data.
     """
 
-    VERSION = 1
+    VERSION = 1  # of this code: whoever changes the order raises it
 
     def __init__(self, sequences_per_shard: list[int], seed: int, shuffle: bool, shards_per_group: int = 1):
         # What is to be ordered.
@@ -111,6 +115,12 @@ class DataOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.shards_per_group = shards_per_group if shuffle else 1
+
+    def identity(self) -> str:
+        """What the order depends on beside the shards, and the settings seed and shuffle: a resumed run must find the
+        same. "" is what all checkpoints had once, so a value of 1 adds nothing."""
+        values = {"": self.shards_per_group, "order": self.VERSION}
+        return "".join(f"-{name}{value}" for name, value in values.items() if value > 1)
 
     def span(self, start: int, count: int) -> np.ndarray:
         """(count, 2) int64 of (shard, sequence) for the stream positions start .. start + count - 1."""
@@ -184,12 +194,12 @@ class Loader:
         self.tokens = [shards.count_tokens(path) for path in self.paths]
         self.sha256 = shards.read_hashes(data_dir)
 
-        # A sequence needs one token more than T, the last target; n tokens hold (n - 1) // T sequences.
-        sequences_per_shard = [max(0, n - 1) // T for n in self.tokens]
+        # Where the sequences of each shard begin.
+        self.starts = [sequence_starts(n, T) for n in self.tokens]
 
         # Groups of as many shards as fit into one pool if all were as large as the largest.
         shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // max(self.tokens), len(self.paths)))
-        self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
+        self.order = DataOrder([len(starts) for starts in self.starts], seed, shuffle, shards_per_group)
         require(
             self.order.sequences_per_epoch,
             f"the largest {split} shard in {data_dir} has {max(self.tokens)} tokens, fewer than a sequence of {T} + 1; "
@@ -200,14 +210,8 @@ class Loader:
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
     def fingerprint(self) -> str:
-        """What a resumed run must find again: a hash of the folder's shards, how many of them are shuffled as one pool,
-        and the version of the order. Checkpoints of earlier versions have neither, so a value of 1 adds nothing."""
-        fingerprint = shards.fingerprint(self.data_dir)
-        if self.order.shards_per_group > 1:
-            fingerprint += f"-{self.order.shards_per_group}"
-        if self.order.VERSION > 1:
-            fingerprint += f"-order{self.order.VERSION}"
-        return fingerprint
+        """What a resumed run must find again: a hash of the folder's shards, and the identity of their order."""
+        return shards.fingerprint(self.data_dir) + self.order.identity()
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
@@ -232,7 +236,7 @@ class Loader:
             from_shard = np.flatnonzero(sequences[:, 0] == shard)  # (k,): which of the n come from this shard
 
             # Gather k slices of T + 1 tokens at once: (k, 1) starts + (T + 1,) offsets -> (k, T + 1).
-            starts = sequences[from_shard, 1] * self.T
+            starts = np.array([self.starts[shard][sequence] for sequence in sequences[from_shard, 1]])
             tokens[from_shard] = self._cached_shard(shard)[starts[:, None] + np.arange(self.T + 1)]
 
             # An id outside the vocabulary would index past the embedding: on a GPU, an error that names nothing.

@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, require
+from system.cli import UserError, explain_errors, require, suggest
 from system.files import atomic_write, refuse_placeholder
 from tokens import sources
 from tokens.documents import Chunk
@@ -56,7 +56,11 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     is_known = data_dir.name in [*sources.INSTALLED, *sources.HUB_DATASETS]
     source = data_dir.name if is_known else "FILES"
     fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
-    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
+    if data_dir.name in sources.HUB_DATASETS:
+        fix += "; that takes hours and 60 GB of disk or more (a first run that does not: make quickstart)"
+    if not data_dir.is_dir():
+        beside = [path.name for path in data_dir.parent.glob("*") if path.is_dir()]
+        raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(data_dir.name, beside)}{fix}")
 
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []

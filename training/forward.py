@@ -81,7 +81,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     torch._dynamo.config.optimize_ddp = False
     if rt.device.type == "cuda":
         start_compile_workers()
-    print0("the first step compiles, which takes a while; --no-compile starts at once but then trains slower")
+    print0("the first step compiles, which takes a minute or two; --no-compile starts at once but then trains slower")
     return Forward(model, compiles=True)
 
 

@@ -9,6 +9,7 @@ It is separate from weights/checkpoint.py, so that reading and writing checkpoin
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     runs = names.describe_runs(path.parent) or f"look into {path.parent}"
     require(not is_mistyped, f"no model at {path}; {runs}")
     require(not (Path("log") / path).is_dir(), f"no model at {path}; the run is log/{path}")
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
+    require(is_name, f"no model {str(name)!r}: a model is a run folder, a .pt file, a Hugging Face folder or its name")
     return convert.load_hf(name), f"{name} of the Hub"
 
 
