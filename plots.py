@@ -64,7 +64,7 @@ EVALUATION_STYLE: dict[str, Any] = {"marker": "o", "ms": 3.5, "mfc": "white", "l
 FAINT_STYLE: dict[str, Any] = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
 BOLD_STYLE: dict[str, Any] = {"lw": 1.6}
 # What the legend calls the last values of a run.
-LAST_VALUES = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
+LAST_VALUES = {"train_loss": "train (median)", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
 
 class PlottedRun(NamedTuple):
@@ -209,11 +209,13 @@ def extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def moving_median(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
-    """The median of the values at most `reach` steps away, fewer at the ends, at each step or at 1,000 of them: a spike
-    or a NaN leaves no trace. (N,), (N,) -> (n,), (n,)."""
+    """The median of the values at most `reach` steps away, at each step or at 1,000 of them: a spike or a NaN leaves no
+    trace. The first steps reach back only to the first one, and as far ahead: the curve begins at its value.
+    (N,), (N,) -> (n,), (n,)."""
     centers = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]
-    firsts = np.searchsorted(steps, centers - reach)
-    ends = np.searchsorted(steps, centers + reach, side="right")
+    reaches = np.minimum(reach, centers - steps[0])
+    firsts = np.searchsorted(steps, centers - reaches)
+    ends = np.searchsorted(steps, centers + reaches, side="right")
     with warnings.catch_warnings(action="ignore"):  # a median of only NaNs stays NaN
         medians = [np.nanmedian(values[first:end]) for first, end in zip(firsts, ends, strict=True)]
     return centers, np.array(medians)
@@ -266,13 +268,10 @@ def fit_from_zero(ax) -> None:
 
 
 def fit_speed(ax) -> None:
-    """Fit y to the bold lines. The first step compiles, and a few others wait for a disk or include an evaluation: they
-    may leave the panel."""
-    x, y = drawn_points(ax.lines[1::2])  # a faint line and a bold one for each run
-    steady = y[x > 0]
-    if len(steady):
-        slow, fast = np.quantile(steady, [0.02, 0.98])
-        ax.set_ylim(0.9 * slow, 1.1 * fast)
+    """From 0 to just above the bold lines: a few steps that are faster leave the panel."""
+    _, y = drawn_points(ax.lines[1::2])  # a faint line and a bold one for each run
+    if len(y):
+        ax.set_ylim(0, 1.1 * np.quantile(y, 0.98))
     ax.yaxis.set_major_formatter("{x:,.10g}")
 
 
