@@ -321,6 +321,8 @@ def main(argv: list[str]) -> None:
 
 
 # What a legend calls the planted errors.
+# What the picture calls the programs that have longer names than bench/peers.py gives them.
+TITLES = {"nanogpt": "nanoGPT", "record8": "modded-nanogpt's record 8", "result36": "modded-nanogpt's result 36"}
 PLANTED_LABELS: dict[PlantedError, str] = {
     "rate": "a learning rate 1% too high",
     "decay": "weight decay on every weight",
