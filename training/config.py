@@ -5,12 +5,12 @@
 
 Every module of a run takes its settings from it; training/presets.py has the presets. There are two classes:
 
-    Recipe                what the weights depend on; a resumed run must have the same values, but for those marked
-        Noise[...]        changes the result only as another seed does
-        Free[...]         may change on resume, which is announced
-    TrainConfig(Recipe)   how a run goes: may change on resume, and is equal on all ranks, but for those marked
-        Local[...]        may differ between ranks: paths, what rank 0 uses, what the ranks vote on
-        Once[...]         is of one start: a resumed run does not inherit it
+    Recipe                what the weights depend on: a resumed run must have the same values
+        Free[...]         but for these, which may change on resume
+        Noise[...]        another value is like another seed: the public runs of the preset still compare
+    TrainConfig(Recipe)   how a run goes: may change on resume, and is equal on all ranks
+        Local[...]        but for these, which may differ: paths, what rank 0 uses, what the ranks vote on
+        Once[...]         of one start: a resumed run does not inherit it
 
 Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag, and the comment beside or above it is
 its help. A field marked Suppress is set by presets alone, and has no flag.
