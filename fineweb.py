@@ -71,9 +71,9 @@ FLAGS = {
     "shard_tokens": "--shard-size",
     "revision": "files that have changed since, at revision",
 }
-GPT2_CONTEXT = 1024
+FEW_TOKENS = 100_000  # about 400 KB of English
 # What to train on the shards of a source; own texts and the Hub's have presets of their own.
-PRESETS = {"stdlib": "quickstart", "shakespeare": "quickstart --sample-prompt @val"}
+PRESETS = {"stdlib": "quickstart --sample-prompt 'def '", "shakespeare": "quickstart"}
 
 
 # ------------------------------------------------------------------------- before the work
@@ -302,11 +302,10 @@ def main() -> None:
     print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({seconds:.1f} s)")
     if len(manifest.shards) == 1:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
+    elif tokens < FEW_TOKENS:
+        print0(f"warning: {tokens:,} tokens are too few to learn from; give {FEW_TOKENS:,} or more, in another --out")
     else:
         preset = choose_preset(args, bool(paths))
-        if manifest.shard_tokens <= GPT2_CONTEXT:
-            problem = f"shards of {manifest.shard_tokens} tokens are shorter than a sequence of GPT-2, {GPT2_CONTEXT}"
-            print0(f"warning: {problem}; give more text, or train with a small --sequence-length")
         print0(f"next: python train_gpt2.py {preset} --data-dir {shlex.quote(str(out))}")
 
 

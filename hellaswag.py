@@ -424,7 +424,7 @@ def main() -> None:
     # Score; under torchrun the ranks share the rows.
     examples = load_examples(args.data, args.limit)
     with distributed.session(args.device) as rt:
-        rt = machine.choose_precision(rt, args.dtype)
+        rt = distributed.choose_precision(rt, args.dtype)
         model = open_model(args.model).to(rt.device)
 
         # The time is that of scoring alone, without imports, loading and tokenizing.

@@ -325,7 +325,6 @@ def find_checkpoints(files: Iterable[str]) -> dict[str, int]:
 
 # The README.md of an export.
 CARD = """---
-license: mit
 pipeline_tag: text-generation
 tags: [gpt2]
 ---

@@ -525,7 +525,8 @@ class GPT(nn.Module):
         The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
         about ln(V). Targets of -100 are left out.
         """
-        # train_gpt2.py does not call this: it computes the same loss in chunks (training/forward.py). Change both.
+        # train_gpt2.py does not call this: it computes the same loss in chunks (training/forward.py), and
+        # hellaswag.py that of single rows. Change all three.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

@@ -45,4 +45,4 @@ python=$here/.venv/bin/python
 
 # -P: no file of the current folder is taken for a module.
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -P -m lifecycle.supervisor "$@"
+exec "$python" -P -m cloud.supervisor "$@"

@@ -26,7 +26,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from lifecycle.metrics import MetricsLogger, best_step, check_wandb
 from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
-from system import distributed, machine
+from system import distributed
 from system.cli import UserError, env_rank, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import lock_folder
@@ -76,7 +76,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         return ""
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
-    rt = machine.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
+    rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
     forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
     if saved:
         resume.load_state(rt, saved, optimizers, scaler)
@@ -93,83 +93,76 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
     metrics = MetricsLogger(cfg, rt, model, start, max_steps)
     saver = Saver(cfg, rt, model, optimizers, scaler, metrics, data.fingerprint(), start, max_steps)
-    batches = data.batches(
-        step,
-        cfg.sequences_per_step,
-        B,
-        rt,
-        fixed=cfg.overfit_single_batch,
-        while_waiting=partial(stop.check_alone, rt),  # [stop] a disk may hang
-    )
+    check_stop = partial(stop.check_alone, rt)  # [stop] for what one rank does alone: a disk may hang
+    batches = data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, while_waiting=check_stop)
 
     refused_steps = 0
-    is_stopped = False
-    with saver:
-        try:
-            stop.check(rt)  # [stop] a signal that came during the start
-            while True:
-                # `row` becomes the line of metrics.jsonl for this step.
-                row = {"step": step}
+    with saver, suppress(Stopped):  # [stop] Stopped leaves the loop, on all ranks at the same place
+        stop.check(rt)  # a signal that came during the start
+        while True:
+            # `row` becomes the line of metrics.jsonl for this step.
+            row = {"step": step}
 
-                # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
-                if step == max_steps or (step > start and is_due(step, cfg.save_every, max_steps)):
-                    saver.save(step)
+            # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
+            if step == max_steps or (step > start and is_due(step, cfg.save_every, max_steps)):
+                saver.save(step)
 
-                # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
-                row |= evaluator.measure(step, stop)
-                metrics.log_text(step, evaluator.sample_text(step, stop))
-                if step == max_steps:
-                    metrics.write(row)
-                    break
+            # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
+            row |= evaluator.measure(step, stop)
+            metrics.log_text(step, evaluator.sample_text(step, stop))
+            if step == max_steps:
+                metrics.write(row)
+                break
 
-                # Forward and backward. The wait for the batch is timed apart from the step. On a GPU the update still
-                # runs when the step's time is taken, so that it counts as time of the next step.
-                wait_time = time.perf_counter()
-                batch = next(batches)
-                start_time = time.perf_counter()
-                loss, norm, is_finite, stop_requested = compute_gradients(
-                    batch, ddp_forward, optimizers, scaler, cfg, rt, stop
-                )
+            # Forward and backward. The wait for the batch is timed apart from the step. On a GPU the update still
+            # runs when the step's time is taken, so that it counts as time of the next step.
+            wait_time = time.perf_counter()
+            batch = next(batches)
+            start_time = time.perf_counter()
+            loss, norm = compute_gradients(batch, ddp_forward, optimizers, scaler, cfg, rt, check_stop)
 
-                # [stop] The gradients are dropped: a resumed run computes this step again, to the same bits.
-                if stop_requested:
-                    raise Stopped
+            # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were
+            # asked to stop, and how many have a norm that is not finite. The device has finished its work by now,
+            # so a signal that came during the step is seen.
+            numbers = torch.tensor([loss / rt.world_size, stop.is_requested(), not math.isfinite(norm)])
+            loss, stops, bad_norms = rt.all_reduce(numbers.to(rt.device)).tolist()
 
-                # Rate and update.
-                lr = set_learning_rates(optimizers, step, max_steps, cfg)
-                if is_finite:
-                    saver.whole_step = None  # [resume] an error from here on leaves weights that must not be saved
+            # [stop] The gradients are dropped: a resumed run computes this step again, to the same bits.
+            if stops:
+                stop.leave()
+
+            # Rate and update.
+            lr = set_learning_rates(optimizers, step, max_steps, cfg)
+            if math.isfinite(loss) and not bad_norms:
+                with saver.update(step):  # [resume] an error in its middle saves nothing
                     for optimizer in optimizers:
                         scaler.step(optimizer)
-                elif math.isfinite(loss) and scaler.get_scale() > 1:
-                    # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
-                    print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
-                else:
-                    # [safety] A network with a weight that is not a number never recovers. These weights may be the
-                    # cause already, so no earlier checkpoint is deleted for theirs.
-                    refused_steps += 1
-                    problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
-                    print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
-                    if refused_steps > cfg.skip_bad_steps:
-                        saver.finish(step, deletes_old=False)
-                        raise UserError(f"{problem}; {advise_after_refusal(cfg, rt)}")
+            elif math.isfinite(loss) and scaler.get_scale() > 1:
+                # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
+                print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
+            else:
+                # [safety] A network with a weight that is not a number never recovers. These weights may be the
+                # cause already, so no earlier checkpoint is deleted for theirs.
+                refused_steps += 1
+                problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
+                print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
+                if refused_steps > cfg.skip_bad_steps:
+                    saver.finish(step, deletes_old=False)
+                    raise UserError(f"{problem}; {advise_after_refusal(cfg, rt)}")
 
-                # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
-                scaler.update()
+            # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
+            scaler.update()
 
-                # [memory] DDP's gradients live in its buckets and are set to zero there. One rank frees them.
-                model.zero_grad(set_to_none=rt.world_size == 1)
+            # [memory] DDP's gradients live in its buckets and are set to zero there. One rank frees them.
+            model.zero_grad(set_to_none=rt.world_size == 1)
 
-                row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
-                metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
-                step += 1
-                saver.whole_step = step  # [resume] an error from here on saves this step
-                stop.first_step_is_done = True
-        except Stopped:
-            is_stopped = True
-        saver.finish(step)
+            row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
+            metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
+            step += 1
+            stop.first_step_is_done = True
+    saver.finish(step)
 
-    if is_stopped:
+    if stop.is_agreed:
         fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
         print0(f"stopped by {stop.reason()} at step {step}, saved; {fix}")
         return stop.reason()
@@ -184,22 +177,19 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     cfg: TrainConfig,
     rt: Runtime,
-    stop: StopRequest,
-) -> tuple[float, float, bool, bool]:
+    check: Callable[[], None] = lambda: None,
+) -> tuple[float, float]:
     """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
 
     batch: (micro_steps, B, T + 1) uint16, this rank's tokens. The gradients are those of the mean loss over all ranks.
-    Every rank must call it. A single rank that is asked to stop raises Stopped. Returns
+    check: called before each micro-batch; it may raise. Every rank must call this. Returns
 
-        loss             mean over all sequences of the step, in nats per token; the same on all ranks
-        norm             L2 norm of the gradients of all parameters, before clipping
-        is_finite        whether both are finite on every rank; if not, the update must be refused
-        stop_requested   whether any rank was asked to stop
+        loss    mean over this rank's sequences of the step, in nats per token
+        norm    L2 norm of the gradients of all parameters, before clipping; the same on all ranks
     """
     local_loss = torch.zeros((), device=rt.device)
     for i, tokens in enumerate(batch):
-        # [stop] A single rank need not compute what would be dropped below.
-        stop.check_alone(rt)
+        check()
 
         # Inputs and targets: (B, T + 1) -> 2 x (B, T)
         x, y = to_device(tokens, rt.device)
@@ -221,14 +211,7 @@ def compute_gradients(
     total_norm = nn.utils.get_total_norm(gradients)
     if cfg.grad_clip:
         nn.utils.clip_grads_with_norm_(ddp_forward.parameters(), cfg.grad_clip, total_norm)
-    norm = total_norm.item()
-
-    # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were asked to
-    # stop, and how many have a norm that is not finite. The device has finished its work by now, so a signal that came
-    # during the step is seen.
-    numbers = [local_loss.item() / rt.world_size, stop.is_requested(), not math.isfinite(norm)]
-    loss, stops, bad_norms = rt.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=rt.device)).tolist()
-    return loss, norm, math.isfinite(loss) and bad_norms == 0, stops > 0
+    return local_loss.item(), total_norm.item()
 
 
 def build(

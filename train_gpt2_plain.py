@@ -1,10 +1,10 @@
-"""Train a GPT-2, plainly: the whole trainer in one file over model.py. Read it first, from `train`.
+"""Train a GPT-2, plainly: the whole trainer in one file over model.py. Read it after that, from `train`.
 
-    python fineweb.py --source stdlib --out data/stdlib          # tokens from this Python's own library, in seconds
-    python train_gpt2_plain.py --data-dir data/stdlib --model.n-layer 4 --model.n-head 4 --model.n-embd 128 \\
+    python fineweb.py --source shakespeare --out data/shakespeare          # or --source stdlib: this Python's library
+    python train_gpt2_plain.py --data-dir data/shakespeare --model.n-layer 4 --model.n-head 4 --model.n-embd 128 \\
         --sequence-length 256 --total-batch-size 4096 --micro-batch-size 8 --max-steps 80 --warmup-steps 10 \\
         --max-lr 3e-3 --min-lr 3e-4 --val-every 40 --val-tokens 65536 --sample-every 80 --dtype float32
-    python infer.py log/plain "def "                             # also hellaswag.py, plots.py and hub.py open log/plain
+    python infer.py log/plain "ROMEO:"                           # also hellaswag.py, plots.py and hub.py open log/plain
 
     torchrun --standalone --nproc_per_node=8 train_gpt2_plain.py --micro-batch-size 64 --compile     # GPT-2 124M
 
@@ -40,7 +40,7 @@ import tyro
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
-from tokens import tokenizer
+from tokens import shards, tokenizer
 
 # GPT-2 has 50,257 tokens. Rows that no token uses pad the vocabulary to a multiple of 128, for the matmul kernels.
 GPT2_124M = GPTConfig(vocab_size=50304)
@@ -51,7 +51,7 @@ class Config:
     """The settings, with the names that they have in train_gpt2.py. A period (--*-every) of 0 turns that thing off."""
 
     model: GPTConfig = GPT2_124M
-    data_dir: str = "data/fineweb-edu"  # folder of .npy shards, as fineweb.py writes them
+    data_dir: str = "data/fineweb-edu"  # folder of token shards, as fineweb.py writes them
     out_dir: str = "log/plain"  # run folder, which must be new
     seed: int = 1337  # of the random weights and of the samples
 
@@ -91,15 +91,12 @@ def sequence_starts(num_tokens: int, T: int) -> range:
     return range(0, num_tokens - T, T)
 
 
-def find_shards(cfg: Config, split: str, needed: int) -> list[Path]:
+def find_sequences(cfg: Config, split: str, needed: int) -> list[Path]:
     """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed."""
-    paths = sorted(Path(cfg.data_dir).glob(f"*_{split}_*.npy"))
-    lengths = [len(np.load(path, mmap_mode="r")) for path in paths]
-    found = sum(len(sequence_starts(length, cfg.sequence_length)) for length in lengths)
-    require(paths, f"no {split} shards in {cfg.data_dir}; make them: python fineweb.py --out {cfg.data_dir}")
-    problem = f"*_{split}_*.npy in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
-    fix = f"make shards with fineweb.py --out {cfg.data_dir}, or use a smaller --val-tokens or --sequence-length"
-    require(found >= needed, f"{problem}; {fix}")
+    paths = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
+    found = sum(len(sequence_starts(shards.count_tokens(path), cfg.sequence_length)) for path in paths)
+    problem = f"the {split} shards in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
+    require(found >= needed, f"{problem}; use more text, or a smaller --val-tokens or --sequence-length")
     return paths
 
 
@@ -107,7 +104,7 @@ def read_sequences(paths: list[Path], T: int) -> Iterator[np.ndarray]:
     """Yield the sequences (T + 1,) of the shards, one after another, epoch after epoch."""
     while True:
         for path in paths:
-            tokens = np.load(path)  # (num_tokens,) uint16
+            tokens = shards.read_shard(path)  # (num_tokens,) uint16
             for start in sequence_starts(len(tokens), T):
                 yield tokens[start : start + T + 1]
 
@@ -210,8 +207,8 @@ def train(cfg: Config) -> None:
     # What the run needs must be there, and what is there is not overwritten.
     context = cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
-    train_shards = find_shards(cfg, "train", needed=1)
-    val_shards = find_shards(cfg, "val", needed=val_tokens // T)
+    train_shards = find_sequences(cfg, "train", needed=1)
+    val_shards = find_sequences(cfg, "val", needed=val_tokens // T)
     out_dir = Path(cfg.out_dir)
     is_free = not out_dir.exists() or not any(out_dir.iterdir())
     require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: use a new folder")
@@ -246,8 +243,9 @@ def train(cfg: Config) -> None:
         row: dict[str, float] = {"step": step}
 
         # The loss on text that is never trained on, in nats per token. A network that knows nothing gives all tokens
-        # the same probability: ln(50304) = 10.83. GPT-2's random weights begin near 10.95. A run that begins far above
-        # has weights that are too large; in one that begins below, the network sees its targets.
+        # the same probability: ln(50304) = 10.83. Random weights begin a little above: 10.84 at width 128, 10.95 at
+        # 768. Far above, the weights are too large; below, the network sees its targets, unless the text repeats its
+        # tokens, as indented code does.
         if cfg.val_every and (step % cfg.val_every == 0 or is_last):
             val_batches = read_batches(val_shards, B, T, rank, world_size, device)
             row["val_loss"] = validate(forward, islice(val_batches, val_steps), autocast)

@@ -150,7 +150,8 @@ def measure(args: Args, way: str) -> dict:
 
     from model import GPT, GPTConfig
     from system import distributed
-    from system.machine import choose_precision, supported_dtypes
+    from system.distributed import choose_precision
+    from system.machine import supported_dtypes
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         """Milliseconds until the device has finished the work, and its result."""

@@ -44,7 +44,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import train_gpt2
 from bench import peers, turns
 from bench.programs import REFERENCES, Reference, Size
-from lifecycle.stop import StopRequest
 from model import GPT
 from system.cli import require
 from system.distributed import Runtime
@@ -212,9 +211,7 @@ def run_ours(
     batches = data.batches(0, cfg.sequences_per_step, B, rt)
     curve: Curve = []
     for step in range(cfg.max_steps):
-        loss, norm, *_ = train_gpt2.compute_gradients(
-            next(batches), forward, optimizers, scaler, cfg, rt, StopRequest()
-        )
+        loss, norm = train_gpt2.compute_gradients(next(batches), forward, optimizers, scaler, cfg, rt)
         curve.append(StepRecord(loss, norm))
         schedule.set_learning_rates(optimizers, step, cfg.max_steps, cfg)
         for optimizer in optimizers:

@@ -142,11 +142,11 @@ def run_plain(args: Args, name: str, steps: int) -> dict:
     import torch
 
     import train_gpt2_plain
-    from system import machine
+    from system import distributed, machine
     from system.distributed import Runtime
 
     cfg = parse_for_adamw(args)
-    rt = machine.choose_precision(Runtime(machine.choose_device(cfg.device), torch.float32), cfg.dtype)
+    rt = distributed.choose_precision(Runtime(machine.choose_device(cfg.device), torch.float32), cfg.dtype)
     settings = {field.name: getattr(cfg, field.name) for field in fields(train_gpt2_plain.Config)}
     settings |= {"dtype": machine.dtype_name(rt.dtype), "compile": PLAIN[name]}
     settings |= {"max_steps": steps, "val_every": 0, "sample_every": 0}
@@ -161,7 +161,7 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     import torch
 
     from lifecycle import resume
-    from system import distributed, machine
+    from system import distributed
     from tokens.loader import to_device
 
     cfg = parse_for_adamw(args)
@@ -174,7 +174,7 @@ def run_peer(args: Args, name: str, source: str, steps: int) -> dict:
     exec(compile(source, name, "exec"), module.__dict__)
 
     with distributed.session(cfg.device) as rt:
-        rt = machine.choose_precision(rt, cfg.dtype)
+        rt = distributed.choose_precision(rt, cfg.dtype)
         torch.manual_seed(0)
         shape = {key: getattr(cfg.model, key) for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
         model = module.GPT(module.GPTConfig(**shape)).to(rt.device)

@@ -24,7 +24,7 @@ from lifecycle import reference
 from lifecycle.resume import describe_files
 from lifecycle.stop import StopRequest
 from model import GPT, VOCAB_SIZE, Sampler, stream
-from system import machine
+from system import distributed
 from system.cli import print0, printable, require
 from system.distributed import Runtime
 from tokens import tokenizer
@@ -93,11 +93,9 @@ class Evaluator:
         if self.val_data and is_due(step, cfg.val_every, self.max_steps):
             loss = validate(self.forward, self.val_data, cfg, rt, self.B, check_stop)
             results["val_loss"] = loss
-            in_bits = ""
             if self.bytes_per_target:
-                results["val_bpb"] = loss / math.log(2) / self.bytes_per_target
-                in_bits = f" | bits per byte: {results['val_bpb']:.4f}"
-            print0(f"{label} | val loss: {loss:.4f}{in_bits}")
+                results["val_bpb"] = bits_per_byte(loss, self.bytes_per_target)
+            print0(f"{label} | {describe_loss(loss, self.bytes_per_target)}")
             verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
                 print0(verdict)
@@ -106,7 +104,7 @@ class Evaluator:
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
         if self.score_hellaswag and is_due(step, cfg.hellaswag_every, self.max_steps):
             score = self.score_hellaswag(self.model, rt, check_stop)
-            print0(f"{label} | hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}")
+            print0(f"{label} | {describe_score(score)}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results
 
@@ -131,6 +129,22 @@ class Evaluator:
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
         return "\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(texts, 1))
+
+
+def bits_per_byte(loss: float, bytes_per_target: float) -> float:
+    """A loss in nats per token as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_target
+
+
+def describe_loss(loss: float, bytes_per_target: float) -> str:
+    """bytes_per_target: 0 if it is not known."""
+    in_bits = f" | bits per byte: {bits_per_byte(loss, bytes_per_target):.4f}" if bytes_per_target else ""
+    return f"val loss: {loss:.4f}{in_bits}"
+
+
+def describe_score(score: dict[str, float]) -> str:
+    """The line of HellaSwag, as hellaswag.py prints it."""
+    return f"hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}"
 
 
 def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
@@ -246,7 +260,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     fix = "add --init-from gpt2, a run folder or a model_*.pt"
     require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
     model = open_model(cfg.init_from).to(rt.device)
-    rt = machine.choose_precision(rt, cfg.dtype)
+    rt = distributed.choose_precision(rt, cfg.dtype)
 
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)
@@ -257,12 +271,10 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
-    text = f"{cfg.init_from} on {tokens:,} tokens of {val_data.paths[0]} | val loss: {loss:.4f}"
     bytes_per_target = count_bytes_per_target(val_data, replace(cfg, model=model.config, sequence_length=T))
-    if bytes_per_target:
-        text += f" | bits per byte: {loss / math.log(2) / bytes_per_target:.4f}"
-    print0(text)
+    data = f"{tokens:,} tokens of {val_data.paths[0]}"
+    print0(f"{cfg.init_from} on {data} | {describe_loss(loss, bytes_per_target)}")
     score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
         score = score_hellaswag(model, rt, lambda: None)
-        print0(f"hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}")
+        print0(describe_score(score))

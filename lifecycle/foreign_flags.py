@@ -20,7 +20,7 @@ FOREIGN_FLAGS = {
     "--lr_decay_iters": "not needed (--schedule ends at --max-steps)",
     "--warmup_iters": "--warmup-steps",
     "--beta1": "a setting of the presets (training/presets.py)",
-    "--beta2": "a setting of the presets (training/presets.py)",
+    "--beta2": "0.95, always,",
     "--dropout": "nothing: there is none",
     "--eval_interval": "--val-every",
     "--val_loss_every": "--val-every",

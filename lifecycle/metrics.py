@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lifecycle.cards import total_peak_flops
+from system.cards import total_peak_flops
 from system.cli import format_cost, format_duration, print0, require
 from system.files import atomic_write
 

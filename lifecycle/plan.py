@@ -18,12 +18,11 @@ from pathlib import Path
 
 import torch
 
-from lifecycle.cards import CARDS, find_cards, total_peak_flops
 from lifecycle.reference import read_references
 from lifecycle.resume import find_checkpoint, open_data, open_init_from
-from lifecycle.stop import StopRequest
 from model import GPT
-from system import machine
+from system import distributed, machine
+from system.cards import CARDS, find_cards, total_peak_flops
 from system.cli import format_cost, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import atomic_write, free_bytes
@@ -144,7 +143,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
         data, _ = open_data(cfg)
     max_steps = cfg.total_steps(data.order.sequences_per_epoch if data else 0)
-    rt = machine.choose_precision(rt, cfg.dtype)
+    rt = distributed.choose_precision(rt, cfg.dtype)
     _, forward, optimizers, scaler, B = build(model, cfg, rt)
     print_plan(cfg, rt, model, data, B, 0, max_steps)
 
@@ -159,7 +158,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     micro_s = update_s = math.inf
     for _ in range(4):
         start_time = now()
-        compute_gradients(batch, forward, optimizers, scaler, cfg, rt, StopRequest())
+        compute_gradients(batch, forward, optimizers, scaler, cfg, rt)
         middle_time = now()
         for optimizer in optimizers:
             scaler.step(optimizer)

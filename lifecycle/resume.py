@@ -72,6 +72,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
     check_ranks_agree(cfg, rt, saved, data)
     if saved:
         check_drift(cfg, saved, data)
+        announce_changes(cfg, saved, data)
         print0(f"resumed from {saved['model_file']}")
     is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
     if rt.is_main and not is_own:
@@ -134,7 +135,8 @@ def open_init_from(cfg: TrainConfig) -> GPT:
     try:
         model = open_model(cfg.init_from)
     except UserError as e:
-        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(cfg.run_dir))}"
+        out_dir = cfg.run_dir.with_name(Path(cfg.data_dir).name)
+        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(out_dir))}"
         command = f"python train_gpt2.py quickstart {folders} --sample-prompt @val"
         raise UserError(f"{e}; without these weights, from scratch: {command}") from None
     print0(f"weights of {cfg.init_from}")
@@ -252,43 +254,59 @@ def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
 
 
 def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
-    """Print what has changed since the checkpoint was made. Raises UserError if that shapes the result, unless
-    --allow-drift accepts it; the network cannot change at all."""
+    """Raise UserError if what shapes the result has changed since the checkpoint was made, unless --allow-drift accepts
+    it; the network cannot change at all."""
     old = TrainConfig.from_dict(saved["config"])
     max_steps = cfg.total_steps(data.order.sequences_per_epoch)
-    changes = changed_settings(old, cfg)
-    lines = {name: f"{name}: {before} -> {after}" for name, (before, after) in changes.items()}
 
-    # What must not change, and the flag that restores it.
-    restoring = {name: as_flag(name, before) for name, (before, _) in changes.items() if shapes_result(name)}
+    # What has changed, and the flag that restores it.
+    changed = {}
+    for name, (before, after) in changed_settings(old, cfg).items():
+        if shapes_result(name):
+            changed[f"{name}: {before} -> {after}"] = as_flag(name, before)
     if max_steps < saved["max_steps"]:
         # A flag that was left out would end the run early, at a lower rate from here on.
-        lines["max_steps"] = f"max_steps: {saved['max_steps']} -> {max_steps}"
-        restoring["max_steps"] = f"--max-steps {saved['max_steps']}"
+        changed[f"max_steps: {saved['max_steps']} -> {max_steps}"] = f"--max-steps {saved['max_steps']}"
     if saved["data"] != data.fingerprint():
-        lines["data"] = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
-        restoring["data"] = as_flag("data_dir", old.data_dir)
-    is_network = any(name.startswith("model.") for name in restoring)
-    if restoring and (is_network or not cfg.allow_drift):
-        problem = f"the checkpoint of step {saved['step']} was made with other settings"
-        what = "; ".join(lines[name] for name in restoring)
-        start = f"or start another run with --out-dir {shlex.quote(str(free_folder(cfg.run_dir)))} --resume none"
-        otherwise = "" if is_network else ", or continue anyway with --allow-drift"
-        raise UserError(f"{problem}: {what}. Restore them: {' '.join(restoring.values())}; {start}{otherwise}")
+        what = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
+        changed[what] = as_flag("data_dir", old.data_dir)
 
-    # What this start alone has, or this rank, concerns no result.
-    for name, line in lines.items():
-        if not (has_mark(name, Mark.ONCE) or has_mark(name, Mark.LOCAL)) and name not in ("max_steps", "epochs"):
-            print0(f"resume: {line}")
+    is_network = old.model != cfg.model
+    if changed and (is_network or not cfg.allow_drift):
+        problem = f"the checkpoint of step {saved['step']} was made with other settings"
+        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(free_folder(cfg.run_dir)))}"
+        start = f"or start another run, as in: python train_gpt2.py {cfg.preset} {folders}"
+        otherwise = "" if is_network else ", or continue anyway with --allow-drift"
+        raise UserError(
+            f"{problem}: {'; '.join(changed)}. Restore them: {' '.join(changed.values())}; {start}{otherwise}"
+        )
+
+
+def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
+    """Print what is different from here on, and was accepted by check_drift."""
+    old = TrainConfig.from_dict(saved["config"])
+    step, old_steps = saved["step"], saved["max_steps"]
+    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
+
+    # The settings, but for those of one start or one rank, which concern no result; and the versions.
+    changes = changed_settings(old, cfg)
+    for name, (before, after) in changes.items():
+        is_own = has_mark(name, Mark.ONCE) or has_mark(name, Mark.LOCAL)
+        if not is_own and name not in ("max_steps", "epochs"):
+            print0(f"resume: {name}: {before} -> {after}")
+    if saved["data"] != data.fingerprint():
+        print0(f"resume: the shards in {cfg.data_dir} are not those the run was trained on, in their order")
+    for name, now in machine.versions().items():
+        before = saved.get("versions", {}).get(name, now)
+        if before != now:
+            print0(f"resume: {name} {before} -> {now}")
 
     # The position in the data is the number of steps times their sequences.
     if (old.total_batch_size, old.sequence_length) != (cfg.total_batch_size, cfg.sequence_length):
-        was = saved["step"] * old.sequences_per_step
-        now = saved["step"] * cfg.sequences_per_step
+        was, now = step * old.sequences_per_step, step * cfg.sequences_per_step
         print0(f"resume: the order of the data continues at sequence {now:,}, not at {was:,}: another batch size")
 
     # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
-    step, old_steps = saved["step"], saved["max_steps"]
     before = schedule.lr_factor(step, old_steps, old) * old.max_lr
     after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
     if old_steps != max_steps or before != after:

@@ -3,13 +3,15 @@ an error ends the run.
 
     with Saver(cfg, rt, model, optimizers, scaler, metrics, data_id, start, max_steps) as saver:
         saver.save(500)             # returns once everything is copied to host memory; a thread writes it
-        saver.whole_step = None     # an update begins: an error saves nothing
-        saver.whole_step = 501      # it is done: an error saves this step
-        saver.finish(19073)         # waits for the disk, and raises the error of a write that failed
+        with saver.update(500):     # in here an error saves nothing, after it step 501
+            optimizer.step()
+    saver.finish(19073)             # waits for the disk, and raises the error of a write that failed
 
 Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/resume.py's.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -26,9 +28,7 @@ from weights import checkpoint
 
 class Saver:
     """Saves a run. Use it as a context manager: leaving the block waits for the write in progress. If an error leaves
-    the block, the steps before it are saved, where that needs no other rank: the others do not know of the error.
-
-    whole_step: the step that weights and optimizers stand at, or None while an update changes them."""
+    the block, the steps before it are saved, where that needs no other rank: the others do not know of the error."""
 
     def __init__(
         self,
@@ -47,16 +47,25 @@ class Saver:
         self.optimizers, self.scaler = optimizers, scaler
         self.metrics = metrics
         self.data_id, self.start, self.max_steps = data_id, start, max_steps
-        self.whole_step: int | None = start
+        self.whole_step: int | None = start  # that weights and optimizers stand at; None while an update changes them
         self.writer = checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, partial(best_steps, cfg.run_dir))
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and self.rt.world_size == 1 and self.whole_step not in (None, self.start):
-            self.save(self.whole_step)
         self.writer.join()
+        is_alone = self.rt.world_size == 1
+        if isinstance(error, Exception) and is_alone and self.whole_step is not None and self.whole_step > self.start:
+            self.save(self.whole_step)
+            self.writer.join()
+
+    @contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """The block that updates the weights of a step: an error in its middle leaves some that must not be saved."""
+        self.whole_step = None
+        yield
+        self.whole_step = step + 1
 
     def save(self, step: int) -> None:
         """Save this step, unless the run folder has it. Every rank must call it."""

@@ -6,7 +6,7 @@
         stop.check(rt)      # raises Stopped on all ranks at the same place
 
 Called by train_gpt2.py, which saves the run and exits with code 0. `check` is for evaluations; in a step the request
-travels with the loss, in the collective of compute_gradients.
+travels with the loss, in the collective of the loop.
 """
 
 import math
@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from system.cli import env_rank, parse_duration
 from system.distributed import Runtime
@@ -25,7 +25,7 @@ SECOND_SIGNAL_AFTER_S = 2.0
 
 
 class Stopped(Exception):
-    """All ranks have agreed to stop."""
+    """All ranks have agreed to stop: it leaves the loop."""
 
 
 class StopRequest:
@@ -37,6 +37,7 @@ class StopRequest:
         self.signal_time = 0.0
         self.limit_s = parse_duration(time_limit) or math.inf
         self.first_step_is_done = False  # before, the limit does not count: every start does at least one step
+        self.is_agreed = False  # whether the ranks have stopped
         self.start_time = time.monotonic()
 
     def elapsed_s(self) -> float:
@@ -50,16 +51,21 @@ class StopRequest:
     def _is_over_limit(self) -> bool:
         return self.first_step_is_done and self.elapsed_s() > self.limit_s
 
+    def leave(self) -> NoReturn:
+        """Raise Stopped. Every rank must call it."""
+        self.is_agreed = True
+        raise Stopped
+
     def check(self, rt: Runtime) -> None:
         """Raise Stopped on all ranks if any was asked to stop. Every rank must call it, equally often."""
         if rt.any_rank(self.is_requested()):
-            raise Stopped
+            self.leave()
 
     def check_alone(self, rt: Runtime) -> None:
         """Raise Stopped if this rank was asked to stop and is the only one, so that no other would wait for it. May be
         called anywhere between two updates."""
         if rt.world_size == 1 and self.is_requested():
-            raise Stopped
+            self.leave()
 
     def reason(self) -> str:
         """signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""

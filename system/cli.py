@@ -26,6 +26,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import unicodedata
@@ -180,8 +181,10 @@ def write_status(status: str, reason: str = "") -> None:
 
 
 def exit_process(code: int) -> None:
-    """Exit, without the interpreter's shutdown: there a thread that tokenizes or reads aborts the process, and gloo has
-    been seen to abort, or to wait forever for a dead rank."""
+    """Exit; if other threads or ranks are left, without the interpreter's shutdown: there a thread that tokenizes or
+    reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank."""
+    if threading.active_count() == 1 and env_number("WORLD_SIZE") == 1:
+        sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import UserError, check_rank_variables, env_number, env_rank, require
+from system.cli import UserError, check_rank_variables, env_number, env_rank, print0, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -144,6 +144,35 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
     if rt.world_size > 1:
         dist.destroy_process_group()
+
+
+def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | None = None) -> Runtime:
+    """The Runtime `rt` with the precision that all ranks use: the one of --dtype, else the one that a resumed run was
+    saved in, else the fastest that every rank has. Prints which and why.
+
+    All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
+    lacks the one of --dtype. Every rank must call it.
+    """
+    # What every rank has, the preferred first. A CPU computes in anything, if slowly.
+    names_of_ranks = rt.gather([machine.dtype_name(dtype) for dtype in machine.supported_dtypes(rt.device)])
+    usable: list[str] = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
+
+    if dtype_flag != "auto":
+        is_usable = dtype_flag in usable or rt.device.type != "cuda"
+        fix = f"use --dtype {usable[0]}, or leave it out"
+        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
+        chosen, reason = dtype_flag, "by --dtype"
+    elif saved_dtype in usable:
+        chosen, reason = saved_dtype, "in which the run began"
+    elif rt.device.type == "cpu" and usable[0] == "bfloat16":
+        # The slowest of the CPUs decides.
+        speedup = min(rt.gather(machine.bfloat16_speedup()))
+        chosen = "bfloat16" if speedup >= machine.MIN_BFLOAT16_SPEEDUP else "float32"
+        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 on this CPU"
+    else:
+        chosen, reason = usable[0], "the fastest that this machine has"
+    print0(f"precision: {chosen} ({reason})")
+    return replace(rt, dtype=getattr(torch, chosen))
 
 
 def share_cores(ranks_here: int) -> None:

@@ -2,7 +2,6 @@
 
     device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-    rt = choose_precision(rt)                         # prints "precision: bfloat16 (4.0 times as fast ...)"
     missing = missing_compiler(device)                # "", or what torch.compile needs: "C++ compiler (g++)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
@@ -24,7 +23,6 @@ import sysconfig
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -34,7 +32,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
-from system.cli import UserError, env_rank, print0, require
+from system.cli import UserError, env_rank, require
 
 ROOT = Path(__file__).parent.parent
 
@@ -199,35 +197,6 @@ def bfloat16_speedup() -> float:
             multiply[dtype]()
             fastest[dtype] = min(fastest[dtype], time.perf_counter() - start)
     return fastest[torch.float32] / fastest[torch.bfloat16]
-
-
-def choose_precision(rt: Any, dtype_flag: str = "auto", saved_dtype: str | None = None) -> Any:
-    """The Runtime `rt` with the precision that all ranks use: the one of --dtype, else the one that a resumed run was
-    saved in, else the fastest that every rank has. Prints which and why.
-
-    All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
-    lacks the one of --dtype. Every rank must call it.
-    """
-    # What every rank has, the preferred first. A CPU computes in anything, if slowly.
-    names_of_ranks = rt.gather([dtype_name(dtype) for dtype in supported_dtypes(rt.device)])
-    usable: list[str] = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
-
-    if dtype_flag != "auto":
-        is_usable = dtype_flag in usable or rt.device.type != "cuda"
-        fix = f"use --dtype {usable[0]}, or leave it out"
-        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
-        chosen, reason = dtype_flag, "by --dtype"
-    elif saved_dtype in usable:
-        chosen, reason = saved_dtype, "in which the run began"
-    elif rt.device.type == "cpu" and usable[0] == "bfloat16":
-        # The slowest of the CPUs decides.
-        speedup = min(rt.gather(bfloat16_speedup()))
-        chosen = "bfloat16" if speedup >= MIN_BFLOAT16_SPEEDUP else "float32"
-        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 on this CPU"
-    else:
-        chosen, reason = usable[0], "the fastest that this machine has"
-    print0(f"precision: {chosen} ({reason})")
-    return replace(rt, dtype=getattr(torch, chosen))
 
 
 # ------------------------------------------------------------------------- memory

@@ -54,7 +54,7 @@ esac
 # Starts the supervisor as train.sh does, with the stand-in for Python and other waits.
 LAUNCH = """
 import json, sys
-from lifecycle import supervisor
+from cloud import supervisor
 from system.cli import run_cli
 vars(supervisor).update(json.loads(sys.argv.pop(1)))
 run_cli(supervisor.main)

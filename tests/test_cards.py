@@ -7,7 +7,7 @@ import torch
 from helpers import CPU
 from test_plan import CHECKED, FITTED
 
-from lifecycle import cards
+from system import cards
 from system.cli import UserError
 from system.distributed import Runtime
 

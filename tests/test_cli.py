@@ -24,7 +24,7 @@ def end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
     monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    monkeypatch.setattr(os, "_exit", sys.exit)  # which would end the tests
+    monkeypatch.setattr(cli, "exit_process", sys.exit)  # its own may end the process of the tests
 
     def run(main):
         with pytest.raises(SystemExit) as ended:

@@ -21,6 +21,7 @@ from lifecycle.foreign_flags import FOREIGN_FLAGS
 from model import GPTConfig
 from system.cli import UserError
 from train_gpt2 import parse
+from training import optim
 from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, settings_by_flag, shapes_result
 from training.presets import PRESETS, SUMMARIES, is_network_from_init
 
@@ -95,6 +96,8 @@ def test_presets_have_the_numbers_of_their_recipes(name):
         "embed_lr": round(cfg.max_lr * cfg.embed_lr_scale, 9),
         "vector_lr": round(cfg.max_lr * cfg.vector_lr_scale, 9),
         "cooldown_steps": round(cfg.cooldown * cfg.max_steps),
+        "beta2": optim.OPTIMIZERS["adamw"].arguments(cfg)["betas"][1],
+        "muon_momentum": optim.OPTIMIZERS["muon"].arguments(cfg)["momentum"],
     }
     for pair in RECIPES[name].split():
         field, expected = pair.split("=")
@@ -210,7 +213,7 @@ def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
     ({"epochs": 1}, {"epochs": 0}, "--epochs 0"),
     ({"min_lr": 6e-4}, {"min_lr": 1.0}, "--min-lr 1.0"),
     ({"save_every": 0}, {"save_every": -1}, "--save-every -1"),
-    ({"beta2": 1}, {"beta2": 1.5}, "--beta2 1.5"),
+    ({"beta1": 1}, {"beta1": 1.5}, "--beta1 1.5"),
     ({"max_lr": 1.0}, {"max_lr": float("nan")}, "--max-lr nan"),
     ({"time_limit": "3h50m"}, {"time_limit": "soon"}, "soon"),
     ({"optimizer": "muon"}, {"optimizer": "new"}, "muon"),
@@ -261,7 +264,7 @@ def test_what_may_change_on_a_resume_is_told_from_what_may_not():
     model = replace(QUICKSTART.model, n_layer=5)
     new = replace(QUICKSTART, seed=2, val_every=7, data_dir="x", max_steps=9, model=model)
     changes = changed_settings(QUICKSTART, new)
-    assert changes["data_dir"] == ("data/stdlib", "x")
+    assert changes["data_dir"] == ("data/shakespeare", "x")
     assert [name for name in changes if shapes_result(name)] == ["model.n_layer", "seed"]
     assert sorted(name for name in changes if not shapes_result(name)) == ["data_dir", "max_steps", "val_every"]
 

@@ -12,7 +12,7 @@ import torch
 from helpers import CPU, train_quickstart
 from torch.torch_version import TorchVersion
 
-from system import machine
+from system import distributed, machine
 from system.cli import UserError
 from system.distributed import Runtime
 from weights import checkpoint
@@ -168,7 +168,7 @@ def test_a_cpu_takes_bfloat16_where_it_clearly_wins(monkeypatch, speedup, chosen
     """0.5 is a Xeon with AVX512-BF16 and without AMX; a Zen 5, with the same flags, has 4."""
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(machine, "bfloat16_speedup", lambda: speedup)
-    assert machine.choose_precision(CPU).dtype == chosen
+    assert distributed.choose_precision(CPU).dtype == chosen
 
 
 def test_a_busy_machine_does_not_change_the_speedup(monkeypatch):
@@ -205,9 +205,9 @@ def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, own, other, chos
     monkeypatch.setattr(Runtime, "gather", lambda self, names: [names, DTYPES[other]])
     rt = Runtime(torch.device("cuda", 0), FP32, world_size=2)
 
-    assert machine.choose_precision(rt).dtype == chosen
-    assert machine.choose_precision(rt, "float32").dtype == FP32
-    assert machine.choose_precision(rt, saved_dtype="bfloat16").dtype == chosen
+    assert distributed.choose_precision(rt).dtype == chosen
+    assert distributed.choose_precision(rt, "float32").dtype == FP32
+    assert distributed.choose_precision(rt, saved_dtype="bfloat16").dtype == chosen
     if chosen == FP16:
         with pytest.raises(UserError, match=r"--dtype bfloat16.*--dtype float16"):
-            machine.choose_precision(rt, "bfloat16")
+            distributed.choose_precision(rt, "bfloat16")

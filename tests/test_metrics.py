@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from helpers import CPU, load_metrics, parse_config
 
-from lifecycle import cards, metrics
+from lifecycle import metrics
 from lifecycle.metrics import MetricsLogger
 from model import GPT, GPTConfig
+from system import cards
 from system.cli import UserError
 from system.distributed import Runtime
 

@@ -7,7 +7,6 @@ import torch
 from helpers import CPU, parse_config
 
 import train_gpt2
-from lifecycle.stop import StopRequest
 from model import GPT
 from system.cli import UserError
 from training import master_weights, microbatch, schedule
@@ -105,7 +104,7 @@ def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
             assert microbatch.fits_in_memory(CPU, forward, 4, 32, 0)
             assert all(p.grad is None for p in model.parameters())
         for number in range(2):
-            train_gpt2.compute_gradients(batch, forward, optimizers, scaler, cfg, CPU, StopRequest())
+            train_gpt2.compute_gradients(batch, forward, optimizers, scaler, cfg, CPU)
             schedule.set_learning_rates(optimizers, number, 12, cfg)
             for optimizer in optimizers:
                 optimizer.step()

@@ -83,7 +83,7 @@ def test_each_role_has_its_own_rate():
     assert [rates[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == [5.0, 1.0]
 
 
-@pytest.mark.parametrize("setting", ["beta1", "beta2", "adam_eps", "muon_momentum"])
+@pytest.mark.parametrize("setting", ["beta1", "adam_eps"])
 def test_every_setting_changes_the_weights(setting):
     cfg = dataclasses.replace(BASE, optimizer="muon", **OWN_SETTINGS)
     plain = weights_after_three_steps(cfg)

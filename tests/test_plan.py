@@ -12,8 +12,8 @@ from helpers import CPU, ROOT, choices, parse_config, train_quickstart
 
 import train_gpt2
 from lifecycle import plan
-from lifecycle.cards import find_cards
 from model import GPT
+from system.cards import find_cards
 from system.cli import UserError
 from system.distributed import Runtime
 from training import optim

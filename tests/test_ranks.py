@@ -100,7 +100,7 @@ OFF_DEFAULT = """--model.no-tied-head --model.no-bias --model.positions rope --m
 --muon-lr 0.01 --weights bfloat16""".split()
 # Those that have no flag.
 HIDDEN = {
-    "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-7, "muon_momentum": 0.9, "muon_weight_decay": 0.1,
+    "beta1": 0.8, "adam_eps": 1e-7, "muon_weight_decay": 0.1,
     "newton_schulz": "exact", "embed_lr_scale": 2.0, "vector_lr_scale": 3.0, "vector_weight_decay": 0.1,
 }  # fmt: skip
 

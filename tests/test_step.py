@@ -12,7 +12,6 @@ import torch
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 import train_gpt2
-from lifecycle.stop import StopRequest
 from system.cli import UserError
 from weights import checkpoint
 
@@ -34,7 +33,7 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
     cfg = parse_config("quickstart", *tiny_args)
     batch = torch.zeros(3, 2, 33, dtype=torch.uint16)  # (micro_steps, B, T + 1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    loss, *_ = train_gpt2.compute_gradients(batch, Forward(), [], scaler, cfg, CPU, StopRequest())
+    loss, *_ = train_gpt2.compute_gradients(batch, Forward(), [], scaler, cfg, CPU)
 
     assert reduced == [False, False, True] and loss == pytest.approx(2)
 

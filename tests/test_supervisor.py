@@ -22,7 +22,7 @@ from helpers import ROOT, TINY_FLAGS, assert_curves_close, load_curve, make_shar
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
-from lifecycle import supervisor
+from cloud import supervisor
 from weights import checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -71,7 +71,7 @@ def test_train_sh_starts_the_supervisor(checkout, tmp_path, shell):
     env = {"PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHONPATH": "mine"}
     command = [shell, tmp_path / "link.sh", "quickstart", "--sample-prompt", "a  -h b "]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    words = [f"{checkout}:mine", "-P", "-m", "lifecycle.supervisor", "quickstart", "--sample-prompt", "a  -h b "]
+    words = [f"{checkout}:mine", "-P", "-m", "cloud.supervisor", "quickstart", "--sample-prompt", "a  -h b "]
     assert done.stdout == "".join(f"[{word}]" for word in words)
 
 
@@ -79,7 +79,7 @@ def test_the_python_of_the_project_comes_first(checkout):
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / "bin" / "python").rename(checkout / ".venv" / "bin" / "python")
     done = subprocess.run(["./train.sh", "stop"], cwd=checkout, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("[lifecycle.supervisor][stop]")
+    assert done.stdout.endswith("[cloud.supervisor][stop]")
 
 
 def test_help_has_every_setting():
@@ -103,7 +103,7 @@ def test_a_checkout_on_windows_keeps_the_line_ends(tmp_path):
 
 
 def test_the_supervisor_starts_without_torch():
-    program = "import sys, lifecycle.supervisor; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    program = "import sys, cloud.supervisor; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
@@ -199,8 +199,6 @@ GPU_HOUR_USD=nan                              | GPU_HOUR_USD=nan
 MAX_RESTARTS=1.5                              | MAX_RESTARTS=1.5
 NPROC=-1                                      | NPROC=-1
 PUSH_EVERY=60                                 | PUSH_TO
-PUSH=best PUSH_TO=a/b                         | PUSH:
-PUSH_PUBLIC=1 KEEP_ON_FAILURE=1               | PUSH_PUBLIC, KEEP_ON_FAILURE:
 REMOVE_POD=yes                                | REMOVE_POD=yes
 REMOVE_POD=1                                  | REMOVE_POD=1
 REMOVE_POD=1 PERSISTENT=1 RUNPOD_POD_ID=      | SHUTDOWN_CMD

@@ -293,40 +293,47 @@ def encode(encoder, chunk: Chunk) -> np.ndarray:
     return np.insert(ids, offsets[np.array(chunk.begins)], EOT)
 
 
-def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
-    """The shards after those of the manifest, up to its limit_tokens: the tokens (n,) uint16 and the `end` of each."""
+def unread_ids(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, int, int]]:
+    """The part of the stream that no shard of the manifest has yet, up to its limit_tokens, chunk by chunk: the ids
+    (n,) uint16, their file, and how many ids of that file come before them."""
     encoder = None if "ids_column" in manifest.source else bulk_encoder()
     left = (manifest.limit_tokens or sys.maxsize) - sum(shard.tokens for shard in manifest.shards)
-    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # tokens of the first file that shards have
-    shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
-    filled = 0
-    end = {"file": -1, "token": 0}  # how far the stream has been cut
-
+    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # ids of the first file that shards have
+    file, position = -1, 0
     for chunk in chunks:
         if left <= 0:
-            break
+            return
+        if chunk.file != file:
+            file, position = chunk.file, 0
         ids = encode(encoder, chunk)
-        if chunk.file != end["file"]:
-            end = {"file": chunk.file, "token": 0}
         skipped = min(skip, len(ids))
+        unread = ids[skipped : skipped + left]
+        yield unread, file, position + skipped
+        position += len(ids)
         skip -= skipped
-        end["token"] += skipped
-        ids = ids[skipped : skipped + left]
+        left -= len(unread)
+
+
+def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
+    """The shards after those of the manifest: the tokens (n,) uint16 of each, and its `end` in the source."""
+    shard = np.empty(manifest.shard_tokens, np.uint16)
+    filled = 0
+    file = position = 0
+    for ids, file, position in unread_ids(chunks, manifest):
         while len(ids):
             # What fits into this shard, and the rest.
             part, ids = np.split(ids, [len(shard) - filled])
             shard[filled : filled + len(part)] = part
             filled += len(part)
-            left -= len(part)
-            end["token"] += len(part)
+            position += len(part)
             if filled == len(shard):
-                yield shard, dict(end)
+                yield shard, {"file": file, "token": position}
                 shard = np.empty_like(shard)  # the last one may still be written
                 filled = 0
 
     # The rest of the stream makes a last, shorter shard.
     if filled:
-        yield shard[:filled], end
+        yield shard[:filled], {"file": file, "token": position}
 
 
 def add_shard(out: Path, name: str, manifest: Manifest, tokens: np.ndarray, end: dict[str, int]) -> Manifest:

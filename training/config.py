@@ -86,7 +86,7 @@ class Recipe:
     # The learning rate.
 
     max_lr: float = 6e-4  # peak learning rate
-    min_lr: float = 6e-5  # learning rate at the end of the schedule
+    min_lr: float = 6e-5  # what a rate of max-lr has fallen to at the end; the other rates fall by the same factor
     warmup_steps: int = 715  # steps over which the rate rises linearly to its peak
     # the decay to min-lr: half a cosine, or constant and then linear
     schedule: Literal["cosine", "trapezoid"] = "cosine"
@@ -101,12 +101,10 @@ class Recipe:
     # of the model and its gradients; with bfloat16 the optimizer and the checkpoints keep float32 master weights
     weights: Noise[Literal["float32", "bfloat16"]] = "float32"
 
-    # Set by presets alone; all but beta2, muon_momentum and embed_lr_scale deviate for speedrun-124m only.
+    # Set by presets alone; all but embed_lr_scale deviate for speedrun-124m only.
 
     beta1: Suppress[Fraction[float]] = 0.9  # AdamW's decay rate for the average of the gradients
-    beta2: Suppress[Fraction[float]] = 0.95  # AdamW's decay rate for the average of the squared gradients
     adam_eps: Suppress[float] = 1e-8  # added to the denominator of AdamW's update
-    muon_momentum: Suppress[Fraction[float]] = 0.95  # Muon's decay rate for the average of the gradients
     muon_weight_decay: Suppress[float] = 0.0  # of the blocks' matrices with --optimizer muon
     # Muon's iterations: 5, approximate, or 12, converged
     newton_schulz: Suppress[Literal["fast", "exact"]] = "fast"
@@ -151,7 +149,7 @@ class TrainConfig(Recipe):
 
     # This start.
 
-    resume: Once[Local[str]] = "none"  # none, auto (the run folder's newest checkpoint) or a model_*.pt
+    resume: Once[Local[str]] = "none"  # none, auto (the newest checkpoint of --out-dir), or a run or its model_*.pt
     allow_drift: Once[bool] = False  # resume even if settings that shape the result have changed
     skip_bad_steps: Once[int] = 0  # non-finite steps to skip before stopping, counted from each start
     time_limit: Once[Local[str]] = ""  # save and stop after this long, e.g. 3h50m; default: no limit

@@ -204,6 +204,16 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
     return loss
 
 
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total is float32, and a and b may be in half precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        # addmm_ adds no product in half precision to a float32 sum. In float16 the sum over all rows could exceed its
+        # largest number, 65,504: divide by a power of two first, which is exact but for numbers below 0.004.
+        total.add_(a @ (b / 64), alpha=64)
+
+
 class ChunkedHeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,).
 
@@ -252,13 +262,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
             if backward:
                 d_logits = logits  # compute_loss has overwritten them
                 d_rows.copy_(d_logits @ cast_weight)  # (R, P) @ (P, C) -> (R, C)
-                if dtype == d_weight.dtype:
-                    d_weight.addmm_(d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
-                else:
-                    # addmm_ cannot add a product in half precision to a float32 sum. In float16 a sum over all rows of
-                    # the chunk could exceed the largest number, 65,504. Dividing by a power of two is exact, but for
-                    # float16 numbers below 0.004.
-                    d_weight.add_(d_logits.T @ (rows / 64), alpha=64)
+                add_product_(d_weight, d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
                 if bias is not None:
                     d_bias += d_logits[:, :V].sum(0, dtype=torch.float32)  # (R, V) -> (V,)
                 del d_logits

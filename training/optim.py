@@ -44,13 +44,13 @@ OPTIMIZERS = {
     # fused: one kernel updates many parameters.
     "adamw": OptimizerFacts(
         torch.optim.AdamW,
-        lambda cfg: {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.adam_eps, "fused": True},
+        lambda cfg: {"betas": (cfg.beta1, 0.95), "eps": cfg.adam_eps, "fused": True},
         set(ROLES),
         state_per_weight=2,
     ),
     "muon": OptimizerFacts(
         Muon,
-        lambda cfg: {"momentum": cfg.muon_momentum, "newton_schulz": cfg.newton_schulz},
+        lambda cfg: {"momentum": 0.95, "newton_schulz": cfg.newton_schulz},
         {BLOCK_MATRIX},
         state_per_weight=1,
         rate_and_decay=lambda cfg: (cfg.muon_lr, cfg.muon_weight_decay),

@@ -87,7 +87,7 @@ PRESETS = {cfg.preset: cfg for cfg in (
     # A check that the network learns at all: the loss on one batch, repeated, must collapse.
     TrainConfig(
         preset="overfit",
-        model=_small, data_dir="data/stdlib", overfit_single_batch=True,
+        model=_small, data_dir="data/shakespeare", overfit_single_batch=True,
         sequence_length=128, total_batch_size=512, max_steps=200,
         warmup_steps=10, max_lr=3e-3, min_lr=3e-4, weight_decay=0.0,
         val_every=0, hellaswag_every=0, sample_every=0, save_every=0,
@@ -95,11 +95,11 @@ PRESETS = {cfg.preset: cfg for cfg in (
     # Tuned to the lowest loss within two minutes on two slow cores (bench/RESULTS.md).
     TrainConfig(
         preset="quickstart",
-        model=_small, data_dir="data/stdlib",
+        model=_small, data_dir="data/shakespeare",
         sequence_length=256, total_batch_size=4096, max_steps=80,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,
         val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=40, keep=2,
-        sample_every=80, sample_prompt="def ",
+        sample_every=80, sample_prompt="ROMEO:",
     ),
 )}
 # fmt: on

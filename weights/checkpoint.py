@@ -137,7 +137,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
-    require(path.is_file(), f"no checkpoint {path}")
+    runs = describe_runs(path.parent) or f"look into {path.parent}"
+    require(path.is_file(), f"no checkpoint {path}; {runs}")
     refuse_other_formats(path)
     import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
     match = FILE_NAME.fullmatch(path.name)

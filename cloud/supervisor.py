@@ -52,10 +52,6 @@ PERIODIC_PUSH_S = 3600  # the longest push during a run
 REMOVE_DELAY_S = 60  # before the machine is removed or stopped; `kill` prevents it
 POLL_S = 0.1
 
-# What used to be a setting. Whoever still sets one expects what it did.
-FORMER_SETTINGS = """START_WAIT RESTART_DELAY PUSH PUSH_OPTIMIZER PUSH_PUBLIC PUSH_RETRY_HOURS REMOVE_DELAY
-KEEP_ON_FAILURE""".split()
-
 
 def main() -> None:
     """Stop a run, or start one."""
@@ -91,10 +87,6 @@ class Settings:
 
 def read_settings() -> Settings:
     """Read the environment. Raises UserError if a setting is wrong, or needs another one."""
-    former = [name for name in FORMER_SETTINGS if os.environ.get(name)]
-    fix = "unset it; --help lists the settings, and python hub.py push-model pushes other steps, also in public"
-    require(not former, f"{', '.join(former)}: no longer a setting of train.sh; {fix}")
-
     settings = Settings(
         nproc=read_whole_number("NPROC", 0),
         max_restarts=read_whole_number("MAX_RESTARTS", 3),
