@@ -29,6 +29,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from lifecycle.evaluator import describe_score
 from system import cli
 from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
@@ -253,11 +254,6 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime, Callabl
     return score_run
 
 
-def summary_line(result: dict[str, float | int]) -> str:
-    """The line that reports the result of `evaluate`, such as `hellaswag acc 0.2859 acc_norm 0.2955 n 10042`."""
-    return f"hellaswag acc {result['acc']:.4f} acc_norm {result['acc_norm']:.4f} n {result['n']}"
-
-
 # ------------------------------------------------------------------------- the batches
 
 
@@ -440,7 +436,7 @@ def main() -> None:
     result = summarize(losses, examples)
     speed = f"{result['n'] / seconds:.1f} examples/s on {rt.device}"
     print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
-    print0(summary_line(result))
+    print0(describe_score(result))
 
 
 if __name__ == "__main__":

@@ -162,8 +162,7 @@ def main() -> None:
     import torch
 
     from model import Sampler, stream
-    from system.machine import choose_device, device_name, dtype_name, supported_dtypes
-    from training.microbatch import is_out_of_memory
+    from system.machine import choose_device, device_name, dtype_name, is_out_of_memory, supported_dtypes
     from weights.open_model import open_and_describe
 
     # The model must know GPT-2's tokens, and the prompt must fit it.

@@ -113,8 +113,8 @@ class GPTConfig:
 
 
 def rope_frequencies(hs: int) -> Tensor:
-    """Radians per position of each channel pair (hs / 2,): wavelengths from 2 pi to 10,000 * 2 pi positions (Su et al.
-    2021)."""
+    """Radians per position of each channel pair (hs / 2,): wavelengths from 2 pi to nearly 10,000 * 2 pi positions
+    (Su et al. 2021)."""
     return 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
 
 
@@ -411,8 +411,8 @@ class GPT(nn.Module):
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
 
-        # An embedding whose output is normalized may have any scale, unless the head shares its weight: the scale only
-        # sets its effective learning rate.
+        # An embedding whose output is normalized may have any scale, which only sets its effective learning rate; not
+        # so if the head shares its weight.
         if isinstance(self.transformer.ln_0, RMSNorm) and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
@@ -467,11 +467,14 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`.
 
-        Training passes idx alone; then the positions are 0 .. T - 1 and the mask is causal. cache: idx continues the
-        text that the cache holds. positions (B, T) and mask (B, 1, T, S), where S is T plus the cache's length, are
-        given together: for rows that hold several texts with a common prefix (HellaSwag's endings after their context),
-        or for padded rows. The mask is true where query i attends to key j. blocks: the compiled versions of the
-        model's blocks.
+        Who gives what, beside idx:
+
+            training     blocks                       the compiled versions of the model's blocks
+            sampling     cache                        idx continues the text that the cache holds
+            HellaSwag    positions and mask           rows of several texts with a common prefix: endings, context
+
+        positions (B, T); mask (B, 1, T, S), where S is T plus the cache's length, true where query i attends to key j.
+        Without them the positions are 0 .. T - 1, after those of the cache, and the mask is causal.
         """
         # The T new positions come after the `start` cached ones.
         T = idx.size(1)
@@ -525,8 +528,8 @@ class GPT(nn.Module):
         The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
         about ln(V). Targets of -100 are left out.
         """
-        # train_gpt2.py does not call this: it computes the same loss in chunks (training/forward.py), and
-        # hellaswag.py that of single rows. Change all three.
+        # train_gpt2.py does not call this: it computes the same loss in chunks (training/forward.py), and so
+        # do hellaswag.py for each text and weights/modeling_gpt.py for transformers. Change all of them.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

@@ -66,23 +66,22 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     the run has finished. Raises UserError if the run cannot start or resume as asked, if an update is refused, or if
     the last checkpoint cannot be written. Every rank must call it."""
     # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten.
-    cfg, model, data, val_data, saved = resume.open_run(cfg, rt)
-    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
-    step = start = saved["step"] if saved else 0
-    if resume.is_complete(cfg, rt, step, max_steps):
+    run, saved = resume.open_run(cfg, rt)
+    cfg, rt, model, max_steps = run.cfg, run.rt, run.model, run.max_steps
+    step = run.start
+    if resume.is_complete(run):
         path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
         more = f"--max-steps {2 * step} --out-dir {shlex.quote(str(resume.free_folder(cfg.run_dir)))}"
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
-    rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
     forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
     if saved:
         resume.load_state(rt, saved, optimizers, scaler)
     del saved  # it is mapped from its file
 
-    plan.print_plan(cfg, rt, model, data, B, step, max_steps)
+    plan.print_plan(cfg, rt, model, run.data, B, step, max_steps)
     if rt.is_main:
         plan.check_disk(cfg, model, step, max_steps)
         plan.write_config(cfg, rt, max_steps)
@@ -90,21 +89,22 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     # The evaluations, the log, the checkpoints, and this rank's batches, which a thread reads ahead [speed]:
     # (micro_steps, B, T + 1) tokens for each step from here on.
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
-    evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
-    metrics = MetricsLogger(cfg, rt, model, start, max_steps)
-    saver = Saver(cfg, rt, model, optimizers, scaler, metrics, data.fingerprint(), start, max_steps)
-    check_stop = partial(stop.check_alone, rt)  # [stop] for what one rank does alone: a disk may hang
-    batches = data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, while_waiting=check_stop)
+    evaluator = Evaluator(run, forward, B, score_hellaswag)
+    metrics = MetricsLogger(run)
+    saver = Saver(run, optimizers, scaler, metrics)
+    # [stop] Inside of a step only a single rank may stop. Several agree on it after their gradients.
+    check_alone = partial(stop.check_alone, rt)
+    batches = run.data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, check_alone)
 
     refused_steps = 0
     with saver, suppress(Stopped):  # [stop] Stopped leaves the loop, on all ranks at the same place
         stop.check(rt)  # a signal that came during the start
         while True:
             # `row` becomes the line of metrics.jsonl for this step.
-            row = {"step": step}
+            row: dict[str, Any] = {"step": step}
 
             # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
-            if step == max_steps or (step > start and is_due(step, cfg.save_every, max_steps)):
+            if step == max_steps or (step > run.start and is_due(step, cfg.save_every, max_steps)):
                 saver.save(step)
 
             # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
@@ -119,11 +119,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             wait_time = time.perf_counter()
             batch = next(batches)
             start_time = time.perf_counter()
-            loss, norm = compute_gradients(batch, ddp_forward, optimizers, scaler, cfg, rt, check_stop)
+            loss, norm = compute_gradients(batch, ddp_forward, optimizers, scaler, cfg, rt, check_alone)
 
             # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were
-            # asked to stop, and how many have a norm that is not finite. The device has finished its work by now,
-            # so a signal that came during the step is seen.
+            # asked to stop, and how many have a norm that is not finite. (DDP gives all the same gradients, but a card
+            # that computes wrongly must not decide alone.) The device has finished its work by now, so a signal that
+            # came during the step is seen.
             numbers = torch.tensor([loss / rt.world_size, stop.is_requested(), not math.isfinite(norm)])
             loss, stops, bad_norms = rt.all_reduce(numbers.to(rt.device)).tolist()
 
@@ -153,7 +154,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
             scaler.update()
 
-            # [memory] DDP's gradients live in its buckets and are set to zero there. One rank frees them.
+            # [memory] DDP's gradients live in its buckets and are set to zero there. Without DDP they are freed.
             model.zero_grad(set_to_none=rt.world_size == 1)
 
             row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}

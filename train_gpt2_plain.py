@@ -1,4 +1,4 @@
-"""Train a GPT-2, plainly: the whole trainer in one file over model.py. Read it after that, from `train`.
+"""Train a GPT-2, plainly: the whole trainer in one file over model.py. Read it after that file, from `train` on.
 
     python fineweb.py --source shakespeare --out data/shakespeare          # or --source stdlib: this Python's library
     python train_gpt2_plain.py --data-dir data/shakespeare --model.n-layer 4 --model.n-head 4 --model.n-embd 128 \\
@@ -9,8 +9,8 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2_plain.py --micro-batch-size 64 --compile     # GPT-2 124M
 
 The defaults are build-nanogpt's recipe for GPT-2 124M, which is the preset gpt2-124m of train_gpt2.py. That program
-computes the same, and adds what a long run needs and what makes it faster. With --no-shuffle, its losses, gradient
-norms and weights are those of this file, up to rounding (tests/test_plain.py).
+computes the same, and adds what a long run needs (this one saves at its end alone) and what makes it faster. With
+--no-shuffle, its losses, gradient norms and weights are those of this file, up to rounding (tests/test_plain.py).
 
 A step reads micro_steps * B sequences of T tokens on each rank, of which B at a time fit in memory:
 
@@ -91,7 +91,7 @@ def sequence_starts(num_tokens: int, T: int) -> range:
     return range(0, num_tokens - T, T)
 
 
-def find_sequences(cfg: Config, split: str, needed: int) -> list[Path]:
+def find_enough_shards(cfg: Config, split: str, needed: int) -> list[Path]:
     """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed."""
     paths = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
     found = sum(len(sequence_starts(shards.count_tokens(path), cfg.sequence_length)) for path in paths)
@@ -185,6 +185,18 @@ def sample_text(model: GPT, cfg: Config, device: torch.device) -> str:
 # ------------------------------------------------------------------------- the run
 
 
+def count_passes(cfg: Config, world_size: int, flag: str, tokens: int) -> int:
+    """How many forward passes of all ranks take this many tokens. Raises UserError, which names their flag, if they are
+    no whole number."""
+    B, T = cfg.micro_batch_size, cfg.sequence_length
+    require(B > 0 and T > 0, f"--micro-batch-size {B} and --sequence-length {T} must be at least 1")
+    tokens_per_pass = B * T * world_size
+    rule = f"--micro-batch-size x --sequence-length x ranks = {B} x {T} x {world_size} = {tokens_per_pass} tokens"
+    fix = f"use {flag} {max(1, round(tokens / tokens_per_pass)) * tokens_per_pass}"
+    require(tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
+    return tokens // tokens_per_pass
+
+
 def train(cfg: Config) -> None:
     """The whole run. Raises UserError if it cannot start as asked. Every rank must call it."""
     # torchrun starts this file once for each GPU. Each of these processes, a rank, learns its number from its
@@ -195,28 +207,22 @@ def train(cfg: Config) -> None:
 
     # Half a million tokens do not fit in memory. What the ranks take in one forward pass does, and a step has several.
     B, T = cfg.micro_batch_size, cfg.sequence_length
-    tokens_per_pass = B * T * world_size
-    val_tokens = cfg.val_tokens if cfg.val_every else 0
-    rule = f"--micro-batch-size x --sequence-length x ranks = {B} x {T} x {world_size} = {tokens_per_pass} tokens"
-    for flag, tokens in (("--total-batch-size", cfg.total_batch_size), ("--val-tokens", val_tokens)):
-        fix = f"use {flag} {max(1, round(tokens / tokens_per_pass)) * tokens_per_pass}"
-        require(tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
-    micro_steps = cfg.total_batch_size // tokens_per_pass
-    val_steps = val_tokens // tokens_per_pass
+    micro_steps = count_passes(cfg, world_size, "--total-batch-size", cfg.total_batch_size)
+    val_steps = count_passes(cfg, world_size, "--val-tokens", cfg.val_tokens) if cfg.val_every else 0
 
     # What the run needs must be there, and what is there is not overwritten.
     context = cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
-    train_shards = find_sequences(cfg, "train", needed=1)
-    val_shards = find_sequences(cfg, "val", needed=val_tokens // T)
+    train_shards = find_enough_shards(cfg, "train", needed=1)
+    val_shards = find_enough_shards(cfg, "val", needed=cfg.val_tokens // T) if cfg.val_every else []
     out_dir = Path(cfg.out_dir)
     is_free = not out_dir.exists() or not any(out_dir.iterdir())
     require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: use a new folder")
 
     # A GPU if there is one. Autocast computes matrix products in bfloat16, which has half the bits of float32 and the
     # same range. Weights, gradients and the loss stay in float32.
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, for the products that are left in float32
@@ -244,8 +250,8 @@ def train(cfg: Config) -> None:
 
         # The loss on text that is never trained on, in nats per token. A network that knows nothing gives all tokens
         # the same probability: ln(50304) = 10.83. Random weights begin a little above: 10.84 at width 128, 10.95 at
-        # 768. Far above, the weights are too large; below, the network sees its targets, unless the text repeats its
-        # tokens, as indented code does.
+        # 768. A run that begins far above has weights that are too large. In one that begins below, the network sees
+        # its targets; or the text repeats its tokens, as indented code does.
         if cfg.val_every and (step % cfg.val_every == 0 or is_last):
             val_batches = read_batches(val_shards, B, T, rank, world_size, device)
             row["val_loss"] = validate(forward, islice(val_batches, val_steps), autocast)

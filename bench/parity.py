@@ -317,9 +317,9 @@ def main(argv: list[str]) -> None:
     require(not problems, "; ".join(problems))
 
 
-# What a legend calls the planted errors.
 # What the picture calls the programs that have longer names than bench/peers.py gives them.
 TITLES = {"nanogpt": "nanoGPT", "record8": "modded-nanogpt's record 8", "result36": "modded-nanogpt's result 36"}
+# What its legend calls the planted errors.
 PLANTED_LABELS: dict[PlantedError, str] = {
     "rate": "a learning rate 1% too high",
     "decay": "weight decay on every weight",

@@ -1,6 +1,6 @@
 """A run's evaluations: validation loss, HellaSwag and samples, each with its own period.
 
-    evaluator = Evaluator(cfg, rt, model, forward, B, data, val_data, score_hellaswag, max_steps)
+    evaluator = Evaluator(run, forward, B, score_hellaswag)
     row |= evaluator.measure(step, stop)
     text = evaluator.sample_text(step, stop)
 
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from lifecycle import reference
 from lifecycle.resume import describe_files
+from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT, VOCAB_SIZE, Sampler, stream
 from system import distributed
@@ -49,24 +50,13 @@ class Evaluator:
     """Runs the evaluations that are due. HellaSwag and samples call the model itself, because their shapes vary;
     validation calls the compiled forward pass."""
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        rt: Runtime,
-        model: GPT,
-        forward: Forward,
-        B: int,
-        data: Loader,
-        val_data: Loader | None,
-        score_hellaswag: ScoreHellaswag | None,
-        max_steps: int,
-    ):
+    def __init__(self, run: Run, forward: Forward, B: int, score_hellaswag: ScoreHellaswag | None):
         """B: sequences in a forward pass. score_hellaswag: None turns HellaSwag off."""
-        self.cfg, self.rt, self.model = cfg, rt, model
+        cfg, val_data = run.cfg, run.val_data
+        self.cfg, self.rt, self.model, self.max_steps = cfg, run.rt, run.model, run.max_steps
         self.forward, self.B, self.val_data = forward, B, val_data
         self.score_hellaswag = score_hellaswag
-        self.max_steps = max_steps
-        self.reference = choose_reference(cfg, max_steps) if val_data else None
+        self.reference = choose_reference(cfg, run.max_steps) if val_data else None
         self.bytes_per_target = 0.0
         if val_data:
             self.bytes_per_target = count_bytes_per_target(val_data, cfg)
@@ -75,7 +65,7 @@ class Evaluator:
         # Samples need GPT-2's vocabulary to be readable.
         self.prompt: list[int] = []  # the ids to continue; without a prompt there are no samples
         if cfg.model.vocab_size >= VOCAB_SIZE:
-            self.prompt = choose_prompt(cfg, val_data or data)
+            self.prompt = choose_prompt(cfg, val_data or run.data)
         elif cfg.sample_every:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 

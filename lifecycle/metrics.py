@@ -1,6 +1,6 @@
 """What a run reports: a line of metrics.jsonl and of the console for each step, and the curves of a tracker.
 
-    metrics = MetricsLogger(cfg, rt, model, start, max_steps)
+    metrics = MetricsLogger(run)
     metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds)
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
@@ -29,8 +29,7 @@ from system.cli import format_cost, format_duration, print0, require
 from system.files import atomic_write
 
 if TYPE_CHECKING:
-    from model import GPT
-    from system.distributed import Runtime
+    from lifecycle.run import Run
     from training.config import TrainConfig
 
 # ------------------------------------------------------------------------- reading what a run has written
@@ -109,13 +108,11 @@ class MetricsLogger:
     A resumed run keeps the lines before its first step and writes the later ones again, so no step appears twice.
     """
 
-    def __init__(self, cfg: TrainConfig, rt: Runtime, model: GPT, start: int, max_steps: int):
-        """For a run that starts or resumes at step `start`. Every rank must make one."""
-        self.cfg = cfg
-        self.rt = rt
-        self.start = start
-        self.max_steps = max_steps
-        self.flops_per_token = model.flops_per_token(cfg.sequence_length)
+    def __init__(self, run: Run):
+        """Every rank must make one."""
+        cfg, rt, start = run.cfg, run.rt, run.start
+        self.cfg, self.rt, self.start, self.max_steps = cfg, rt, start, run.max_steps
+        self.flops_per_token = run.model.flops_per_token(cfg.sequence_length)
         self.peak_flops = total_peak_flops(rt)
         self.start_time = time.monotonic()
         self.average_s = 0.0

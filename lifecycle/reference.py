@@ -1,7 +1,7 @@
 """Figures from public runs of the presets' recipes: what a healthy run looks like, step by step.
 
     reference = find_reference("gpt2-124m", max_steps=19_073, tokens_per_step=524_288)
-    reference.judge(500, 5.31)        # "step 500: val 5.310, reference 5.209 to 5.385: on track"
+    reference.judge(500, 5.31)        # "step 500: val 5.310, reference 5.181 to 5.413: on track"
 
 lifecycle/evaluator.py prints that line after each validation; plots.py --reference draws the range behind the curves.
 Nothing here needs torch.

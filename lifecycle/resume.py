@@ -1,12 +1,13 @@
 """Starting or resuming a run: which checkpoint it continues from, with which network and data, and what may differ from
 the run that made it.
 
-    cfg, model, data, val_data, saved = open_run(cfg, rt)           # decides all of it, from top to bottom
+    run, saved = open_run(cfg, rt)                          # decides all of it, from top to bottom
     load_state(rt, saved, optimizers, scaler)
-    state = train_state(cfg, rt, step, ...)                         # what the next resume loads
+    state = train_state(run, step, optimizers, scaler)      # what the next resume loads
 
-Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped; whatever would silently
-change its result is refused, and so are ranks that would train different runs.
+Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped. Settings, data or a network
+that would change its result are refused, and so are ranks that would train different runs; another version of torch or
+of the code is announced.
 """
 
 import hashlib
@@ -20,9 +21,10 @@ from typing import Any
 
 import torch
 
-from lifecycle.metrics import read_config, read_metrics
+from lifecycle.metrics import read_config, read_metrics, read_step
+from lifecycle.run import Run
 from model import GPT
-from system import machine
+from system import distributed, machine
 from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
@@ -35,16 +37,9 @@ from weights import checkpoint, names
 from weights.open_model import open_model
 
 
-def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, Loader | None, dict[str, Any] | None]:
-    """Everything that a run starts from. Raises UserError if it cannot start so, or if the ranks did not find the same.
-    Every rank must call it. Returns
-
-        cfg        with the network that is really trained
-        model      that network, with its first weights: those of the checkpoint or of --init-from, or random ones
-        data       the training data
-        val_data   the validation data, if the run validates
-        saved      the train state to continue from (load_state), or None for a new run
-    """
+def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]:
+    """Everything that a run starts from, and the train state to continue from (load_state), or None for a new run.
+    Raises UserError if it cannot start so, or if the ranks did not find the same. Every rank must call it."""
     # The checkpoint, then the data: missing data are reported before any weights are downloaded.
     saved = find_checkpoint(cfg)
     find_shards(cfg.data_dir, "train")
@@ -77,7 +72,11 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[TrainConfig, GPT, Loader, L
     is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
     if rt.is_main and not is_own:
         set_metrics_aside(cfg.run_dir)
-    return cfg, model, data, val_data, saved
+
+    rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
+    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
+    start = saved["step"] if saved else 0
+    return Run(cfg, rt, model, data, val_data, data.fingerprint(), start, max_steps), saved
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -158,12 +157,12 @@ def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
     return data, val_data
 
 
-def is_complete(cfg: TrainConfig, rt: Runtime, step: int, max_steps: int) -> bool:
+def is_complete(run: Run) -> bool:
     """Whether nothing is left to do, as when the command of a finished run is repeated: all steps are done, and the
     last one is evaluated. A run resumed with fewer steps than it has done is complete, too. Every rank must call it."""
-    is_evaluated = any(row["step"] == step for row in read_metrics(cfg.run_dir / "metrics.jsonl"))
-    is_evaluated = rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
-    return step > max_steps or (step == max_steps and is_evaluated)
+    is_evaluated = bool(read_step(run.cfg.run_dir, run.start))
+    is_evaluated = run.rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
+    return run.start > run.max_steps or (run.start == run.max_steps and is_evaluated)
 
 
 def set_metrics_aside(run_dir: Path) -> None:
@@ -180,27 +179,21 @@ def set_metrics_aside(run_dir: Path) -> None:
 
 
 def train_state(
-    cfg: TrainConfig,
-    rt: Runtime,
-    step: int,
-    max_steps: int,
-    data_id: str,
-    optimizers: list[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
+    run: Run, step: int, optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler
 ) -> dict[str, Any]:
-    """What resuming needs besides the weights, as copies in host memory; the optimizers are rank 0's alone. data_id:
-    Loader.fingerprint. Every rank must call it.
+    """What resuming needs besides the weights, as copies in host memory; the optimizers are rank 0's alone. Every rank
+    must call it.
 
     There are no random states: after the initialization nothing draws from torch's global generators.
     """
     return {
         "step": step,
-        "max_steps": max_steps,
-        "data": data_id,
-        "optimizers": [zero.copy_state(optimizer, rt) for optimizer in optimizers],
+        "max_steps": run.max_steps,
+        "data": run.data_id,
+        "optimizers": [zero.copy_state(optimizer, run.rt) for optimizer in optimizers],
         "scaler": scaler.state_dict(),
-        "dtype": machine.dtype_name(rt.dtype),
-        "config": cfg.to_dict(),
+        "dtype": machine.dtype_name(run.rt.dtype),
+        "config": run.cfg.to_dict(),
         "versions": machine.versions(),
     }
 

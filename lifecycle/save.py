@@ -1,7 +1,7 @@
 """Saving a run: what goes into a checkpoint, on which ranks, when the last one is on the disk, and what is saved when
 an error ends the run.
 
-    with Saver(cfg, rt, model, optimizers, scaler, metrics, data_id, start, max_steps) as saver:
+    with Saver(run, optimizers, scaler, metrics) as saver:
         saver.save(500)             # returns once everything is copied to host memory; a thread writes it
         with saver.update(500):     # in here an error saves nothing, after it step 501
             optimizer.step()
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from lifecycle.metrics import MetricsLogger, best_steps
 from lifecycle.resume import train_state
-from model import GPT
+from lifecycle.run import Run
 from system.distributed import Runtime, weight_checksum
 from training import master_weights
-from training.config import TrainConfig
 from weights import checkpoint
 
 
@@ -32,32 +31,26 @@ class Saver:
 
     def __init__(
         self,
-        cfg: TrainConfig,
-        rt: Runtime,
-        model: GPT,
+        run: Run,
         optimizers: list[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
         metrics: MetricsLogger,
-        data_id: str,
-        start: int,
-        max_steps: int,
     ):
-        """For a run that starts or resumes at step `start`. data_id: Loader.fingerprint."""
-        self.cfg, self.rt, self.model = cfg, rt, model
+        self.run, self.rt = run, run.rt
         self.optimizers, self.scaler = optimizers, scaler
         self.metrics = metrics
-        self.data_id, self.start, self.max_steps = data_id, start, max_steps
-        self.whole_step: int | None = start  # that weights and optimizers stand at; None while an update changes them
-        self.writer = checkpoint.CheckpointWriter(cfg.run_dir, cfg.keep, partial(best_steps, cfg.run_dir))
+        self.whole_step: int | None = run.start  # that weights and optimizers stand at; None during an update
+        run_dir = run.cfg.run_dir
+        self.writer = checkpoint.CheckpointWriter(run_dir, run.cfg.keep, partial(best_steps, run_dir))
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         self.writer.join()
-        is_alone = self.rt.world_size == 1
-        if isinstance(error, Exception) and is_alone and self.whole_step is not None and self.whole_step > self.start:
-            self.save(self.whole_step)
+        step = self.whole_step
+        if isinstance(error, Exception) and self.rt.world_size == 1 and step is not None and step > self.run.start:
+            self.save(step)
             self.writer.join()
 
     @contextmanager
@@ -75,13 +68,14 @@ class Saver:
         if self.rt.gather(self.writer.saved_step)[0] == step:
             return
 
-        weights = master_weights.float32_state_dict(self.model)
+        model, preset = self.run.model, self.run.cfg.preset
+        weights = master_weights.float32_state_dict(model)
         check_weights_agree(self.rt, weights, step)
-        state = train_state(self.cfg, self.rt, step, self.max_steps, self.data_id, self.optimizers, self.scaler)
+        state = train_state(self.run, step, self.optimizers, self.scaler)
         if self.rt.is_main:
             # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
             self.metrics.flush()
-            self.writer.save(step, checkpoint.model_file(self.model, step, weights, preset=self.cfg.preset), state)
+            self.writer.save(step, checkpoint.model_file(model, step, weights, preset=preset), state)
 
     def finish(self, step: int, deletes_old: bool = True) -> None:
         """Save this step as the last one, and wait until it is on the disk. Raises what a failed write has raised.

@@ -202,6 +202,12 @@ def bfloat16_speedup() -> float:
 # ------------------------------------------------------------------------- memory
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error means that memory ran out: the compiler, cuBLAS and a CPU do not raise OutOfMemoryError."""
+    words = ("out of memory", "OutOfMemory", "ALLOC_FAILED", "can't allocate memory")
+    return any(word in f"{type(error).__name__} {error}" for word in words)
+
+
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep large blocks between steps instead of mapping fresh pages: a quickstart step on a CPU is
     about a fifth shorter, for a sixth to a half more memory. See mallopt(3)."""

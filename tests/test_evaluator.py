@@ -10,6 +10,7 @@ import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 from lifecycle import evaluator
+from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT
 from system.distributed import Runtime
@@ -78,7 +79,7 @@ def validate_once(words, monkeypatch, capsys) -> str:
     capsys.readouterr()
     order = SimpleNamespace(sequences_per_epoch=9)
     data = SimpleNamespace(T=1024, order=order, fingerprint=lambda: "the data")
-    found = evaluator.Evaluator(cfg, CPU, None, None, 4, data, data, None, max_steps=19_073)
+    found = evaluator.Evaluator(Run(cfg, CPU, None, data, data, "", 0, 19_073), None, 4, None)
     assert found.measure(500, StopRequest()) == {"val_loss": 9.0, "val_set": "9216 tokens of the data"}
     return capsys.readouterr().out
 

@@ -1,7 +1,7 @@
 """What small fixed runs and small fixed shards gave when tests/golden.json was made, and must still give.
 
-Every preset at a toy size, every optimizer and every schedule, for a few steps; every format of shards. Where a change
-of these numbers is meant, make the table again, and look at its differences:
+Every preset at a toy size, every optimizer and every schedule, for a few steps; every format of shards. This adds the
+lines that are missing; where a change of these numbers is meant, delete their lines first, and look at the differences:
 
     PYTHONPATH=. python tests/test_golden.py
 """

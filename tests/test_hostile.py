@@ -36,6 +36,7 @@ import hellaswag
 import plots
 import train_gpt2
 from lifecycle import resume
+from lifecycle.run import Run
 from model import GPT, GPTConfig
 from system.cli import UserError
 from tokens import shards
@@ -103,7 +104,7 @@ def read_optim(path: Path) -> bytes:
     model = open_model(saved["model_file"])
     _, _, optimizers, scaler, _ = train_gpt2.build(model, cfg, CPU)
     resume.load_state(CPU, saved, optimizers, scaler)
-    state = to_bytes(resume.train_state(cfg, CPU, saved["step"], 12, "", optimizers, scaler))
+    state = to_bytes(resume.train_state(Run(cfg, CPU, model, None, None, "", 0, 12), saved["step"], optimizers, scaler))
     schedule.set_learning_rates(optimizers, saved["step"], 12, cfg)
     sum(p.sum() for p in model.parameters()).backward()
     for optimizer in optimizers:

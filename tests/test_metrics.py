@@ -12,6 +12,7 @@ from helpers import CPU, load_metrics, parse_config
 
 from lifecycle import metrics
 from lifecycle.metrics import MetricsLogger
+from lifecycle.run import Run
 from model import GPT, GPTConfig
 from system import cards
 from system.cli import UserError
@@ -25,7 +26,7 @@ def make_logger(folder, start_step=0, tracker="none", rt=CPU) -> MetricsLogger:
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20")
     # Not by its flag, which wants the tracker's package.
-    return MetricsLogger(replace(cfg, tracker=tracker), rt, GPT(SMALL), start_step, max_steps=7209)
+    return MetricsLogger(Run(replace(cfg, tracker=tracker), rt, GPT(SMALL), None, None, "", start_step, 7209))
 
 
 # ------------------------------------------------------------------------- metrics.jsonl

@@ -24,7 +24,7 @@ import train_gpt2_plain
 from train_gpt2_plain import Config
 from training.presets import PRESETS
 
-# What both trainers are given: ten steps of 32 sequences. An epoch has 267 in three shards, each with a tail of a few
+# What both trainers are given: nine steps of 32 sequences. An epoch has 267 in three shards, each with a tail of a few
 # tokens, so the last step begins the second epoch. Four micro-steps on one rank, two on two.
 STEPS = 9
 TOY = f"""--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256

@@ -5,8 +5,8 @@
 
     file --- a reader, chosen by its suffix ---> cells --- to_text ---> texts --- make_chunks ---> chunks
 
-Called by tokens/sources.py. FORMATS says which suffixes there are, how each is read and which options it takes; the
-help, the messages and the tests follow from it.
+Called by tokens/sources.py and fineweb.py. FORMATS says which suffixes there are, how each is read and which options it
+takes; the help, the messages and the tests follow from it.
 
 The readers are this project's own, over pyarrow's parquet, Python's json and Python's csv: what a file says arrives as
 it stands, or its row is named. (`datasets` 5.2 turns the text "2020-01-01" of JSON into a date and texts into JSON if a

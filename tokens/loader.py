@@ -1,6 +1,6 @@
 """The order of data: which sequences each step reads, and their tokens on the device.
 
-train_gpt2.py opens one Loader per split, and reads the batches; lifecycle/evaluator.py reads the val split.
+lifecycle/resume.py opens one Loader per split; train_gpt2.py reads the batches, lifecycle/evaluator.py the val split.
 
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
     for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
@@ -33,7 +33,7 @@ A shard is read as a whole, front to back, when its group's turn comes. A full s
 Small shards are mixed, so that a run of less than an epoch sees all of a small corpus instead of a few shards.
 
 Without shuffling, the order is that of build-nanogpt: shard by shard, sequence by sequence. (build-nanogpt skips up to
-one step's worth of sequences at the end of each shard; here they are used.)
+a micro-batch of all ranks at the end of each shard; here it is used.)
 
 A shard that a manifest lists must match its sha256 when it is read: damage on disk ends the run instead of being
 trained on.

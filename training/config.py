@@ -50,13 +50,13 @@ class Range(NamedTuple):
 
 
 # Marks and ranges may be combined, as in Free[Positive[int]]. A number without a range is not negative.
-T = TypeVar("T")
-Noise = Annotated[T, Mark.NOISE]
-Free = Annotated[T, Mark.FREE]
-Local = Annotated[T, Mark.LOCAL]
-Once = Annotated[T, Mark.ONCE]
-Positive = Annotated[T, Range(1)]
-Fraction = Annotated[T, Range(0, 1)]
+Value = TypeVar("Value")
+Noise = Annotated[Value, Mark.NOISE]
+Free = Annotated[Value, Mark.FREE]
+Local = Annotated[Value, Mark.LOCAL]
+Once = Annotated[Value, Mark.ONCE]
+Positive = Annotated[Value, Range(1)]
+Fraction = Annotated[Value, Range(0, 1)]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Recipe:
     # The learning rate.
 
     max_lr: float = 6e-4  # peak learning rate
-    min_lr: float = 6e-5  # what a rate of max-lr has fallen to at the end; the other rates fall by the same factor
+    min_lr: float = 6e-5  # learning rate at the end; rates other than max-lr fall by the same factor
     warmup_steps: int = 715  # steps over which the rate rises linearly to its peak
     # the decay to min-lr: half a cosine, or constant and then linear
     schedule: Literal["cosine", "trapezoid"] = "cosine"
@@ -98,7 +98,7 @@ class Recipe:
     weight_decay: float = 0.1  # of the matrices and embeddings that AdamW updates
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     muon_lr: float = 0.02  # peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest
-    # of the model and its gradients; with bfloat16 the optimizer and the checkpoints keep float32 master weights
+    # precision of the model and its gradients; with bfloat16 the optimizer and checkpoints keep float32 master weights
     weights: Noise[Literal["float32", "bfloat16"]] = "float32"
 
     # Set by presets alone; all but embed_lr_scale deviate for speedrun-124m only.

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import GPT, softcap
@@ -104,9 +105,9 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
     if rt.world_size == 1:
         return forward
 
-    # A gradient that is None when a backward pass begins would be a new tensor beside its bucket until the ranks reduce
-    # it: 4 bytes more per parameter while micro-batches accumulate. These zeros take no memory: each is one number,
-    # expanded, which DDP copies into the bucket.
+    # DDP reduces gradients in buckets. A gradient that is None when a backward pass begins becomes a new tensor, beside
+    # its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So give each parameter a
+    # gradient of zeros, which DDP moves into the bucket. Expanded from one number, it takes no memory.
     for p in forward.parameters():
         p.grad = p.new_zeros(()).expand_as(p)
 
@@ -138,8 +139,8 @@ def num_chunks(rows: int, device_type: str, is_compiled: bool) -> int:
 
 def padded_columns(columns: int, device_type: str) -> int:
     """The number of columns that the logits get in memory, for a vocabulary of this size. On a GPU it is a multiple of
-    64: according to its documentation, cuBLAS uses its fastest tensor-core kernels if the bytes of a row are a multiple
-    of 16, and OpenAI's GPT-2 has 50,257 columns of two bytes."""
+    64, as the presets' 50,304 is: according to its documentation, cuBLAS uses its fastest tensor-core kernels only if
+    the bytes of a row are a multiple of 16, and OpenAI's GPT-2 has 50,257 columns of two bytes."""
     if device_type == "cpu":
         return columns
     return math.ceil(columns / 64) * 64
@@ -252,10 +253,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_chunks, strict=False):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)
-            if bias is None:
-                logits = rows @ cast_weight.T
-            else:
-                logits = torch.addmm(cast_bias, rows, cast_weight.T)
+            logits = F.linear(rows, cast_weight, cast_bias)
 
             # Their loss and, with `backward`, their gradient, and from it the other gradients.
             total += compute_loss(logits, row_targets, cap, backward, V)

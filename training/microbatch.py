@@ -58,8 +58,8 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, sta
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
-    """The sizes that a micro-batch may have, the largest first: it is all sequences of a step that a rank takes. Raises
-    UserError if the step does not split evenly over the ranks, or a rank's share over its micro-batches."""
+    """The sizes that a micro-batch may have, the largest first, which is all sequences that a rank takes in a step.
+    Raises UserError if the step does not split evenly over the ranks, or a rank's share over its micro-batches."""
     sequences = cfg.sequences_per_step
     nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
     rule = f"is {sequences} sequences of {cfg.sequence_length}, which do not split evenly over {world_size} ranks"
@@ -87,7 +87,7 @@ def fits_in_memory(rt: Runtime, forward: Forward, B: int, T: int, reserved_bytes
         run_passes(rt, forward, B, T)
         fits = True
     except RuntimeError as e:
-        if not is_out_of_memory(e):
+        if not machine.is_out_of_memory(e):
             raise
         fits = False
 
@@ -110,19 +110,13 @@ def run_passes(rt: Runtime, forward: Forward, B: int, T: int) -> None:
         loss.backward()
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error means that memory ran out: the compiler, cuBLAS and a CPU do not raise OutOfMemoryError."""
-    words = ("out of memory", "OutOfMemory", "ALLOC_FAILED", "can't allocate memory")
-    return any(word in f"{type(error).__name__} {error}" for word in words)
-
-
 @contextmanager
 def explain_out_of_memory(rt: Runtime) -> Iterator[None]:
     """Turn an error that would come again with the same settings into one line that says what to do."""
     try:
         yield
     except RuntimeError as e:
-        if not is_out_of_memory(e):
+        if not machine.is_out_of_memory(e):
             raise
         where = f"rank {rt.rank} ({machine.device_name(rt.device)})"
         reason = f"{str(e).strip().splitlines()[0]:.160}"

@@ -3,7 +3,7 @@
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
     OUT/optim_{step:05d}.pt   optimizers, step, the run's config: what else resuming needs
 
-Training writes through CheckpointWriter; infer.py, hellaswag.py and hub.py read through weights/open_model.py:
+Training writes through CheckpointWriter (lifecycle/save.py); any model is read through weights/open_model.py:
 
     with CheckpointWriter("log/gpt2-124m", keep=2) as writer:
         writer.save(500, model_file(model, 500), train_state)   # returns once both are copied to host memory

@@ -1,0 +1,30 @@
+"""A run, as its start has decided it: what everything around the loop needs to know.
+
+    run, saved = open_run(cfg, rt)                      # lifecycle/resume.py
+    metrics = MetricsLogger(run)
+    evaluator = Evaluator(run, forward, B, score_hellaswag)
+    saver = Saver(run, optimizers, scaler, metrics)
+
+Nothing in it changes while the run trains, but for the weights of the model.
+"""
+
+from dataclasses import dataclass
+
+from model import GPT
+from system.distributed import Runtime
+from tokens.loader import Loader
+from training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """What lifecycle/resume.py has decided from the flags, the run folder and the data."""
+
+    cfg: TrainConfig  # with the network that is really trained
+    rt: Runtime  # with the precision that all ranks use
+    model: GPT  # that network, with its first weights: those of the checkpoint or of --init-from, or random ones
+    data: Loader
+    val_data: Loader | None  # None if the run does not validate
+    data_id: str  # Loader.fingerprint of the data
+    start: int  # the step that it starts or resumes at
+    max_steps: int
