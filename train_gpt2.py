@@ -24,39 +24,34 @@ import math
 import shlex
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from system import cli
 
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
-import tyro
 from torch import Tensor, nn
 
 import hellaswag
 from lifecycle import plan, resume
+from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
-from lifecycle.foreign_flags import explain_foreign_flags
-from lifecycle.metrics import MetricsLogger, best_step, check_wandb
+from lifecycle.metrics import MetricsLogger, best_step
 from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
 from system import distributed
-from system.cli import UserError, env_rank, format_duration, print0, require
+from system.cli import UserError, format_duration, print0
 from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import to_device
 from training import optim
-from training.config import HELLASWAG_DATA, Mark, TrainConfig, has_mark, settings_by_flag
+from training.config import TrainConfig, settings_by_flag
 from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
-from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
 from training.schedule import set_learning_rates
 from weights import checkpoint
 
@@ -268,69 +263,6 @@ def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:
     quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
     commands = f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {quoted}"
     return f"{text}\nnext: {commands}"
-
-
-# ------------------------------------------------------------------------- the command line
-
-
-def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
-    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
-    or the help that was asked for.
-
-    `--resume PATH` without a preset starts from the config saved there, which read_saved_config(PATH) returns, so only
-    changes need flags.
-    """
-    # A first word that is not a flag is a preset.
-    flags = argv
-    preset = "gpt2-124m"
-    has_preset = bool(argv) and not argv[0].startswith("-")
-    if has_preset:
-        preset, *flags = argv
-    known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
-    require(preset in PRESETS, f"no preset {preset!r}; {cli.suggest(preset, PRESETS)}{known}")
-    defaults = PRESETS[preset]
-
-    # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.
-    early_parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    early_parser.add_argument("--resume", nargs="?", default="none", const="none")
-    early_parser.add_argument("--epochs", nargs="?")
-    early_parser.add_argument("--max-steps", "--max_steps", nargs="?")
-    early, _ = early_parser.parse_known_args(flags)
-    if not has_preset and early.resume not in ("none", "auto"):
-        defaults = inherit_settings(TrainConfig.from_dict(read_saved_config(early.resume)), Path(early.resume))
-    if early.epochs and not early.max_steps:
-        defaults = replace(defaults, max_steps=0)
-
-    try:
-        cfg = tyro.cli(
-            TrainConfig,
-            default=defaults,
-            args=flags,
-            prog="train_gpt2.py [PRESET]",
-            description=f"{describe_presets()}\n\nThe values below are those of {defaults.preset}.",
-            compact_help="--help" not in flags,
-            console_outputs=env_rank() == 0,
-        )
-    except SystemExit as e:
-        for note in explain_foreign_flags(flags) or [OTHER_TRAINERS]:
-            e.add_note(note)
-        # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
-        if env_rank() > 0:
-            time.sleep(3)
-        raise
-    if cfg.tracker == "wandb":
-        check_wandb()
-    return cfg
-
-
-def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:
-    """The settings of the run of a checkpoint (a file, or its folder), but for those of one start only."""
-    of_one_start: dict[str, Any] = {
-        field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.ONCE)
-    }
-    run_dir = path if path.is_dir() else path.parent
-    rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
-    return replace(saved, **of_one_start, out_dir=str(run_dir), hellaswag_data=rows)
 
 
 def main() -> None:

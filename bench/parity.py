@@ -44,12 +44,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import train_gpt2
 from bench import peers, turns
 from bench.programs import REFERENCES, Reference, Size
+from lifecycle.command_line import parse
 from model import GPT
 from system.cli import require
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader, to_device
-from train_gpt2 import parse
 from training import muon, schedule
 
 

@@ -75,7 +75,7 @@ def words(args: Args) -> list[str]:
 
 def parse_for_adamw(args: Args) -> "TrainConfig":
     """The settings of the run, for contenders with AdamW alone and without a search for the micro-batch."""
-    from train_gpt2 import parse
+    from lifecycle.command_line import parse
 
     cfg = parse(words(args), lambda path: {})
     require(cfg.micro_batch_size != "auto", "plain and peers need a fixed micro-batch: -- --micro-batch-size 16")
@@ -224,7 +224,7 @@ def main(argv: list[str]) -> None:
     run: Callable[[str], dict] = partial(measure, args, sources)
     results = turns.take_turns(run, args.only, args.rounds)
 
-    from train_gpt2 import parse
+    from lifecycle.command_line import parse
 
     tokens = parse(words(args), lambda path: {}).total_batch_size
     medians = {name: statistics.median(ms for run in runs for ms in run["step_ms"]) for name, runs in results.items()}

@@ -92,7 +92,14 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     elif cfg.resume not in ("none", "auto"):
         saved = checkpoint.read_train_state(cfg.resume)
 
-    # A run is never overwritten: not by a new one, not by one that resumes from an earlier step or from another run.
+    refuse_to_overwrite(cfg, saved, newest)
+    return saved
+
+
+def refuse_to_overwrite(cfg: TrainConfig, saved: dict[str, Any] | None, newest: int | None) -> None:
+    """Raise UserError if the run folder holds what a run that continues from `saved` would overwrite: a new one, or one
+    that resumes from an earlier step or from another run. newest: the newest complete step of the folder."""
+    run_dir = cfg.run_dir
     is_its_newest = saved is not None and saved["step"] == newest and is_in_folder(saved, run_dir)
     elsewhere = f"--out-dir {shlex.quote(str(free_folder(run_dir)))}"
     if newest is not None and not is_its_newest:
@@ -114,7 +121,6 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         path = checkpoint.model_path(run_dir, weights_only[-1])
         fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} {elsewhere}"
         raise UserError(f"{path} has no complete optim_*.pt next to it, so the run cannot resume; {fix}")
-    return saved
 
 
 def free_folder(run_dir: Path) -> Path:

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import torch
 
 import train_gpt2
+from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
 from system.distributed import Runtime
 from tokens import shards
-from train_gpt2 import parse
 from training.config import TrainConfig
 from weights import checkpoint
 from weights.open_model import open_model

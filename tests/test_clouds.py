@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers import ROOT
 
-from train_gpt2 import parse
+from lifecycle.command_line import parse
 
 # srun drops its own flags and runs the rest; torchrun writes the trainer's status, if there is one to write.
 STAND_INS = {

@@ -17,10 +17,9 @@ import hellaswag
 import hub
 import infer
 import plots
-from lifecycle.foreign_flags import FOREIGN_FLAGS
+from lifecycle.command_line import FOREIGN_FLAGS, parse
 from model import GPTConfig
 from system.cli import UserError
-from train_gpt2 import parse
 from training import optim
 from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, settings_by_flag, shapes_result
 from training.presets import PRESETS, SUMMARIES, is_network_from_init

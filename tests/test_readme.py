@@ -13,7 +13,7 @@ import pytest
 import tyro
 from helpers import ROOT
 
-from train_gpt2 import parse
+from lifecycle.command_line import parse
 from training.config import TrainConfig
 
 PAGES = {path.relative_to(ROOT): path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}

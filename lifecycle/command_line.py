@@ -1,0 +1,153 @@
+"""The command line of train_gpt2.py: its preset, its flags, and the flags of other trainers, answered by name.
+
+    cfg = parse(["quickstart", "--max-steps", "400"], read_saved_config)
+    explain_foreign_flags(["--max_iters=100"])      # ["--max_iters is --max-steps here"]
+
+tyro makes the flags from TrainConfig (training/config.py), and checks them.
+"""
+
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from lifecycle.metrics import check_wandb
+from system.cli import env_rank, require, suggest
+from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, has_mark
+from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
+
+
+def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
+    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
+    or the help that was asked for.
+
+    `--resume PATH` without a preset starts from the config saved there, which read_saved_config(PATH) returns, so only
+    changes need flags.
+    """
+    # A first word that is not a flag is a preset.
+    flags = argv
+    preset = "gpt2-124m"
+    has_preset = bool(argv) and not argv[0].startswith("-")
+    if has_preset:
+        preset, *flags = argv
+    known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
+    require(preset in PRESETS, f"no preset {preset!r}; {suggest(preset, PRESETS)}{known}")
+    defaults = PRESETS[preset]
+
+    # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.
+    early_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    early_parser.add_argument("--resume", nargs="?", default="none", const="none")
+    early_parser.add_argument("--epochs", nargs="?")
+    early_parser.add_argument("--max-steps", "--max_steps", nargs="?")
+    early, _ = early_parser.parse_known_args(flags)
+    if not has_preset and early.resume not in ("none", "auto"):
+        defaults = inherit_settings(TrainConfig.from_dict(read_saved_config(early.resume)), Path(early.resume))
+    if early.epochs and not early.max_steps:
+        defaults = replace(defaults, max_steps=0)
+
+    try:
+        cfg = tyro.cli(
+            TrainConfig,
+            default=defaults,
+            args=flags,
+            prog="train_gpt2.py [PRESET]",
+            description=f"{describe_presets()}\n\nThe values below are those of {defaults.preset}.",
+            compact_help="--help" not in flags,
+            console_outputs=env_rank() == 0,
+        )
+    except SystemExit as e:
+        for note in explain_foreign_flags(flags) or [OTHER_TRAINERS]:
+            e.add_note(note)
+        # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
+        if env_rank() > 0:
+            time.sleep(3)
+        raise
+    if cfg.tracker == "wandb":
+        check_wandb()
+    return cfg
+
+
+def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:
+    """The settings of the run of a checkpoint (a file, or its folder), but for those of one start only."""
+    of_one_start: dict[str, Any] = {
+        field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.ONCE)
+    }
+    run_dir = path if path.is_dir() else path.parent
+    rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
+    return replace(saved, **of_one_start, out_dir=str(run_dir), hellaswag_data=rows)
+
+
+# ------------------------------------------------------------------------- the flags of other trainers
+
+# The flags of nanoGPT, llm.c and DDP-BASEMODEL-TRAIN, and what they are here; docs/coming-from.md says more.
+FOREIGN_FLAGS = {
+    "--max_iters": "--max-steps",
+    "--num_iterations": "--max-steps",
+    "--batch_size": "--micro-batch-size (and --total-batch-size, in tokens, is the batch of a step)",
+    "--block_size": "--sequence-length, for a small network with --model.block-size,",
+    "--gradient_accumulation_steps": "not needed (it follows from --total-batch-size)",
+    "--learning_rate": "--max-lr",
+    "--learning_rate_decay_frac": "--min-lr, a rate,",
+    "--decay_lr": "not needed (--schedule ends at --max-steps)",
+    "--lr_decay_iters": "not needed (--schedule ends at --max-steps)",
+    "--warmup_iters": "--warmup-steps",
+    "--beta1": "a setting of the presets (training/presets.py)",
+    "--beta2": "0.95, always,",
+    "--dropout": "nothing: there is none",
+    "--eval_interval": "--val-every",
+    "--val_loss_every": "--val-every",
+    "--eval_iters": "--val-tokens, in tokens,",
+    "--log_interval": "not needed (every step is logged)",
+    "--always_save_checkpoint": "--save-every",
+    "--save_every_niter": "--save-every",
+    "--backend": "not needed (NCCL on GPUs, gloo on CPUs)",
+    "--dataset": "--data-dir",
+    "--input_bin": "--data-dir",
+    "--input_train_bin": "--data-dir",
+    "--input_val_bin": "--data-dir",
+    "--output_dir": "--out-dir",
+    "--n_layer": "--model.n-layer",
+    "--n_head": "--model.n-head",
+    "--n_embd": "--model.n-embd",
+    "--bias": "--model.bias or --model.no-bias",
+    "--wandb_log": "--tracker wandb",
+    "--wandb_project": "WANDB_PROJECT, a variable of the environment,",
+    "--wandb_project_id": "WANDB_PROJECT, a variable of the environment,",
+    "--wandb_run_name": "WANDB_NAME, a variable of the environment,",
+    "-b": "--micro-batch-size",
+    "-c": "--weight-decay",
+    "-d": "--total-batch-size",
+    "-e": "a preset (llmc-124m, gpt2-350m, ...) as the first word",
+    "-i": "--data-dir",
+    "-j": "--data-dir",
+    "-l": "--max-lr",
+    "-n": "--save-every",
+    "-o": "--out-dir",
+    "-q": "--min-lr, a rate,",
+    "-r": "--recompute",
+    "-s": "--sample-every",
+    "-t": "--sequence-length",
+    "-u": "--warmup-steps",
+    "-v": "--val-every",
+    "-x": "--max-steps",
+    "-y": "--resume auto",
+    "-z": "--zero-stage",
+}
+
+
+def explain_foreign_flags(words: list[str]) -> list[str]:
+    """What the flags of other trainers on a command line are here, a sentence each."""
+    sentences = []
+    switches = [flag(name) for name, value in vars(TrainConfig()).items() if isinstance(value, bool)]
+    for word in words:
+        name, equals, _ = word.partition("=")
+        switch = name.replace("_", "-")
+        if name in FOREIGN_FLAGS:
+            sentences.append(f"{name} is {FOREIGN_FLAGS[name]} here")
+        elif equals and switch in switches:
+            sentences.append(f"switches take no value: {switch} or --no-{switch.removeprefix('--')}")
+    return sentences
