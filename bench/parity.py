@@ -339,7 +339,7 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     for name, found in comparisons.items():
         panel = next(panels)
         above, below = panel.subplots(2, 1, sharex=True, height_ratios=(1, 1))
-        above.set_title(f"{TITLES.get(name, name)} and our preset {REFERENCES[name].flags.split()[0]}", fontsize=10)
+        above.set_title(f"{TITLES.get(name, name)}\nand our preset {REFERENCES[name].flags.split()[0]}", fontsize=10)
         above.plot([record.loss for record in found.expected], color="#9ecae1", lw=5, label="loss of their program")
         above.plot([record.loss for record in found.curve], color="#08306b", lw=1, label="loss of this project")
         above.set_ylabel("loss\n(nats per token)", fontsize=9)
