@@ -29,7 +29,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from lifecycle.evaluator import describe_score
 from system import cli
 from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
@@ -40,6 +39,7 @@ import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
+from lifecycle.evaluator import describe_score
 from model import GPT, GPTConfig, softcap
 from system import distributed, machine
 from system.distributed import Runtime
