@@ -81,13 +81,14 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         plan.check_disk(cfg, model, step, max_steps)
         plan.write_config(cfg, rt, max_steps)
 
-    # The evaluations, the log, the checkpoints, and this rank's batches, which a thread reads ahead [speed]:
-    # (micro_steps, B, T + 1) tokens for each step from here on.
+    # The evaluations, the log and the checkpoints.
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
     evaluator = Evaluator(run, forward, B, score_hellaswag)
     metrics = MetricsLogger(run)
     saver = Saver(run, optimizers, scaler, metrics)
-    # [stop] Inside of a step only a single rank may stop. Several agree on it after their gradients.
+
+    # This rank's batches, which a thread reads ahead [speed]: (micro_steps, B, T + 1) tokens for each step from here
+    # on. [stop] A single rank may stop at once, also within a step. Several agree on it after their gradients.
     check_alone = partial(stop.check_alone, rt)
     batches = run.data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, check_alone)
 

@@ -30,7 +30,7 @@ def layer_of(module):
 
 
 def test_imports_go_downwards_and_in_no_circle():
-    """Scripts, then the rooms in the order of README, then the network, which imports nothing, and system."""
+    """As docs/changing.md has it: scripts, the rooms, the network, which imports nothing of ours, and system."""
     imports = find_imports()
     assert "system.cli" in imports["plots"] and imports["model"] == set()
     upward = [(a, b) for a in imports for b in imports[a] if layer_of(b) > layer_of(a) or b in SCRIPTS]

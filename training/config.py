@@ -73,7 +73,7 @@ class Recipe:
 
     # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
     shuffle: Noise[bool] = True
-    epochs: Free[Positive[int]] = 1  # passes over the data; overrides the preset's max-steps
+    epochs: Free[Positive[int]] = 1  # passes over the data; overrides the preset's max-steps, not your own
     steps_per_epoch: Suppress[Free[int]] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
     max_steps: Free[int] = 0  # total optimizer steps; 0: as many as --epochs takes
     overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse

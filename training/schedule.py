@@ -13,7 +13,7 @@
 
 Called by train_gpt2.py. The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and
 total_steps, and lifecycle/resume.py prints by how much it jumps. To add a schedule, add its name to
-TrainConfig.schedule, and a function such as cosine_decay to DECAYS.
+Recipe.schedule, and a function such as cosine_decay to DECAYS.
 """
 
 import math

@@ -115,11 +115,13 @@ def training_job(*more: str, ranks: int = 1) -> Job:
 
 
 def read_run(out: Path) -> dict:
-    """The weights and the optimizer state of each complete step, and the losses of all."""
+    """The weights and the optimizer state of each complete step that --save-every names, and the losses of all."""
     found = {}
     if (out / "metrics.jsonl").exists():
         found["losses"] = str(load_curve(out)).encode()
     for step in checkpoint.complete_steps(out):
+        if step % 2:  # of a run that was stopped there
+            continue
         path = checkpoint.model_path(out, step)
         state = io.BytesIO()
         torch.save(checkpoint.read_train_state(path)["optimizers"], state)
