@@ -152,10 +152,9 @@ def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
         else:
             others.append(str(path))
     problem = f"no run in {', '.join(others)}: no metrics.jsonl or other log there has a measured step"
-    nearby = [
-        describe_runs(folder, "metrics.jsonl") for other in others for folder in (Path(other), Path(other).parent)
-    ]
-    fix = next(filter(None, nearby), "give the folder of a run: python plots.py log/quickstart")
+    fix = "give the folder of a run: python plots.py log/quickstart"
+    for other in map(Path, others):
+        fix = describe_runs(other, "metrics.jsonl") or describe_runs(other.parent, "metrics.jsonl") or fix
     require(curves_by_run, f"{problem}; {fix}")
     if others:
         print0(f"skipped: {problem}")

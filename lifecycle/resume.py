@@ -33,7 +33,7 @@ from training import schedule, zero
 from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
-from weights import checkpoint, names
+from weights import checkpoint, convert, names
 from weights.open_model import open_model
 
 
@@ -140,6 +140,8 @@ def open_init_from(cfg: TrainConfig) -> GPT:
     try:
         model = open_model(cfg.init_from)
     except UserError as e:
+        if cfg.init_from not in convert.OPENAI_NAMES:
+            raise
         out_dir = cfg.run_dir.with_name(Path(cfg.data_dir).name)
         folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(out_dir))}"
         command = f"python train_gpt2.py quickstart {folders} --sample-prompt @val"

@@ -32,9 +32,9 @@ def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GP
     model = model or GPT(SMALL)
     state = {"step": step, "max_steps": 9, "config": {}, "data": ""}
     state["optimizers"] = [torch.ones(3)]
-    with checkpoint.CheckpointWriter(folder, keep, best=partial(best_steps, folder)) as writer:
-        writer.save(step, checkpoint.model_file(model, step), state)
-        writer.finish()
+    writer = checkpoint.CheckpointWriter(folder, keep, best=partial(best_steps, folder))
+    writer.save(step, checkpoint.model_file(model, step), state)
+    writer.finish()
     return model
 
 

@@ -5,8 +5,9 @@
 
 Training writes through CheckpointWriter (lifecycle/save.py); any model is read through weights/open_model.py:
 
-    with CheckpointWriter("log/gpt2-124m", keep=2) as writer:
-        writer.save(500, model_file(model, 500), train_state)   # returns once both are copied to host memory
+    writer = CheckpointWriter("log/gpt2-124m", keep=2)
+    writer.save(500, model_file(model, 500), train_state)       # returns once both are copied to host memory
+    writer.finish()                                             # once both are on the disk
     model, facts = load("log/gpt2-124m")                         # the newest complete step
     state = read_train_state("log/gpt2-124m")                    # what --resume auto reads
 
@@ -52,7 +53,7 @@ from system.machine import copy_to_host
 from weights.names import (
     FILE_NAME,
     complete_steps,
-    describe_runs,
+    describe_nearby,
     latest_step,
     model_path,
     newest_model,
@@ -115,8 +116,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         path = model_path(path, step)
 
     # Find the train state: the file itself, or the one beside a model file.
-    runs = describe_runs(path.parent) or f"look into {path.parent}"
-    require(path.is_file(), f"no checkpoint {path}; {runs}")
+    require(path.is_file(), f"no checkpoint {path}; {describe_nearby(path)}")
     match = FILE_NAME.fullmatch(path.name)
     fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
     if match is None:
@@ -137,8 +137,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
-    runs = describe_runs(path.parent) or f"look into {path.parent}"
-    require(path.is_file(), f"no checkpoint {path}; {runs}")
+    require(path.is_file(), f"no checkpoint {path}; {describe_nearby(path)}")
     refuse_other_formats(path)
     import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
     match = FILE_NAME.fullmatch(path.name)
@@ -223,9 +222,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 class CheckpointWriter:
     """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
-    Use it as a context manager: leaving the block, also by an exception, waits for the write in progress. A failed
-    write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay. `finish`
-    raises the error of the last write. One write is in progress at a time; see the table in the module's
+    A failed write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay.
+    `finish` raises the error of the last write. One write is in progress at a time; see the table in the module's
     docstring.
     """
 
@@ -237,12 +235,6 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.saved_step = latest_step(run_dir)  # the last one that is complete
         self.error: Exception | None = None  # of the last write; set by the thread
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.join()
 
     def save(self, step: int, model: dict[str, Any], train: dict[str, Any]) -> None:
         """Write both files in a thread. `model` is what model_file returns; it is copied to host memory, and may change

@@ -66,6 +66,11 @@ def newest_model(run_dir: Path) -> Path:
     raise UserError(f"{problem}; {describe_runs(run_dir) or 'a run saves when it is stopped, and at its end'}")
 
 
+def describe_nearby(path: Path) -> str:
+    """What a message about a missing file or folder can add: the runs beside it, or where to look for them."""
+    return describe_runs(path.parent) or f"look into {path.parent}"
+
+
 def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
     """The runs in a folder that have such files, for a message about one that was not found; "" if there are none."""
     runs = dict.fromkeys(str(path.parent) for path in sorted(folder.glob(f"*/{files}")))

@@ -45,8 +45,7 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
 
     # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is mistyped.
     is_mistyped = "/" in str(name) and path.parent.is_dir()
-    runs = names.describe_runs(path.parent) or f"look into {path.parent}"
-    require(not is_mistyped, f"no model at {path}; {runs}")
+    require(not is_mistyped, f"no model at {path}; {names.describe_nearby(path)}")
     require(not (Path("log") / path).is_dir(), f"no model at {path}; the run is log/{path}")
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
     require(is_name, f"no model {str(name)!r}: a model is a run folder, a .pt file, a Hugging Face folder or its name")
