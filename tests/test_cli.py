@@ -90,7 +90,7 @@ def test_a_bad_flag_and_an_interrupt_have_exit_codes(end):
 def test_a_reader_that_has_exited_is_no_error():
     """As in `infer.py ... | head`."""
     script = "from system.cli import run_cli; run_cli(lambda: [print('x' * 100, flush=True) for _ in range(10**5)])"
-    command = f'{sys.executable} -c "{script}" | head -n 1; echo ${{PIPESTATUS[0]}}'
+    command = f"{shlex.join([sys.executable, '-c', script])} | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
 
     assert done.stdout.splitlines()[1:] == ["141"]

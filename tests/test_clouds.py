@@ -17,7 +17,7 @@ STAND_INS = {
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "echo node-a; echo node-b",
     "torchrun": '[ -z "$STATUS" ] || echo "$STATUS" > "$TRAIN_STATUS_FILE"; exit "${CODE:-0}"',
-    "python": f'exec {sys.executable} -S "$@"',
+    "python": f'exec {shlex.quote(sys.executable)} -S "$@"',
     "sleep": "",
 }
 

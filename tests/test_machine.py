@@ -107,11 +107,20 @@ def test_a_mac_gpu_needs_a_torch_that_is_right(monkeypatch, version, device):
     assert machine.choose_device("auto").type == device
 
 
+@pytest.fixture
+def no_spaces(monkeypatch):
+    """The paths that the linker is given, as if this project, its Python and the folder of compiled code had no space
+    in theirs."""
+    monkeypatch.setattr(torch, "__path__", ["/torch"])
+    monkeypatch.setattr(machine.sysconfig, "get_config_var", lambda name: "/lib")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp")
+
+
 @pytest.mark.parametrize("device, programs, missing", [
     ("cpu", ["gcc"], "g++"), ("cpu", ["my++"], ""), ("cuda", ["g++", "my++"], "gcc"), ("cuda", ["gcc"], ""),
     ("cuda:6", ["gcc"], "Volta"),
 ])  # fmt: skip
-def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, programs, missing):
+def test_what_the_compiler_lacks_is_named(monkeypatch, no_spaces, tmp_path, device, programs, missing):
     """The sixth GPU is a GTX 1080."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1) if device.index == 6 else (7, 0))
     monkeypatch.setenv("CXX", "my++")
@@ -124,7 +133,7 @@ def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, program
 
 
 @pytest.mark.parametrize("place", ["torch", "cache", "python"])
-def test_a_path_with_a_space_is_not_compiled(monkeypatch, place):
+def test_a_path_with_a_space_is_not_compiled(monkeypatch, no_spaces, place):
     """As in "My Drive/gpt 2": torch gives the linker -L without quotes. Triton, for a GPU, quotes."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert machine.missing_compiler(torch.device("cpu")) == ""
