@@ -480,13 +480,8 @@ class GPT(nn.Module):
         T = idx.size(1)
         start = cache.length if cache is not None else 0
 
-        # Attention itself knows the causal mask (T, T), and that one new position attends to everything. Several new
-        # positions after cached ones need a mask (T, start + T): new position i attends to all cached ones, and to the
-        # new ones up to i. For start = 3 and T = 2:
-        #     1 1 1 1 0
-        #     1 1 1 1 1
-        if mask is None and start > 0 and T > 1:
-            mask = torch.ones(T, start + T, dtype=torch.bool, device=idx.device).tril(start)
+        # Attention itself knows the causal mask (T, T), and that one new position attends to everything.
+        assert mask is not None or start == 0 or T == 1, "several positions after cached ones need a mask"
 
         # Where the new positions are in the text.
         if positions is None:

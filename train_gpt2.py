@@ -110,8 +110,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 metrics.write(row)
                 break
 
-            # Forward and backward. The wait for the batch is timed apart from the step. On a GPU the update still
-            # runs when the step's time is taken, so that it counts as time of the next step.
+            # Forward and backward. The wait for the batch is timed apart from the step. On a GPU the update below is
+            # asynchronous, so most of its time falls into the next step.
             wait_time = time.perf_counter()
             batch = next(batches)
             start_time = time.perf_counter()
@@ -138,8 +138,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
                 print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
             else:
-                # [safety] A network with a weight that is not a number never recovers. These weights may be the
-                # cause already, so no earlier checkpoint is deleted for theirs.
+                # [safety] A network with a weight that is not a number never recovers. If this ends the run, the
+                # weights of now may be bad already: they are saved, but every earlier checkpoint stays.
                 refused_steps += 1
                 problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
                 print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -30,6 +29,8 @@ from system.cli import print0, printable, require
 from system.distributed import Runtime
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
+from tokens.shards import read_manifest
+from tokens.sources import HUB_DATASETS
 from training.config import Mark, TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.forward import Forward
 from training.presets import PRESETS
@@ -151,7 +152,8 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
 
 def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
     """The public runs to compare a run of `max_steps` with, and print which; None for a run from trained weights, whose
-    loss is much lower, for a preset without public runs, and for another recipe than the preset's."""
+    loss is much lower, for a preset without public runs, for another recipe than the preset's, and for other data. A
+    folder without a manifest is taken to hold the data of the public runs."""
     found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
     if found is None or cfg.init_from != "scratch":
         return None
@@ -162,7 +164,14 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
     if changed_recipe:
         print0(f"no reference: {', '.join(sorted(changed_recipe))} not as in preset {cfg.preset}")
         return None
-    print0(f"reference: {found.runs} public runs of {cfg.preset}, on {reference.DATASETS[cfg.preset]}")
+
+    dataset = reference.DATASETS[cfg.preset]
+    manifest = read_manifest(cfg.data_dir)
+    source = manifest.source["name"] if manifest else HUB_DATASETS[dataset].repo
+    if source != HUB_DATASETS[dataset].repo:
+        print0(f"no reference: {cfg.data_dir} is made from {source}, the public runs of {cfg.preset} from {dataset}")
+        return None
+    print0(f"reference: {found.runs} public runs of {cfg.preset}, on {dataset}")
     return found
 
 
@@ -172,12 +181,13 @@ def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
 
 
 def count_bytes_per_target(data: Loader, cfg: TrainConfig) -> float:
-    """How many bytes of text a target of validation stands for, on average; 0 if the ids are not GPT-2's.
+    """How many bytes of text a target of validation stands for, on average; 0 if the ids are not GPT-2's. data: the val
+    split.
 
     The loss in bits per byte compares models of other vocabularies, whose tokens are longer or shorter. It is the nats
     of all targets over the bytes of their text; <|endoftext|> has no bytes, but its nats count.
     """
-    if cfg.model.vocab_size < VOCAB_SIZE:
+    if data.vocab_size < VOCAB_SIZE:
         return 0.0
     encoding = tokenizer.encoding()
     lengths = np.zeros(2**16, np.int64)  # of the text of each id
@@ -261,7 +271,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
-    bytes_per_target = count_bytes_per_target(val_data, replace(cfg, model=model.config, sequence_length=T))
+    bytes_per_target = count_bytes_per_target(val_data, cfg)
     data = f"{tokens:,} tokens of {val_data.paths[0]}"
     print0(f"{cfg.init_from} on {data} | {describe_loss(loss, bytes_per_target)}")
     score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None

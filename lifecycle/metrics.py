@@ -94,8 +94,8 @@ def best_step(run_dir: Path, steps: list[int]) -> int | None:
 
 
 @contextmanager
-def losing_metrics() -> Iterator[None]:
-    """A full disk, or a tracker that fails in whatever way, costs lines of the log, but not the run."""
+def warn_on_error() -> Iterator[None]:
+    """Print what is raised in this block as a warning: a full disk, or a tracker that fails, must not end the run."""
     try:
         yield
     except Exception as e:
@@ -177,9 +177,9 @@ class MetricsLogger:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = json.dumps(finite).encode() + b"\n"
         values = {k: v for k, v in row.items() if k not in ("step", "val_set") and v is not None}
-        with losing_metrics():
+        with warn_on_error():
             self._append(line)
-        with losing_metrics():
+        with warn_on_error():
             self.tracker.log(row["step"], values)
 
     def _append(self, line: bytes) -> None:
@@ -197,23 +197,23 @@ class MetricsLogger:
         """Send samples, if there are any, to the console and the tracker."""
         if text:
             print0(text)
-            with losing_metrics():
+            with warn_on_error():
                 self.tracker.log(step, {"samples": text})
 
     def flush(self) -> None:
         """Bring everything to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
         checkpoint writes the later lines again, but not the earlier ones."""
-        with losing_metrics():
+        with warn_on_error():
             os.fsync(self.file.fileno())
-        with losing_metrics():
+        with warn_on_error():
             self.tracker.flush()
 
     def close(self) -> None:
         """Close the file and the tracker. Every rank may call it."""
         if self.rt.is_main:
-            with losing_metrics():
+            with warn_on_error():
                 self.file.close()
-            with losing_metrics():
+            with warn_on_error():
                 self.tracker.close()
 
 

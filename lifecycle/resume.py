@@ -238,7 +238,7 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
 
 def describe_checkpoint(saved: dict[str, Any]) -> str:
     """The step, and what identifies its files: two machines may have two runs at the same step."""
-    return f"step {saved['step']} ({names.describe_step(saved['model_file'])})"
+    return f"step {saved['step']} ({names.fingerprint(saved['model_file'])})"
 
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
@@ -292,8 +292,8 @@ def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> N
     # The settings, but for those of one start or one rank, which concern no result; and the versions.
     changes = changed_settings(old, cfg)
     for name, (before, after) in changes.items():
-        is_own = has_mark(name, Mark.ONCE) or has_mark(name, Mark.LOCAL)
-        if not is_own and name not in ("max_steps", "epochs"):
+        shapes_nothing = has_mark(name, Mark.ONCE) or has_mark(name, Mark.LOCAL)
+        if not shapes_nothing and name not in ("max_steps", "epochs"):
             print0(f"resume: {name}: {before} -> {after}")
     if saved["data"] != data.fingerprint():
         print0(f"resume: the shards in {cfg.data_dir} are not those the run was trained on, in their order")

@@ -39,7 +39,7 @@ class Saver:
         self.run, self.rt = run, run.rt
         self.optimizers, self.scaler = optimizers, scaler
         self.metrics = metrics
-        self.whole_step: int | None = run.start  # that weights and optimizers stand at; None during an update
+        self.consistent_step: int | None = run.start  # of both weights and optimizers; None during an update
         run_dir = run.cfg.run_dir
         self.writer = checkpoint.CheckpointWriter(run_dir, run.cfg.keep, partial(best_steps, run_dir))
 
@@ -48,7 +48,7 @@ class Saver:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         self.writer.join()
-        step = self.whole_step
+        step = self.consistent_step
         if isinstance(error, Exception) and self.rt.world_size == 1 and step is not None and step > self.run.start:
             self.save(step)
             self.writer.join()
@@ -56,9 +56,9 @@ class Saver:
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """The block that updates the weights of a step: an error in its middle leaves some that must not be saved."""
-        self.whole_step = None
+        self.consistent_step = None
         yield
-        self.whole_step = step + 1
+        self.consistent_step = step + 1
 
     def save(self, step: int) -> None:
         """Save this step, unless the run folder has it. Every rank must call it."""
@@ -83,7 +83,7 @@ class Saver:
         if not deletes_old:
             self.writer.keep = 0
         self.save(step)
-        self.whole_step = None  # an error of this write is final
+        self.consistent_step = None  # an error of this write is final
         self.metrics.close()
         self.writer.finish()
 

@@ -23,7 +23,7 @@ class Card(NamedTuple):
     tflops: float  # dense bfloat16 (float16 before Ampere) with float32 accumulation, no sparsity
     gb: int  # memory
     mfu: float = 0.50  # the part of the peak that compiled training reaches
-    is_measured: bool = False  # whether a run is published (tests/test_plan.py); otherwise mfu is that of a relative
+    is_measured: bool = False  # whether mfu is of a published run (tests/test_plan.py), or of a similar card
 
 
 # A plain name is the SXM card. Where a vendor prints the peak with sparsity, half of it stands here.

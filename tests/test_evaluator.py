@@ -1,5 +1,6 @@
 """What evaluations measure, and the verdict on or off track."""
 
+import shlex
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
+from networks import make_network
 
 from lifecycle import evaluator
 from lifecycle.run import Run
@@ -19,6 +21,7 @@ from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
 from training.forward import Forward
 from training.presets import PRESETS
+from weights import checkpoint
 
 
 def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
@@ -68,12 +71,20 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     assert evaluator.count_bytes_per_target(data, cfg) == pytest.approx(len(read) / count)
 
 
+def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
+    """Sequences of 24 tokens, of which no whole number makes a batch of 256."""
+    checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(make_network(vocab_size=256, block_size=24), 0))
+    cfg = parse_config("quickstart", *tiny_args, "--init-from", tmp_path / "model_00000.pt", "--hellaswag-every", "0")
+    evaluator.evaluate_weights(cfg, CPU, lambda *args: None)
+    assert f"{cfg.val_tokens // 24 * 24:,} tokens of" in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------- on track or off track
 
 
 def validate_once(words, monkeypatch, capsys) -> str:
     """What a run of this command line prints about a loss of 9 nats, which is off every track."""
-    cfg = parse_config(*words.split(), "--hellaswag-every", "0", "--sample-every", "0")
+    cfg = parse_config(*shlex.split(words), "--hellaswag-every", "0", "--sample-every", "0")
     monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
     monkeypatch.setattr(evaluator, "count_bytes_per_target", lambda *args: 0.0)
     capsys.readouterr()
@@ -98,6 +109,14 @@ def test_a_run_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
 def test_a_run_of_another_recipe_has_no_verdict(monkeypatch, capsys, flags, named):
     output = validate_once(f"gpt2-124m {flags}", monkeypatch, capsys)
     assert named in output and "track" not in output
+
+
+@pytest.mark.parametrize("source, is_judged", [("HuggingFaceFW/fineweb-edu", True), ("my", False)])
+def test_a_run_on_other_data_has_no_verdict(monkeypatch, capsys, tmp_path, source, is_judged):
+    shards.write_manifest(tmp_path, shards.Manifest({"name": source}, "npy", 400))
+    output = validate_once(f"gpt2-124m --data-dir {shlex.quote(str(tmp_path))}", monkeypatch, capsys)
+    assert ("off track" in output) == is_judged
+    assert is_judged or f"{tmp_path} is made from my" in output
 
 
 # ------------------------------------------------------------------------- samples

@@ -202,7 +202,7 @@ def test_the_cache_gives_the_logits_of_a_full_pass(name):
     cache = KVCache(n_layer=2, max_len=24)
     parts = []
     start = 0
-    for n in (7, 1, 1, 10, 5):  # a prompt, single tokens, pieces that continue
+    for n in (7, *[1] * 17):  # a prompt, then token by token
         parts.append(model.logits(model.hidden(idx[:, start : start + n], cache)))
         start += n
     torch.testing.assert_close(torch.cat(parts, 1), model(idx)[0], atol=1e-4, rtol=1e-4)

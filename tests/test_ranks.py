@@ -302,8 +302,8 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
 def test_two_checkpoints_of_one_step_are_told_apart(one_run, tiny_args, tmp_path):
     other = train_quickstart(tiny_args, tmp_path / "other", "--seed", "5", "--max-steps", "3")
     step_3, step_3_of_another = (checkpoint.model_path(run, 3) for run in (one_run, other))
-    assert names.describe_step(step_3) == names.describe_step(step_3)
-    assert names.describe_step(step_3) != names.describe_step(step_3_of_another)
+    assert names.fingerprint(step_3) == names.fingerprint(step_3)
+    assert names.fingerprint(step_3) != names.fingerprint(step_3_of_another)
 
 
 def change_the_seed_of_rank_1() -> None:

@@ -162,8 +162,8 @@ def to_text(cell: Cell) -> str:
 
 
 def to_ids(cell: Cell) -> np.ndarray:
-    """The token ids (n,) uint16 of a cell that holds a list of them; null and [] are an empty document. EOT at the ends
-    of a list marks where a document ends, which is known. Raises UserError for what is no list of GPT-2's ids."""
+    """The token ids (n,) uint16 of a cell that holds a list of them; null and [] are an empty document. EOT at the
+    ends of a list is dropped: each row is one document already. Raises UserError for what is no list of GPT-2's ids."""
     ids = [] if cell.value is None else cell.value
     if isinstance(ids, list) and set(map(type, ids)) <= {int}:  # of JSON; numpy would make 1 of true
         ids = np.array(ids) if ids else np.empty(0, int)
@@ -334,7 +334,8 @@ def read_separated_text(path: Path, separator: str) -> Iterator[Cell]:
     pending = ""  # text after the last separator
     has_separator = False
     with open_text(path) as file:
-        while block := file.read(CHUNK_BYTES):
+        # What is pending is searched again: as much is read as is pending, so that twice is the most on average.
+        while block := file.read(max(CHUNK_BYTES, len(pending))):
             *ended, pending = (pending + block).split(separator)
             has_separator |= bool(ended)
             for document in ended:

@@ -118,7 +118,7 @@ class DataOrder:
 
     def identity(self) -> str:
         """What the order depends on beside the shards, and the settings seed and shuffle: a resumed run must find the
-        same. "-3-order2" is groups of 3 shards in the second version; a 1 is left out."""
+        same. For example, "-3-order2" means groups of 3 shards and VERSION 2; a value of 1 is left out."""
         values = {"": self.shards_per_group, "order": self.VERSION}
         return "".join(f"-{name}{value}" for name, value in values.items() if value > 1)
 

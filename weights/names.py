@@ -84,7 +84,7 @@ def damaged_models(run_dir: str | Path) -> list[Path]:
     return [path for path in paths if FILE_NAME.fullmatch(path.name) and not is_complete(path)]
 
 
-def describe_step(model_file: Path) -> str:
+def fingerprint(model_file: Path) -> str:
     """A text that differs if either file of a checkpoint does: the CRC-32 of what the archives say about their
     records, which is read quickly."""
     crc = 0
