@@ -12,12 +12,13 @@ travels with the loss, in the collective of the loop.
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import NoReturn
 
-from system.cli import env_rank, parse_duration
+from system.cli import parse_duration, print0
 from system.distributed import Runtime
 
 # A terminal or Slurm signals the ranks directly, and torchrun forwards the same signal: one Ctrl-C may arrive twice.
@@ -76,31 +77,44 @@ class StopRequest:
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Let SIGTERM, SIGINT and SIGHUP ask for a stop inside this context. The first one is noted, and the run saves
-        itself. One that comes later ends the process as usual, without saving."""
+        itself. One that comes later ends the process as usual, without saving.
 
-        def write(message: str) -> None:
-            # Not print, which is not reentrant: the signal may have interrupted a call of it.
-            if env_rank() == 0:
-                with suppress(OSError):
-                    os.write(1, f"{message}\n".encode())
-
-        def handler(number: int, frame: Any) -> None:
-            if self.signal is not None and time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
-                write("ends now, without saving; --resume auto continues from the newest checkpoint")
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            if self.signal is None:
-                self.signal = signal.Signals(number).name
-                self.signal_time = time.monotonic()
-                write(f"{self.signal}: the run saves and stops; a second one, 2 s later, ends it without saving")
-
+        A thread answers at once, whatever the main thread waits for. Programs that are started here do not get the
+        signals: a terminal and torchrun send them to the compiler, too, whose end would be an error of the run
+        (pytorch/pytorch#189290).
+        """
         # SIGHUP: the terminal is gone, and torchrun passes that on even under nohup.
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        previous = {number: signal.signal(number, handler) for number in numbers}
+
+        # Python writes the number of each signal to a pipe, from which the thread reads it. The thread begins before
+        # the signals are blocked: what begins later, programs and threads, inherits that.
+        pipe_end, wakeup_fd = os.pipe()
+        os.set_blocking(wakeup_fd, False)
+        thread = threading.Thread(target=self._note_signals, args=[pipe_end], daemon=True)
+        thread.start()
+        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        previous_fd = signal.set_wakeup_fd(wakeup_fd)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         try:
             yield
         finally:
-            for number, previous_handler in previous.items():
-                signal.signal(number, previous_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+            signal.set_wakeup_fd(previous_fd)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.close(wakeup_fd)
+            thread.join()
+
+    def _note_signals(self, pipe_end: int) -> None:
+        """Read the numbers of signals from a pipe until its other end is closed."""
+        while number := os.read(pipe_end, 1):
+            if self.signal is None:
+                self.signal_time = time.monotonic()
+                self.signal = signal.Signals(number[0]).name
+                print0(f"{self.signal}: the run saves and stops; a second one, 2 s later, ends it without saving")
+            elif time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
+                print0("ends now, without saving; --resume auto continues from the newest checkpoint")
+                os._exit(128 + number[0])  # as a shell reports the signal
+        os.close(pipe_end)

@@ -20,7 +20,6 @@ Called by train_gpt2.py; hellaswag.py casts the head as it is cast here.
 """
 
 import math
-import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -80,23 +79,8 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     # graphs at its buckets.
     torch._dynamo.config.recompile_limit = 16
     torch._dynamo.config.optimize_ddp = False
-    if rt.device.type == "cuda":
-        start_compile_workers()
     print0("the first step compiles, which takes a minute or two; --no-compile starts at once but then trains slower")
     return Forward(model, compiles=True)
-
-
-def start_compile_workers() -> None:
-    """Start the processes that compile for a GPU, with the signals blocked that stop a run: torchrun sends these to all
-    processes of the job, and the compiler would wait for ever for workers that have died (pytorch/pytorch#189290)."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    stop_signals = {signal.SIGTERM, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)  # child processes inherit it
-    try:
-        AsyncCompile.warm_pool()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
 
 
 def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
