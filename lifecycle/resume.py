@@ -265,7 +265,7 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     for name, (before, after) in changed_settings(old, cfg).items():
         if shapes_result(name):
             changed[f"{name}: {before} -> {after}"] = as_flag(name, before)
-    if max_steps < saved["max_steps"]:
+    if saved["step"] < saved["max_steps"] > max_steps:
         # A flag that was left out would end the run early, at a lower rate from here on.
         changed[f"max_steps: {saved['max_steps']} -> {max_steps}"] = f"--max-steps {saved['max_steps']}"
     if saved["data"] != data.fingerprint():
@@ -310,6 +310,6 @@ def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> N
     # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
     before = schedule.lr_factor(step, old_steps, old) * old.max_lr
     after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
-    if old_steps != max_steps or before != after:
+    if step < max_steps and (old_steps != max_steps or before != after):
         length = f"{old_steps} steps become {max_steps}; " if old_steps != max_steps else ""
         print0(f"resume: {length}the learning rate at step {step} moves from {before:.3e} to {after:.3e}")

@@ -3,51 +3,58 @@
 import csv
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from helpers import write_jsonl, write_parquet
+from helpers import write_jsonl
 
 import fineweb
 from tokens import shards, tokenizer
-from tokens.documents import read_file
+from tokens.documents import read_file, suffixes_with
 
 
-def write_documents_jsonl(path: Path, documents: list) -> None:
-    write_jsonl(path, [{"text": document} for document in documents])
+def write_parquet(path: Path, column: str, cells: Any) -> None:
+    pq.write_table(pa.table({"n": range(len(cells)), column: cells}), path, row_group_size=16)
 
 
-def write_csv(path: Path, documents: list) -> None:
-    """With the columns n and text."""
+def write_rows(path: Path, column: str, cells: list) -> None:
+    write_jsonl(path, [{column: cell} for cell in cells])
+
+
+def write_csv(path: Path, column: str, cells: list) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("n", "text"), *enumerate(documents)])
+        csv.writer(file).writerows([("n", column), *enumerate(cells)])
 
 
-# Suffix: what writes such a file.
+def write_text(path: Path, column: str, cells: list) -> None:
+    path.write_bytes("".join(cells).encode())
+
+
+# Suffix: what writes such a file, with a cell for each document in the column. The tests of texts go through all of
+# them, and the tests of token ids through ID_SUFFIXES.
 WRITERS = {
-    ".parquet": lambda path, documents: write_parquet(path, documents, row_group_size=16),
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), write_documents_jsonl),
+    ".parquet": write_parquet,
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), write_rows),
     ".csv": write_csv,
-    ".txt": lambda path, documents: path.write_bytes("".join(documents).encode()),
+    ".txt": write_text,
 }
+ID_SUFFIXES = suffixes_with("ids_column")
 
 
 def write_documents(path: Path, documents: list) -> Path:
     """A file of documents in the format that its suffix names."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    WRITERS[path.suffix](path, documents)
+    WRITERS[path.suffix](path, "text", documents)
     return path
 
 
-def write_ids(path: Path, rows: list) -> Path:
-    """A .parquet or .jsonl file with a list of token ids, or whatever a row holds, in the column `tokens`."""
+def write_ids(path: Path, rows: Any) -> Path:
+    """A file with a list of token ids, or whatever a row holds, in the column `tokens`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"tokens": rows}), path)
-    else:
-        write_jsonl(path, [{"tokens": row} for row in rows])
+    WRITERS[path.suffix](path, "tokens", rows)
     return path
 
 

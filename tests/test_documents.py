@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import WRITERS, encode, read_documents, shared_encoder, write_documents, write_ids
+from corpora import ID_SUFFIXES, WRITERS, encode, read_documents, shared_encoder, write_documents, write_ids
 from helpers import make_documents
 
 from system.cli import UserError
@@ -224,7 +224,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 # ------------------------------------------------------------------------- token ids
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("suffix", ID_SUFFIXES)
 def test_the_ids_of_rows_with_one_eot_before_each(tmp_path, monkeypatch, suffix):
     """EOT at a row's ends is not doubled; null and an empty list are empty documents."""
     rows = [[1, 2], [EOT, 3, EOT, 4, EOT], None, [], [EOT], [50255, 0]]
@@ -238,7 +238,7 @@ def test_the_ids_of_rows_with_one_eot_before_each(tmp_path, monkeypatch, suffix)
     assert len(chunks) > 1
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("suffix", ID_SUFFIXES)
 @pytest.mark.parametrize("row, named", [
     ([1, 70_000], "70000"),
     ([EOT + 1], "50257"),
@@ -250,10 +250,19 @@ def test_the_ids_of_rows_with_one_eot_before_each(tmp_path, monkeypatch, suffix)
     ("1 2", "1 2"),
     (7, "7"),
 ])  # fmt: skip
-def test_a_row_that_is_no_list_of_ids_is_named(tmp_path, suffix, row, named):
+def test_a_row_that_is_no_list_of_ids_is_named(tmp_path, monkeypatch, suffix, row, named):
+    monkeypatch.setattr(readers, "PARQUET_BATCH_ROWS", 1)
     path = write_ids(tmp_path / f"a{suffix}", [None, row])
     with pytest.raises(UserError, match=f"(row|line) 2 .*{re.escape(named)}") as error:
         list(read_file(path, 0, {"ids_column": "tokens"}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ID_SUFFIXES)
+def test_ids_read_as_text_are_refused_in_one_line(tmp_path, suffix):
+    path = write_ids(tmp_path / f"a{suffix}", [list(range(99))])
+    with pytest.raises(UserError, match=r"1 is not text.*--ids-column") as error:
+        read_documents(path, "tokens")
     assert "\n" not in str(error.value)
 
 

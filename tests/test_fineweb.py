@@ -11,7 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import WRITERS, encode, read_bytes, read_tokens, run_fineweb, shared_encoder, write_documents, write_ids
+from corpora import (
+    ID_SUFFIXES,
+    WRITERS,
+    encode,
+    read_bytes,
+    read_tokens,
+    run_fineweb,
+    shared_encoder,
+    write_documents,
+    write_ids,
+)
 from helpers import make_documents
 
 import fineweb
@@ -111,10 +121,10 @@ def crash_at(write):
 
 @pytest.fixture
 def ids_source(tmp_path):
-    """Arguments for a source of token ids in two formats."""
+    """Arguments for a source of token ids in every format that has them."""
     rows = [list(range(i, 50_000, 997)) for i in range(60)]
-    files = [write_ids(tmp_path / "src" / name, rows) for name in ("a.parquet", "b.jsonl")]
-    return ["--source", *files, "--ids-column", "tokens", "--shard-size", 1000]
+    files = [write_ids(tmp_path / "src" / f"a{suffix}", rows) for suffix in ID_SUFFIXES]
+    return ["--shard-size", 1000, "--source", *files, "--ids-column", "tokens"]
 
 
 @pytest.fixture
@@ -247,13 +257,13 @@ def test_ids_are_the_tokens_and_the_manifest_says_so(tmp_path, ids_source):
     out = tmp_path / "out"
     run_fineweb(*ids_source, "--out", out)
     tokens = read_tokens(out)
-    assert tokens[:4] == [EOT, 0, 997, 1994] and tokens.count(EOT) == 120
+    assert tokens[:4] == [EOT, 0, 997, 1994] and tokens.count(EOT) == 60 * len(ID_SUFFIXES)
     source = shards.read_manifest(out).source
     assert source["ids_column"] == "tokens" and "column" not in source
 
     # The same files as text are other data.
     with pytest.raises(UserError, match="tokens"):
-        run_fineweb(*ids_source[:3], "--shard-size", 1000, "--out", out)
+        run_fineweb(*ids_source[:-2], "--out", out)
 
 
 def test_flags_that_would_do_nothing_are_refused(tmp_path, text_file):
@@ -315,7 +325,7 @@ def test_parquet_says_about_how_many_tokens_it_has(tmp_path, ids_source):
 
     # Of ids exactly.
     manifest = replace(manifest, source={"subset": "", "ids_column": "tokens"})
-    assert fineweb.expect_tokens(manifest, [ids_source[1]]) == sum(1 + len(range(i, 50_000, 997)) for i in range(60))
+    assert fineweb.expect_tokens(manifest, [ids_source[3]]) == sum(1 + len(range(i, 50_000, 997)) for i in range(60))
 
 
 @pytest.mark.parametrize("source, flags, preset", [

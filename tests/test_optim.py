@@ -35,9 +35,12 @@ def take_step(model, optimizers, cfg, step):
     model.zero_grad()
 
 
-def weights_after_three_steps(cfg):
-    """{name: weight}"""
+def weights_after_three_steps(cfg, **in_groups):
+    """{name: weight}. in_groups: set in each group, once the optimizers are there."""
     model, optimizers = build(cfg)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update(in_groups)
     for step in range(3):
         take_step(model, optimizers, cfg, step)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -54,12 +57,10 @@ def test_rate_and_decay_come_from_the_group(name):
     cfg = dataclasses.replace(BASE, optimizer=name, model=dataclasses.replace(SMALL, tied_head=False), **OWN_SETTINGS)
     assert optim.OPTIMIZERS[name].optimizer_class in [type(optimizer) for optimizer in build(cfg)[1]]
     before = {n: p.detach().clone() for n, p in build(cfg)[0].named_parameters()}
-    recipe = [field.name for field in dataclasses.fields(Recipe)]
-    rates = [setting for setting in recipe if setting.endswith("_lr")]
-    without_rate = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(rates, 0.0)))
+    without_rate = weights_after_three_steps(cfg, peak_lr=0.0)
     assert not [n for n in before if not torch.equal(without_rate[n], before[n])]
 
-    decays = [setting for setting in recipe if setting.endswith("weight_decay")]
+    decays = [field.name for field in dataclasses.fields(Recipe) if field.name.endswith("weight_decay")]
     decayed = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.5)))
     plain = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.0)))
     # Decay acts on what is not zero: biases are zero at first.
@@ -78,6 +79,9 @@ def test_each_role_has_its_own_rate():
     block = model.transformer.h[0]
 
     assert len(rates) == len(list(model.parameters()))
+    # Checkpoints keep the state of parameters in this order.
+    roles = [optim.find_roles(model)[p] for p in rates]
+    assert list(dict.fromkeys(roles)) == ["embedding", "matrix", "vector", "block matrix"]
     assert [rates[p] for p in (model.transformer.wte.weight, block.attn.value_table.weight)] == [2.0, 2.0]
     assert [rates[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)] == [3.0, 3.0, 3.0]
     assert [rates[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == [5.0, 1.0]

@@ -243,9 +243,13 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run,
     flags = ["--resume", trained_run / "model_00012.pt", "--max-steps", "13", "--seed", "1", "--allow-drift"]
     train_quickstart(tiny_args, tmp_path / "fork", *flags)
 
-    # A flag left out may not end the run early.
+    # A flag left out may not end the run early. A run that is complete has no end to change.
     with pytest.raises(UserError, match="max_steps: 12 -> 11"):
-        train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
+        train_quickstart(tiny_args, tmp_path / "b", "--resume", trained_run / "model_00006.pt", "--max-steps", "11")
+    capsys.readouterr()
+    train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
+    output = capsys.readouterr().out
+    assert "complete at step 12" in output and "learning rate" not in output
 
     # The network cannot change at all, nor its vocabulary: the checkpoints would name a network that is not theirs.
     for flag, change in (("--model.n-head 4", "n_head: 2 -> 4"), ("--model.vocab-size 512", "vocab_size: 256 -> 512")):

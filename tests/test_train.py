@@ -3,6 +3,7 @@
 import time
 from dataclasses import fields, replace
 from functools import partial
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import train_gpt2
 from lifecycle.evaluator import Evaluator
 from lifecycle.stop import StopRequest
 from system import machine
-from training.config import Recipe
+from training.config import Recipe, TrainConfig
 from weights import checkpoint
 
 # A run in which every setting below acts, and other values of what the recipe has; those of the network are in
@@ -68,6 +69,22 @@ def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path, setting
         train_gpt2.train(replace(cfg, out_dir=str(folder)), CPU, StopRequest())
         weights.append(load_weights(folder, 3))
     assert not same_bits(*weights)
+
+
+def test_no_other_setting_moves_a_weight(tiny_args, tmp_path):
+    """A resumed run may have other values of these: a setting by which weights differ belongs in Recipe."""
+    base = parse_config("quickstart", *tiny_args, *MOVING)
+    left_out = {"dry_run", "eval_only", "compile", "val_tokens"}  # the first two train nothing
+    changed = {}
+    for field in fields(TrainConfig):
+        if field.name not in {*get_type_hints(Recipe), *left_out} and type(field.default) in (bool, int, float):
+            changed[field.name] = type(field.default)(not field.default)
+    weights = []
+    for cfg in (base, replace(base, **changed)):
+        folder = tmp_path / str(len(weights))
+        train_gpt2.train(replace(cfg, out_dir=str(folder)), CPU, StopRequest())
+        weights.append(load_weights(folder, 3))
+    assert len(changed) > 9 and same_bits(*weights)
 
 
 def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):

@@ -152,13 +152,18 @@ def to_text(cell: Cell) -> str:
             raise UserError(f"{cell.place} is not UTF-8 text: {text[:80]!r}; {CONVERT}") from None
     if not isinstance(text, str):
         fix = "choose another column with --text-column, or with --ids-column one of lists of token ids"
-        raise UserError(f"{cell.place} is not text: {text!r:.80}; {fix}")
+        raise UserError(f"{cell.place} is not text: {show(text)}; {fix}")
     try:
         text.encode()
     except UnicodeEncodeError:
         # JSON can hold half of a surrogate pair, which is no character: replace it as tiktoken does.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def show(value: object) -> str:
+    """The beginning of a value, on one line."""
+    return " ".join(f"{value!r:.80}".split())
 
 
 def to_ids(cell: Cell) -> np.ndarray:
@@ -168,8 +173,8 @@ def to_ids(cell: Cell) -> np.ndarray:
     if isinstance(ids, list) and set(map(type, ids)) <= {int}:  # of JSON; numpy would make 1 of true
         ids = np.array(ids) if ids else np.empty(0, int)
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu":
-        shown = " ".join(f"{cell.value!r:.80}".split())
-        raise UserError(f"{cell.place} is not a list of token ids: {shown}; choose another column with --ids-column")
+        problem = f"{cell.place} is not a list of token ids: {show(cell.value)}"
+        raise UserError(f"{problem}; choose another column with --ids-column")
 
     # Before the cast, in which 70,000 would become 4,464.
     wrong = (ids < 0) | (ids > EOT)
