@@ -27,6 +27,7 @@ quickstart: install ## tokens, minutes of training, samples, curves; no GPU, no 
 	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --resume auto $(TRAIN_ARGS)
 	$(PY) infer.py log/quickstart $(PROMPT) --num-samples 4 --max-new-tokens 64
 	$(PY) plots.py log/quickstart
+	@echo 'next: open log/quickstart/curves.png; . .venv/bin/activate; python infer.py log/quickstart $(PROMPT)'
 
 test: install-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -84,6 +84,13 @@ def as_flag(parameter: str) -> str:
     return FLAGS.get(parameter, f"--{parameter.replace('_', '-')}")
 
 
+def describe_change(parameter: str, before: object, now: object) -> str:
+    """How a folder was made, where a parameter of its manifest is another one now; None was not given."""
+    if before is None:
+        return f"without {as_flag(parameter)}"
+    return f"with {as_flag(parameter)} {before}" + (f", not {now}" if now is not None else "")
+
+
 def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Manifest | None) -> dict:
     """The manifest's `source`: which files there are, and how they are read. Raises UserError.
 
@@ -144,8 +151,9 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
     if previous and previous.shards:
         before, now = list_parameters(previous), list_parameters(planned)
         for key in before | now:
-            difference = f"{out.absolute()} was made with {as_flag(key)} {before.get(key)}, not {now.get(key)}"
-            require(before.get(key) == now.get(key), f"{difference}; choose another --out, or remove this one")
+            difference = describe_change(key, before.get(key), now.get(key))
+            problem = f"{out.absolute()} was made {difference}"
+            require(before.get(key) == now.get(key), f"{problem}; choose another --out, or remove this one")
     for path in shards.shard_files(out):
         match = shards.SHARD_NAME.fullmatch(path.name)
         is_own = previous and match and match["name"] == name
@@ -224,8 +232,13 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
             manifest = add_shard(out, name, manifest, tokens, end)
             bar.update(len(tokens))
         bar.total = bar.n  # which was an estimate
-    has_text = any(shard.tokens > shard.documents for shard in manifest.shards)
-    require(has_text, f"{name} is empty: there is no text in its documents; give another --source and another --out")
+    if not any(shard.tokens > shard.documents for shard in manifest.shards):
+        # Nothing is left of it, so that the folder takes another source.
+        shards.write_manifest(out, replace(manifest, shards=[]))
+        for shard in manifest.shards:
+            (out / shard.file).unlink()
+        files = ", ".join(file["path"] for file in manifest.source["files"])
+        raise UserError(f"there is no text in {files:.300}; give another --source")
 
     # `complete` comes last: it says that no shard is missing.
     manifest = replace(manifest, complete=True)
@@ -299,14 +312,20 @@ def main() -> None:
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
     seconds = time.monotonic() - start_time
-    print0(f"{tokens:,} tokens, {documents:,} documents, {len(manifest.shards)} shards in {out} ({seconds:.1f} s)")
+    counts = f"{tokens:,} tokens, documents: {documents:,}, shards: {len(manifest.shards)}"
+    print0(f"{counts}, in {out} ({seconds:.1f} s)")
     if len(manifest.shards) == 1:
         print0("warning: that is only the val shard; to get train shards, too, give a smaller --shard-size")
     elif tokens < FEW_TOKENS:
         print0(f"warning: {tokens:,} tokens are too few to learn from; give {FEW_TOKENS:,} or more, in another --out")
     else:
         preset = choose_preset(args, bool(paths))
-        print0(f"next: python train_gpt2.py {preset} --data-dir {shlex.quote(str(out))}")
+        data_dir = f"--data-dir {shlex.quote(str(out))}"
+        print0(f"next: python train_gpt2.py {preset} {data_dir}")
+        if preset == "finetune":
+            flags = f"{data_dir} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt @val"
+            print0("which downloads OpenAI's GPT-2; without a download, a small network from scratch:")
+            print0(f"      python train_gpt2.py quickstart {flags}")
 
 
 def choose_preset(args: Args, is_local: bool) -> str:
@@ -319,4 +338,4 @@ def choose_preset(args: Args, is_local: bool) -> str:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, hint="files are named after --source; see -h")

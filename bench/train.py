@@ -55,8 +55,8 @@ WARMUP_STEPS = 3  # the first compiles, the others warm up the caches
 @dataclass(frozen=True)
 class Args:
     preset: tyro.conf.Positional[str] = "quickstart"
-    flags: tyro.conf.Positional[tuple[str, ...]] = ()
-    """More flags of train_gpt2.py, after --."""
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """Of train_gpt2.py: those after --, for all contenders."""
     data_dir: Path = Path("data/stdlib")
     peers: Path = peers.DEFAULT_FOLDER
     """Folder with clones of the peers; those that are missing are fetched."""
@@ -214,8 +214,10 @@ def peak_gb() -> float:
 
 
 def main(argv: list[str]) -> None:
-    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench train")
-    args = replace(args, data_dir=args.data_dir.resolve())  # contenders may run in other folders
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = tyro.cli(Args, args=argv[:end], description=__doc__, prog="python -m bench train")
+    # Contenders may run in other folders.
+    args = replace(args, flags=tuple(argv[end + 1 :]), data_dir=args.data_dir.resolve())
     for name in args.only:
         known = [*OUR_FLAGS, *PLAIN, *PEERS]
         is_known = name in known or Path(name, "train_gpt2.py").exists()

@@ -69,6 +69,11 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
         check_drift(cfg, saved, data)
         announce_changes(cfg, saved, data)
         print0(f"resumed from {saved['model_file']}")
+        folder = saved["model_file"].parent
+        for newer in set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder)):
+            if newer > saved["step"]:
+                path = checkpoint.model_path(folder, newer)
+                print0(f"not from {path}, which has no complete optim_*.pt beside it: its steps are trained again")
     is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
     if rt.is_main and not is_own:
         set_metrics_aside(cfg.run_dir)

@@ -106,9 +106,10 @@ def set_omp_wait_policy() -> None:
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
-def run_cli(main: Callable[[], object]) -> None:
+def run_cli(main: Callable[[], object], hint: str = "see -h") -> None:
     """Run a script's `main` and exit. What the user can fix, a UserError or a path that cannot be used, becomes one
-    message and exit code 1, never a traceback."""
+    message and exit code 1, never a traceback. hint: what follows tyro's message about a command line that it does not
+    accept."""
     set_omp_wait_policy()
     make_streams_safe()
     try:
@@ -117,7 +118,7 @@ def run_cli(main: Callable[[], object]) -> None:
     except SystemExit as e:
         # tyro has printed which flag is wrong; a script may have added a note on what to write instead.
         if e.code == 2:
-            notes = describe_typography(sys.argv[1:]) or getattr(e, "__notes__", ["see -h"])
+            notes = describe_typography(sys.argv[1:]) or getattr(e, "__notes__", [hint])
             reason = f"the command line was not accepted: {'; '.join(notes)}"
             fail("user_error", reason, f"error: {reason}", code=2)
         raise

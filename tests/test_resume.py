@@ -147,6 +147,15 @@ def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_fai
     assert checkpoint.latest_step(trained_run) == 12
 
 
+def test_a_newer_step_without_its_optimizer_is_named(tiny_args, trained_run, capsys):
+    """Its steps are trained again, to the same bits."""
+    weights = load_weights(trained_run)
+    (trained_run / "optim_00012.pt").unlink()
+    train_quickstart(tiny_args, trained_run, "--resume", "auto")
+    assert f"not from {trained_run}/model_00012.pt" in capsys.readouterr().out
+    assert same_bits(load_weights(trained_run), weights)
+
+
 def test_weights_alone_are_never_overwritten(tiny_args, trained_run):
     """A folder pulled without --with-optimizer, or whose optimizer files were cut off: the preset's own folder."""
     optimizer_files = list(trained_run.glob("optim_*.pt"))

@@ -103,7 +103,8 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
         try:
             yield from make_chunks(read(path, source), index, to_ids if "ids_column" in source else to_text)
         except UnicodeDecodeError:
-            raise UserError(f"its text is not UTF-8; {CONVERT}") from None
+            decompress = "decompress it, and " if path.suffix in COMPRESSIONS else ""
+            raise UserError(f"its text is not UTF-8; {decompress}{CONVERT}") from None
         except OSError as e:
             is_window = "too much memory" in str(e)  # what zstd says of a window above 128 MB
             fix = "compress it again with zstd, without --long"

@@ -57,7 +57,7 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     source = data_dir.name if is_known else "FILES"
     fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
     if data_dir.name in sources.HUB_DATASETS:
-        fix += "; that takes hours and 60 GB of disk or more (a first run that does not: make quickstart)"
+        fix += "; that downloads 28 GB or more, and needs 60 GB of disk (a first run without: make quickstart)"
     if not data_dir.is_dir():
         beside = [path.name for path in data_dir.parent.glob("*") if path.is_dir()]
         raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(data_dir.name, beside)}{fix}")
