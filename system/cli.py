@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
+from types import TracebackType
 
 # Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
 # this module before torch and tyro.
@@ -45,6 +46,16 @@ if os.name == "nt":
 for package in ("torch", "tyro", "numpy"):
     if find_spec(package) is None:
         sys.exit(f"error: no {package} in this Python ({sys.executable}): make install, then . .venv/bin/activate")
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's own, but for Ctrl-C."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
+
+
+# The imports of a script take seconds: Ctrl-C meanwhile is no error either.
+sys.excepthook = print_traceback
 
 
 class UserError(Exception):

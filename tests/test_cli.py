@@ -87,6 +87,13 @@ def test_a_bad_flag_and_an_interrupt_have_exit_codes(end):
     assert end(lambda: None)[0] == 0
 
 
+@pytest.mark.parametrize("error, is_shown", [("KeyboardInterrupt", False), ("ZeroDivisionError", True)])
+def test_ctrl_c_during_the_imports_of_a_script_is_no_error(error, is_shown):
+    script = f"import system.cli; raise {error}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and ("Traceback" in done.stderr) == is_shown
+
+
 def test_a_reader_that_has_exited_is_no_error():
     """As in `infer.py ... | head`."""
     script = "from system.cli import run_cli; run_cli(lambda: [print('x' * 100, flush=True) for _ in range(10**5)])"
