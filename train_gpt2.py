@@ -65,7 +65,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     cfg, rt, model, max_steps = run.cfg, run.rt, run.model, run.max_steps
     step = run.start
     if resume.is_complete(run):
-        path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step)))
+        path = shlex.quote(str(saved["model_file"])) if saved else ""
         more = f"--max-steps {2 * step} --out-dir {shlex.quote(str(resume.free_folder(cfg.run_dir)))}"
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""
@@ -141,8 +141,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] A network with a weight that is not a number never recovers. If this ends the run, the
                 # weights of now may be bad already: they are saved, but every earlier checkpoint stays.
                 refused_steps += 1
-                problem = f"step {step}: loss {loss}, gradient norm {norm}; the update was refused"
-                print0(f"{problem} (number {refused_steps} of --skip-bad-steps {cfg.skip_bad_steps})")
+                norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
+                problem = f"step {step}: loss {loss}, {norms}; the update was refused"
+                print0(f"{problem} (bad step {refused_steps}; --skip-bad-steps allows {cfg.skip_bad_steps})")
                 if refused_steps > cfg.skip_bad_steps:
                     saver.finish(step, deletes_old=False)
                     raise UserError(f"{problem}; {advise_after_refusal(cfg, rt)}")
@@ -247,7 +248,7 @@ def build(
 
 def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
     """What can be done when a loss or gradients are not finite."""
-    fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, lower --max-lr"
+    fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, a lower --max-lr with --allow-drift"
     if rt.dtype == torch.float16:
         fix += ", or use --dtype float32 (bfloat16 on a newer card)"
     return f"everything before it is saved in {cfg.run_dir}; {fix}"

@@ -213,6 +213,9 @@ def train(cfg: Config) -> None:
     # What the run needs must be there, and what is there is not overwritten.
     context = cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
+    prompt_tokens = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
+    is_readable = 1 <= prompt_tokens <= context
+    require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
     train_shards = find_enough_shards(cfg, "train", needed=1)
     val_shards = find_enough_shards(cfg, "val", needed=cfg.val_tokens // T) if cfg.val_every else []
     out_dir = Path(cfg.out_dir)

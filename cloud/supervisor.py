@@ -571,7 +571,7 @@ class Supervisor:
             log(f"push to {self.settings.push_to}")
             push = subprocess.Popen([*self.push_command, *flags])
             # A transfer may hang for ever (huggingface_hub issue 3871), so a try gets half of the time.
-            self.wait(push, PUSH_RETRY_S / 2)
+            self.wait(push, min(PUSH_RETRY_S / 2, deadline - time.monotonic()))
             if push.poll() is None:
                 push.kill()
             if push.wait() == 0:

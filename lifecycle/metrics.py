@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,8 @@ def warn_on_error() -> Iterator[None]:
 class MetricsLogger:
     """Writes OUT/metrics.jsonl and the console line, and feeds the tracker. Only rank 0 writes.
 
-    A resumed run keeps the lines before its first step and writes the later ones again, so no step appears twice.
+    A resumed run keeps the lines before its first step and writes the later ones again, so no step appears twice. It
+    also keeps what was measured at its first step, where another run may have ended: that may not be due again.
     """
 
     def __init__(self, run: Run):
@@ -119,14 +121,9 @@ class MetricsLogger:
         if not rt.is_main:
             return
 
-        # Drop the lines of steps that this run will repeat. The new file replaces the old one at once.
-        path = cfg.run_dir / "metrics.jsonl"
-        kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] < start]
-        with atomic_write(path) as f:
-            f.write("".join(kept).encode())
-
-        # Unbuffered: each line is one write of the operating system, which a kill of this process cannot take back.
-        self.file = open(path, "ab", buffering=0)
+        self.path = cfg.run_dir / "metrics.jsonl"
+        self.measured_at_start = read_step(cfg.run_dir, start)
+        self.file: FileIO | None = None  # opened by the first line, until which the file stays as it is
         self.tracker = TRACKERS[cfg.tracker](cfg, start)
 
     def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
@@ -173,6 +170,8 @@ class MetricsLogger:
         """Append one line: `step` and whatever was measured there."""
         if not self.rt.is_main:
             return
+        if row["step"] == self.start:
+            row = self.measured_at_start | row
         # JSON has no NaN and no infinity, which a refused update may contain: write null.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = json.dumps(finite).encode() + b"\n"
@@ -182,8 +181,18 @@ class MetricsLogger:
         with warn_on_error():
             self.tracker.log(row["step"], values)
 
+    def _open_file(self) -> FileIO:
+        """Drop the lines of steps that this run repeats, and open the file to append to it."""
+        kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] < self.start]
+        with atomic_write(self.path) as f:
+            f.write("".join(kept).encode())
+        # Unbuffered: each line is one write of the operating system, which a kill of this process cannot take back.
+        return open(self.path, "ab", buffering=0)
+
     def _append(self, line: bytes) -> None:
         """Append a whole line, or nothing: a piece of it, as a full disk leaves it, would spoil the next line, too."""
+        if self.file is None:
+            self.file = self._open_file()
         end = self.file.seek(0, os.SEEK_END)
         try:
             written = self.file.write(line)
@@ -204,7 +213,8 @@ class MetricsLogger:
         """Bring everything to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
         checkpoint writes the later lines again, but not the earlier ones."""
         with warn_on_error():
-            os.fsync(self.file.fileno())
+            if self.file:
+                os.fsync(self.file.fileno())
         with warn_on_error():
             self.tracker.flush()
 
@@ -212,7 +222,8 @@ class MetricsLogger:
         """Close the file and the tracker. Every rank may call it."""
         if self.rt.is_main:
             with warn_on_error():
-                self.file.close()
+                if self.file:
+                    self.file.close()
             with warn_on_error():
                 self.tracker.close()
 

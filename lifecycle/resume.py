@@ -44,11 +44,13 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     saved = find_checkpoint(cfg)
     find_shards(cfg.data_dir, "train")
 
-    # The network and its weights. A resumed run keeps the network that it has, also if that came from --init-from.
+    # The network and its weights. A resumed run keeps those that it has, also if they came from --init-from.
     if saved:
         old = TrainConfig.from_dict(saved["config"])
-        if old.init_from != "scratch":
-            cfg = replace(cfg, init_from=old.init_from, model=old.model)
+        if cfg.init_from not in ("scratch", old.init_from):
+            print0(f"--init-from {cfg.init_from} is not used: the run continues from its own checkpoint")
+        is_from_init = old.init_from != "scratch"
+        cfg = replace(cfg, init_from=old.init_from, model=old.model if is_from_init else cfg.model)
         model = open_model(saved["model_file"])
     elif cfg.init_from != "scratch":
         model = open_init_from(cfg)
@@ -270,7 +272,8 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     for name, (before, after) in changed_settings(old, cfg).items():
         if shapes_result(name):
             changed[f"{name}: {before} -> {after}"] = as_flag(name, before)
-    if saved["step"] < saved["max_steps"] > max_steps:
+    is_unfinished = saved["step"] < saved["max_steps"]
+    if is_unfinished and max_steps < saved["max_steps"]:
         # A flag that was left out would end the run early, at a lower rate from here on.
         changed[f"max_steps: {saved['max_steps']} -> {max_steps}"] = f"--max-steps {saved['max_steps']}"
     if saved["data"] != data.fingerprint():

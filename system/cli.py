@@ -206,17 +206,17 @@ def exit_process(code: int) -> None:
 
 # ------------------------------------------------------------------------- the words of the command line
 
-# Flags whose value is text: --sample-prompt, --split-on.
-TEXT_FLAGS = re.compile("prompt|split")
+# Flags whose value is a path: --out-dir, --data, --init-from, --source, --model, ...
+PATH_FLAGS = re.compile("dir|out|data|resume|from|source|verify|model|peers")
 
 
 def read_words(words: list[str]) -> list[str]:
-    """The command line with ~ and $NAME expanded in the values of flags: a shell leaves --out-dir=~/runs as it is, and
-    some launchers have no shell. The values of TEXT_FLAGS stay, as do words that belong to no flag, such as a prompt,
-    and names that are not defined. Raises UserError for a word that is not UTF-8: torch cannot open such a file."""
+    """The command line with ~ and $NAME expanded in the values of PATH_FLAGS: a shell leaves --out-dir=~/runs as it is,
+    and some launchers have no shell. Other words stay, such as a prompt, and names that are not defined. Raises
+    UserError for a word that is not UTF-8: torch cannot open such a file."""
 
     def expand(flag: str, value: str) -> str:
-        return value if TEXT_FLAGS.search(flag) else os.path.expandvars(os.path.expanduser(value))
+        return os.path.expandvars(os.path.expanduser(value)) if PATH_FLAGS.search(flag) else value
 
     read = []
     for i, word in enumerate(words):
@@ -227,7 +227,7 @@ def read_words(words: list[str]) -> list[str]:
         if word.startswith("--") and "=" in word:
             flag, _, value = word.partition("=")
             read.append(f"{flag}={expand(flag, value)}")
-        elif before.startswith("--") and "=" not in before and " " not in word:
+        elif before.startswith("--") and "=" not in before:
             read.append(expand(before, word))
         else:
             read.append(word)

@@ -113,6 +113,30 @@ def test_a_trapezoid_is_extended_as_if_planned_so(tiny_args, tmp_path):
     assert same_bits(load_weights(extended, 20), load_weights(planned, 20))
 
 
+def test_a_run_that_goes_on_keeps_the_scores_of_its_end(tiny_args, tmp_path):
+    """At step 6, which is evaluated only because it is the last; and if the run is stopped before its next step."""
+    flags = [*tiny_args, "--schedule", "trapezoid", "--cooldown", "0"]
+    run = train_quickstart(flags, tmp_path / "run", "--max-steps", "6")
+    curve = load_curve(run)
+
+    stopped = StopRequest()
+    stopped.signal = "SIGTERM"
+    train_quickstart(flags, run, "--max-steps", "9", "--resume", "auto", stop=stopped)
+    assert load_curve(run) == curve
+
+    train_quickstart(flags, run, "--max-steps", "9", "--resume", "auto")
+    loss, val_loss, _ = load_curve(run)[6]
+    assert loss is not None and val_loss == curve[6][1] is not None
+
+
+def test_a_run_keeps_the_weights_that_it_began_from(tiny_args, trained_run, capsys):
+    """A run from random weights, and other weights that exist."""
+    flags = ["--resume", "auto", "--max-steps", "13", "--init-from", trained_run / "model_00003.pt"]
+    train_quickstart(tiny_args, trained_run, *flags)
+    assert "model_00003.pt is not used" in capsys.readouterr().out
+    assert checkpoint.read_train_state(trained_run)["config"]["init_from"] == "scratch"
+
+
 def test_a_time_limit_saves_after_at_least_one_step(tiny_args, tmp_path):
     run = train_quickstart(tiny_args, tmp_path / "run", stop=StopRequest("0.0001"))
     assert checkpoint.latest_step(run) == 1

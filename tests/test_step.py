@@ -74,7 +74,7 @@ def test_two_ranks_refuse_together(tiny_args, tmp_path, run_ranks):
 
     output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=poison, env={"TRAIN_STATUS_FILE": str(status)})
 
-    assert "step 0: loss nan" in output and "(number 1 of --skip-bad-steps 1)" in output
+    assert "step 0: loss nan" in output and "(bad step 1; --skip-bad-steps allows 1)" in output
     assert "error: step 1: loss nan" in output
     assert json.loads(status.read_text())["status"] == "user_error"
 
