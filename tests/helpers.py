@@ -9,7 +9,7 @@ in processes of their own in processes.py. A test of training usually reads:
 
 import json
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +34,16 @@ TINY_FLAGS = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.blo
 --sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 12 --warmup-steps 2 --val-every 4
 --val-tokens 1024 --hellaswag-every 0 --sample-every 0 --save-every 3 --keep 0 --no-compile --dtype float32
 --optimizer adamw --schedule cosine --max-lr 3e-3 --min-lr 3e-4""".split()
+
+# A value off its default for every setting of the recipe, but for the network, the weights that it begins from and the
+# length of the run. test_train.py trains with each alone, test_ranks.py resumes with all of them together.
+OFF_DEFAULT: dict[str, Any] = {
+    "seed": 7, "shuffle": False, "overfit_single_batch": True, "total_batch_size": 512, "sequence_length": 16,
+    "max_lr": 5e-3, "min_lr": 1e-3, "warmup_steps": 2, "schedule": "trapezoid", "cooldown": 0.4,
+    "optimizer": "muon", "weight_decay": 0.3, "grad_clip": 0.05, "muon_lr": 0.01, "weights": "bfloat16",
+    "beta1": 0.8, "adam_eps": 1e-7, "muon_weight_decay": 0.1, "newton_schulz": "exact", "embed_lr_scale": 2.0,
+    "vector_lr_scale": 3.0, "vector_weight_decay": 0.1,
+}  # fmt: skip
 
 # What random HellaSwag rows are made of.
 WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly guitar ball river jumps".split()

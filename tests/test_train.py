@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import (
     CPU,
+    OFF_DEFAULT,
     assert_curves_close,
     load_curve,
     load_weights,
@@ -18,7 +19,6 @@ from helpers import (
     train_quickstart,
     write_jsonl,
 )
-from test_ranks import HIDDEN
 
 import hellaswag
 import train_gpt2
@@ -28,15 +28,9 @@ from system import machine
 from training.config import Recipe, TrainConfig
 from weights import checkpoint
 
-# A run in which every setting below acts, and other values of what the recipe has; those of the network are in
-# test_model.py. `weights` acts by its rounding.
+# A run in which every setting of OFF_DEFAULT acts.
 MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid --cooldown 0.7 --grad-clip 0.1
 --model.no-tied-head --model.head-bias --val-every 0 --save-every 0""".split()
-OFF_DEFAULT_SETTINGS = {
-    "seed": 7, "shuffle": False, "max_lr": 5e-3, "min_lr": 1e-3, "warmup_steps": 2, "schedule": "cosine",
-    "cooldown": 0.4, "weight_decay": 0.3, "grad_clip": 0.05, "optimizer": "adamw", "muon_lr": 0.01,
-    "weights": "bfloat16", "overfit_single_batch": True, "total_batch_size": 512, "sequence_length": 16,
-}  # fmt: skip
 
 
 def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch, capsys):
@@ -55,14 +49,17 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
 def test_every_setting_of_the_recipe_is_in_the_table():
     """But for the network, which test_model.py tests, and the length of the run."""
     others = {"model", "init_from", "epochs", "steps_per_epoch", "max_steps"}
-    assert {field.name for field in fields(Recipe)} == {*OFF_DEFAULT_SETTINGS, *HIDDEN, *others}
+    assert {field.name for field in fields(Recipe)} == {*OFF_DEFAULT, *others}
+    assert [name for name, value in OFF_DEFAULT.items() if value == getattr(TrainConfig(), name)] == []
 
 
-@pytest.mark.parametrize("setting", [*OFF_DEFAULT_SETTINGS, *HIDDEN])
+@pytest.mark.parametrize("setting", OFF_DEFAULT)
 def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path, setting):
     """Alone, in a real run with Muon: a setting that the loop does not apply would be a flag that does nothing."""
     base = parse_config("quickstart", *tiny_args, *MOVING)
-    value = HIDDEN.get(setting, OFF_DEFAULT_SETTINGS.get(setting))
+    value = OFF_DEFAULT[setting]
+    if value == getattr(base, setting):
+        value = getattr(TrainConfig(), setting)
     weights = []
     for cfg in (base, replace(base, **{setting: value})):
         folder = tmp_path / str(len(weights))
