@@ -85,7 +85,7 @@ def as_flag(parameter: str) -> str:
 
 
 def describe_change(parameter: str, before: object, now: object) -> str:
-    """How a folder was made, where a parameter of its manifest is another one now; None was not given."""
+    """The value of a parameter with which a folder was made, and that of this command; None: not given."""
     if before is None:
         return f"without {as_flag(parameter)}"
     return f"with {as_flag(parameter)} {before}" + (f", not {now}" if now is not None else "")

@@ -7,7 +7,7 @@ python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # res
 `train` is the loop of train_gpt2_plain.py, with what a long run needs around it. The larger additions are marked:
 
     [memory]   what makes room for larger micro-batches
-    [speed]    what a thread does meanwhile, and the compiler
+    [speed]    reading ahead in a thread, and the compiler
     [resume]   what a checkpoint must have, so that the next start continues to the same bits
     [ranks]    what the ranks tell each other
     [stop]     how a signal or --time-limit ends the run where it can be resumed
@@ -118,8 +118,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             loss, norm = compute_gradients(batch, ddp_forward, optimizers, scaler, cfg, rt, check_alone)
 
             # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were
-            # asked to stop, and how many have a norm that is not finite. (DDP gives all the same gradients, but a card
-            # that computes wrongly must not decide alone.) The device has finished its work by now, so a signal that
+            # asked to stop, and how many have a norm that is not finite. (DDP gives all the same norm. If a faulty card
+            # differs, all ranks must still decide alike.) The device has finished its work by now, so a signal that
             # came during the step is seen.
             numbers = torch.tensor([loss / rt.world_size, stop.is_requested(), not math.isfinite(norm)])
             loss, stops, bad_norms = rt.all_reduce(numbers.to(rt.device)).tolist()

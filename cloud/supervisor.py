@@ -45,7 +45,7 @@ SHOW_LOG_S = 15  # the start shows the log for so long
 RESTART_DELAY_S = 10
 HANG_S = 1800  # a trainer that hangs does not see the time limit of BUDGET_USD: so much later it is ended
 SAVE_S = 600  # a trainer that was asked to stop is killed after so long, as torchrun kills its ranks
-AT_HAND_S = 600  # for so long after the start its user is taken to be at hand
+EARLY_MISTAKE_S = 600  # so soon after the start, whoever made the mistake is taken to be there to correct it
 PUSH_RETRY_S = 3600  # the push at the end is tried for so long
 PUSH_PAUSE_S = 60  # between two tries
 PERIODIC_PUSH_S = 3600  # the longest push during a run
@@ -413,7 +413,7 @@ class Supervisor:
         self.stop_cmd = stop_cmd
         self.start_time = time.monotonic()
         self.stop_requested = False  # whether SIGTERM or SIGINT has come
-        self.user_is_at_hand = False  # at a mistake of theirs
+        self.failed_early = False  # by a mistake of the user, soon after the start
         push_to = settings.push_to or "OWNER/NAME"
         self.push_command = [PYTHON, str(ROOT / "hub.py"), "push-model", str(out), push_to]
 
@@ -507,7 +507,7 @@ class Supervisor:
             if status == "stopped":
                 return f"ended early: {reason}"
             if status == "user_error":
-                self.user_is_at_hand = self.elapsed_s() < AT_HAND_S
+                self.failed_early = self.elapsed_s() < EARLY_MISTAKE_S
                 return f"failed: {reason}"
 
             # A run that gets on may fail again and again, in the days that it takes.
@@ -623,7 +623,7 @@ class Supervisor:
         """Run the command that ends the bill, unless the user wants to keep the machine. The one that stops it keeps
         its disk."""
         command = ""
-        if self.settings.remove_pod and not self.stop_requested and not self.user_is_at_hand:
+        if self.settings.remove_pod and not self.stop_requested and not self.failed_early:
             command = self.settings.shutdown_cmd if is_safe else self.stop_cmd
         for _ in range(5 if command else 0):
             prevent = f"to prevent it: kill {os.getpid()}"

@@ -1,1 +1,1 @@
-"""What keeps a run alive and tells how it goes. A reader of the training step needs nothing of it."""
+"""What keeps a run alive and tells how it goes. Needed to follow a run, not the arithmetic of a step."""

@@ -69,9 +69,9 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
-    """Of these steps of a run those that may be the best by val loss. That is the one with the lowest loss, and every
-    step that cannot be compared with it: one of which metrics.jsonl has no line, as if the file was not copied, or
-    which was measured on other data (`val_set`). A step that was not validated is none of them."""
+    """Of these steps of a run those that may be the best by val loss: the one with the lowest loss, and every step that
+    cannot be compared with it, because metrics.jsonl has no line of it (the file was not copied) or it was measured on
+    other data (`val_set`). A step that was not validated is none of them."""
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
     last = max(rows, default=0)
     unknown = {step for step in steps if step not in rows and step < last}

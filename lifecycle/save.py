@@ -3,7 +3,7 @@ an error ends the run.
 
     with Saver(run, optimizers, scaler, metrics) as saver:
         saver.save(500)             # returns once everything is copied to host memory; a thread writes it
-        with saver.update(500):     # in here an error saves nothing, after it step 501
+        with saver.update(500):     # an error in here saves nothing, a later one step 501
             optimizer.step()
     saver.finish(19073)             # waits for the disk, and raises the error of a write that failed
 
@@ -55,7 +55,8 @@ class Saver:
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """The block that updates the weights of a step: an error in its middle leaves some that must not be saved."""
+        """The block that updates the weights of a step: an error halfway leaves partly updated ones, which must not be
+        saved."""
         self.consistent_step = None
         yield
         self.consistent_step = step + 1

@@ -478,7 +478,7 @@ save-crash HUB_DOES=false                                          |
 crash HUB_DOES=false                                               | pod delete pod7
 unmount HUB_DOES=false                                             |
 user-error                                                         |
-user-error AT_HAND_S=0                                             | pod delete pod7
+user-error EARLY_MISTAKE_S=0                                             | pod delete pod7
 finish SHUTDOWN_CMD='if [ -e $POD/tried ]; then echo twice >$POD/removed; else touch $POD/tried; exit 1; fi' | twice
 """
 
@@ -486,8 +486,8 @@ finish SHUTDOWN_CMD='if [ -e $POD/tried ]; then echo twice >$POD/removed; else t
 @pytest.mark.parametrize("plan, settings, removed", read_table(ENDINGS))
 def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, removed):
     rented.constants["PUSH_RETRY_S"] = 0.5 if "HUB_DOES" in settings else 30
-    if "AT_HAND_S" in settings:
-        rented.constants["AT_HAND_S"] = float(settings.pop("AT_HAND_S"))
+    if "EARLY_MISTAKE_S" in settings:
+        rented.constants["EARLY_MISTAKE_S"] = float(settings.pop("EARLY_MISTAKE_S"))
     rented.start(check=False, PLAN=plan[0], MAX_RESTARTS="0", **settings)
     wait_for(lambda: not is_alive(rented.supervisor))
     assert rented.read("removed").strip() == removed

@@ -117,8 +117,8 @@ class DataOrder:
         self.shards_per_group = shards_per_group if shuffle else 1
 
     def identity(self) -> str:
-        """What the order depends on beside the shards, and the settings seed and shuffle: a resumed run must find the
-        same. For example, "-3-order2" means groups of 3 shards and VERSION 2; a value of 1 is left out."""
+        """A suffix of the data's fingerprint, by which a resumed run finds the same order: "-3-order2" means groups of
+        3 shards, and VERSION 2; a value of 1 is left out. Seed and shuffle are not in it: they are settings."""
         values = {"": self.shards_per_group, "order": self.VERSION}
         return "".join(f"-{name}{value}" for name, value in values.items() if value > 1)
 
@@ -244,13 +244,13 @@ class Loader:
                 shards.check_ids(self._cached_shard(shard), self.paths[shard], self.vocab_size)  # raises UserError
         return tokens
 
-    def step_sequences(self, step: int, sequences: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+    def step_sequences(self, step: int, count: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """The (shard, sequence) pairs that `rank` reads at `step`, (micro_steps, B, 2).
 
-        `sequences` is how many a step reads over all ranks. As in build-nanogpt, micro-batch m of rank r is the step's
+        `count` is how many a step reads over all ranks. As in build-nanogpt, micro-batch m of rank r is the step's
         (m * world_size + r)-th block of B sequences."""
-        whole_step = self.order.span(step * sequences, sequences)
-        # (sequences, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
+        whole_step = self.order.span(step * count, count)
+        # (count, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
         return whole_step.reshape(-1, world_size, B, 2)[:, rank]
 
     def batches(

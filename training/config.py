@@ -7,7 +7,7 @@ Every module of a run takes its settings from it; training/presets.py has the pr
 
     Recipe                what the weights depend on: a resumed run must have the same values
         Free[...]         but for these, which may change on resume
-        Noise[...]        changes the result no more than another seed: the public runs of the preset still compare
+        Noise[...]        changes the result only as another seed would: the public runs of the preset still compare
     TrainConfig(Recipe)   how a run goes: may change on resume, and is equal on all ranks
         Local[...]        but for these, which may differ between ranks: paths, what rank 0 alone uses, time-limit
         Once[...]         of one start: a resumed run does not inherit it

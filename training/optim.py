@@ -36,7 +36,7 @@ class OptimizerFacts(NamedTuple):
     arguments: Callable[[Recipe], dict[str, Any]]  # besides the groups
     takes: set[str]  # the roles of the parameters that it updates; AdamW updates the rest
     state_per_weight: int  # how many float32 numbers it keeps for each weight
-    # (peak rate, weight decay) of its parameters; without it, those of AdamW for the same role
+    # (peak rate, weight decay) of its parameters; None: those that AdamW would have for the role
     rate_and_decay: Callable[[Recipe], tuple[float, float]] | None = None
 
 
