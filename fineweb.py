@@ -65,11 +65,11 @@ class Args:
 
 # The flags behind the parameters of a manifest, where they have other names.
 FLAGS = {
-    "name": "the source",
+    "name": "files, or a dataset, called",
     "plays": "--source shakespeare:",
     "column": "--text-column",
     "shard_tokens": "--shard-size",
-    "revision": "files that have changed since, at revision",
+    "revision": "other files, or files that have changed since, at revision",
 }
 FEW_TOKENS = 100_000  # about 400 KB of English
 # What to train on the shards of a source; own texts and the Hub's have presets of their own.
@@ -152,8 +152,8 @@ def check_folder(out: Path, name: str, planned: Manifest, previous: Manifest | N
         before, now = list_parameters(previous), list_parameters(planned)
         for key in before | now:
             difference = describe_change(key, before.get(key), now.get(key))
-            problem = f"{out.absolute()} was made {difference}"
-            require(before.get(key) == now.get(key), f"{problem}; choose another --out, or remove this one")
+            fix = f"choose another --out, or: rm -r {shlex.quote(str(out))}"
+            require(before.get(key) == now.get(key), f"{out.absolute()} was made {difference}; {fix}")
     for path in shards.shard_files(out):
         match = shards.SHARD_NAME.fullmatch(path.name)
         is_own = previous and match and match["name"] == name
@@ -338,4 +338,4 @@ def choose_preset(args: Args, is_local: bool) -> str:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="files are named after --source; see -h")
+    run_cli(main, hint="see -h (files are named after --source)")

@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="a prompt of several words stands in quotes; see -h")
+    run_cli(main, hint="see -h (a prompt of several words stands in quotes)")

@@ -20,6 +20,16 @@ from system.cli import env_rank, require, suggest
 from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, has_mark
 from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
 
+# What others call the recipes of presets: transformers its sizes, nanoGPT its files.
+OTHER_NAMES = {
+    "gpt2": "gpt2-124m",
+    "gpt2-medium": "gpt2-350m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1558m",
+    "train_gpt2": "gpt2-124m",
+    "finetune_shakespeare": "finetune",
+}
+
 
 def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
     """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
@@ -35,7 +45,8 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if has_preset:
         preset, *flags = argv
     known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
-    require(preset in PRESETS, f"no preset {preset!r}; {suggest(preset, PRESETS)}{known}")
+    meant = f"did you mean {OTHER_NAMES[preset]}? " if preset in OTHER_NAMES else suggest(preset, PRESETS)
+    require(preset in PRESETS, f"no preset {preset!r}; {meant}{known}")
     defaults = PRESETS[preset]
 
     # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.

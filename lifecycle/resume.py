@@ -283,8 +283,8 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     is_network = old.model != cfg.model
     if changed and (is_network or not cfg.allow_drift):
         problem = f"the checkpoint of step {saved['step']} was made with other settings"
-        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(free_folder(cfg.run_dir)))}"
-        start = f"or start another run, as in: python train_gpt2.py {cfg.preset} {folders}"
+        free = shlex.quote(str(free_folder(cfg.run_dir)))
+        start = f"or start another run: the same command without --resume, with --out-dir {free}"
         otherwise = "" if is_network else ", or continue anyway with --allow-drift"
         raise UserError(
             f"{problem}: {'; '.join(changed)}. Restore them: {' '.join(changed.values())}; {start}{otherwise}"

@@ -17,7 +17,7 @@ from tokens.documents import read_file, suffixes_with
 
 
 def write_parquet(path: Path, column: str, cells: Any) -> None:
-    pq.write_table(pa.table({"n": range(len(cells)), column: cells}), path, row_group_size=16)
+    pq.write_table(pa.table({"n": range(len(cells)), column: cells}), path, row_group_size=3)
 
 
 def write_rows(path: Path, column: str, cells: list) -> None:

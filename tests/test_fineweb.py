@@ -220,7 +220,7 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
 
     other_file = shutil.copy(text_file, tmp_path / "b.txt")
     for flag, value, message in (
-        ("--source", other_file, "source a, not b"),
+        ("--source", other_file, "called a, not b"),
         ("--shard-size", 60, "--shard-size 50, not 60"),
         ("--limit-tokens", 160, "--limit-tokens 150, not 160"),
         ("--format", "bin", "--format npy, not bin"),

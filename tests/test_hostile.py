@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from corpora import read_documents
+from corpora import WRITERS, read_documents, write_documents
 from faults import hub_server
 from helpers import (
     CPU,
@@ -29,7 +29,6 @@ from helpers import (
     make_shards,
     parse_config,
     write_jsonl,
-    write_parquet,
 )
 
 import hellaswag
@@ -62,8 +61,8 @@ def good(tmp_path_factory, one_run) -> Path:
     shards.write_shard(root / "bin/toy_train_000001.bin", np.arange(300))
     shutil.copytree(one_run, root / "run", ignore=shutil.ignore_patterns("*_0000[369].pt"))
     write_jsonl(root / "rows/rows.jsonl", make_hellaswag_rows(4))
-    write_jsonl(root / "text/a.jsonl", [{"text": text} for text in TEXTS])
-    write_parquet(root / "text/a.parquet", TEXTS, row_group_size=16)
+    for suffix in WRITERS:
+        write_documents(root / f"text/a{suffix}", TEXTS)
 
     model = GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
     convert.save_hf(model, root / "hf/safe")
@@ -129,8 +128,7 @@ FORMATS = {
     "run/metrics.jsonl": lambda path: plots.read_curves(path.parent),
     "run/config.json": lambda path: plots.read_curves(path.parent),
     "rows/rows.jsonl": hellaswag.load_examples,
-    "text/a.jsonl": read_documents,
-    "text/a.parquet": read_documents,
+    **{f"text/a{suffix}": read_documents for suffix in WRITERS},
     "hf/safe/config.json": read_model,
     "hf/safe/model.safetensors": read_model,
     "hf/safe/vocab.json": read_model,

@@ -1,6 +1,7 @@
 """Every parameter has one optimizer, and state moves between runs unchanged."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def test_rate_and_decay_come_from_the_group(name):
     plain = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.0)))
     # Decay acts on what is not zero: biases are zero at first.
     assert not [n for n in before if before[n].any() and torch.equal(decayed[n], plain[n])]
+
+
+def test_an_optimizer_of_the_project_has_tests_of_its_own():
+    """Of its formula: all other tests accept any update that moves the weights."""
+    modules = [facts.optimizer_class.__module__ for facts in optim.OPTIMIZERS.values()]
+    own = [module.rpartition(".")[2] for module in modules if module.startswith("training.")]
+    assert [name for name in own if not (Path(__file__).parent / f"test_{name}.py").exists()] == []
 
 
 def test_each_role_has_its_own_rate():

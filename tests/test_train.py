@@ -113,7 +113,7 @@ def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatc
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))  # of several lengths
     flags = [
         *tiny_args,
-        *"--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 1 --model.n-embd 8".split(),
+        *"--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 3 --model.n-embd 8".split(),
     ]
     eager = load_curve(train_quickstart(flags, tmp_path / "eager"))
     count_frames(hellaswag, "score")
@@ -123,4 +123,6 @@ def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatc
     compiled = load_curve(train_quickstart(flags, tmp_path / "compiled", *evaluations, "--compile"))
 
     assert_curves_close(compiled, eager)
-    assert frames["total"] > 0 and traced == [0] * 5  # HellaSwag twice, samples at three steps
+    assert traced == [0] * 5  # HellaSwag twice, samples at three steps
+    # The blocks share one graph, and the chunks of the head another; training and validation have their own.
+    assert frames["total"] == 4

@@ -29,7 +29,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from system.cli import UserError, explain_errors, require
+from system.cli import UserError, explain_errors, require, suggest
 from system.huggingface import open_hub
 from tokens import documents
 from tokens.documents import Chunk
@@ -102,7 +102,8 @@ def find_files(pattern: str) -> list[Path]:
     matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
     files = [Path(match) for match in matches if os.path.isfile(match)]
     known = f"{', '.join([*INSTALLED, *HUB_DATASETS])} or OWNER/NAME"
-    require(files, f"--source {pattern}: no such file in {os.getcwd()}; give files or globs, or {known}")
+    meant = suggest(pattern, [*INSTALLED, *HUB_DATASETS])
+    require(files, f"--source {pattern}: no such file in {os.getcwd()}; {meant}give files or globs, or {known}")
     return files
 
 
