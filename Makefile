@@ -24,7 +24,7 @@ PROMPT = $(PROMPT_$(CORPUS))
 
 quickstart: install ## tokens, minutes of training, samples, curves; no GPU, no download (TRAIN_ARGS='--dtype float32')
 	$(PY) fineweb.py --source $(CORPUS) --out data/$(CORPUS)
-	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --resume auto $(TRAIN_ARGS)
+	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --sample-every 0 --resume auto $(TRAIN_ARGS)
 	$(PY) infer.py log/quickstart $(PROMPT) --num-samples 4 --max-new-tokens 64
 	$(PY) plots.py log/quickstart
 	@echo 'next: open log/quickstart/curves.png; . .venv/bin/activate; python infer.py log/quickstart $(PROMPT)'

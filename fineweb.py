@@ -225,7 +225,7 @@ def make_shards(out: Path, name: str, manifest: Manifest, paths: list[Path]) -> 
     chunks = prefetch(sources.read_source(manifest.source, paths, first_file, downloads), 4)
 
     update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
-    display = {"desc": name, "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
+    display = {"desc": str(out), "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
     with tqdm(total=total, initial=done, **display) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.cli import UserError, env_rank, explain_errors, printable, require
+from system.cli import UserError, env_rank, explain_errors, print0, printable, require
 from system.files import refuse_placeholder
 from system.huggingface import open_hub
 from tokens import tokenizer
@@ -297,6 +297,7 @@ def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor]) -> None
     problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
     fix = "give your change of model.py a field in GPTConfig, whose default means off"
     require(difference < LOGITS_TOLERANCE, f"{problem}; {fix}")
+    print0(f"compared: its logits differ from the model's by {difference:.1g} of their standard deviation")
 
 
 def last_logits(model: GPT, idx: Tensor) -> Tensor:
