@@ -144,8 +144,10 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         data, _ = open_data(cfg)
     max_steps = cfg.total_steps(data.order.sequences_per_epoch if data else 0)
     rt = distributed.choose_precision(rt, cfg.dtype)
+    saved = find_checkpoint(cfg) if cfg.resume != "none" else None
+    first_step = saved["step"] if saved else 0
     _, forward, optimizers, scaler, B = build(model, cfg, rt)
-    print_plan(cfg, rt, model, data, B, 0, max_steps)
+    print_plan(cfg, rt, model, data, B, first_step, max_steps)
 
     def now() -> float:
         rt.synchronize()  # work on a GPU is queued
@@ -173,7 +175,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         f"dry run: peak memory per rank {machine.peak_memory(rt.device) / 2**30:.1f} GiB; {micro_steps} micro-steps of "
         f"{micro_s * 1e3:,.0f} ms, {update_s * 1e3:,.0f} ms to update"
     )
-    speed = describe_speed(cfg, model, step_s, max_steps, rt.world_size, total_peak_flops(rt))
+    steps = max_steps - first_step
+    speed = describe_speed(cfg, model, step_s, steps, rt.world_size, total_peak_flops(rt))
     print0(f"{speed}\nnext: the same command without --dry-run; for hours, ./train.sh in the background")
 
 
@@ -226,18 +229,18 @@ def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
 
 
 def describe_speed(
-    cfg: TrainConfig, model: GPT, step_s: float, max_steps: int, gpus: int, peak_flops: float | None
+    cfg: TrainConfig, model: GPT, step_s: float, steps: int, gpus: int, peak_flops: float | None
 ) -> str:
     """The speed, length and price of a run whose steps take `step_s` seconds. peak_flops: of all GPUs, if known."""
     tokens_per_second = cfg.total_batch_size / step_s
     mfu = "unknown"
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
-    total_s = max_steps * step_s
+    total_s = steps * step_s
     cost = "--gpu-hour-usd gives the price"
     if cfg.gpu_hour_usd:
         cost = format_cost(total_s, gpus, cfg.gpu_hour_usd)
     return (
         f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
-        f"{max_steps} steps take {format_duration(total_s)}; {cost}"
+        f"{steps} steps take {format_duration(total_s)}; {cost}"
     )

@@ -96,6 +96,12 @@ def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
     assert not run_dir.exists()
 
 
+def test_a_dry_run_of_a_resume_counts_what_is_left(tiny_args, trained_run, run_in_fork):
+    flags = [*tiny_args, "--resume", "auto", "--out-dir", trained_run, "--max-steps", "20", "--dry-run"]
+    out = run_in_fork("train_gpt2.py", "quickstart", *flags).stdout
+    assert "steps 12 to 20" in out and "\n8 steps take" in out
+
+
 # ------------------------------------------------------------------------- --card
 
 # The same work as that of published runs, with the cards and the published milliseconds of a step.
