@@ -228,9 +228,7 @@ def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
     return seconds if cfg.compile else seconds / EAGER_SPEED
 
 
-def describe_speed(
-    cfg: TrainConfig, model: GPT, step_s: float, steps: int, gpus: int, peak_flops: float | None
-) -> str:
+def describe_speed(cfg: TrainConfig, model: GPT, step_s: float, steps: int, gpus: int, peak_flops: float | None) -> str:
     """The speed, length and price of a run whose steps take `step_s` seconds. peak_flops: of all GPUs, if known."""
     tokens_per_second = cfg.total_batch_size / step_s
     mfu = "unknown"
