@@ -33,6 +33,7 @@ def run_main(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, args)])
+        capsys.readouterr()  # what the test has printed before
         infer.main()
         return capsys.readouterr()
 
