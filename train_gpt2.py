@@ -64,8 +64,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     run, saved = resume.open_run(cfg, rt)
     cfg, rt, model, max_steps = run.cfg, run.rt, run.model, run.max_steps
     step = run.start
-    if resume.is_complete(run):
-        path = shlex.quote(str(saved["model_file"])) if saved else ""
+    if saved and resume.is_complete(run):
+        path = shlex.quote(str(saved["model_file"]))
         more = f"--max-steps {2 * step} --out-dir {shlex.quote(str(resume.free_folder(cfg.run_dir)))}"
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""

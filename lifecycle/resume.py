@@ -71,11 +71,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
         check_drift(cfg, saved, data)
         announce_changes(cfg, saved, data)
         print0(f"resumed from {saved['model_file']}")
-        folder = saved["model_file"].parent
-        for newer in set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder)):
-            if newer > saved["step"]:
-                path = checkpoint.model_path(folder, newer)
-                print0(f"not from {path}, which has no complete optim_*.pt beside it: its steps are trained again")
+        announce_skipped(saved)
     is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
     if rt.is_main and not is_own:
         set_metrics_aside(cfg.run_dir)
@@ -84,6 +80,16 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     max_steps = cfg.total_steps(data.order.sequences_per_epoch)
     start = saved["step"] if saved else 0
     return Run(cfg, rt, model, data, val_data, data.fingerprint(), start, max_steps), saved
+
+
+def announce_skipped(saved: dict[str, Any]) -> None:
+    """Print which newer weights of the folder the run does not continue from, because they lack their optim_*.pt."""
+    folder = saved["model_file"].parent
+    incomplete = set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder))
+    for step in sorted(incomplete):
+        if step > saved["step"]:
+            path = checkpoint.model_path(folder, step)
+            print0(f"not from {path}, which has no complete optim_*.pt beside it: its steps are trained again")
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ import hellaswag
 import hub
 import infer
 import plots
-from lifecycle.command_line import FOREIGN_FLAGS, parse
+from lifecycle.command_line import FOREIGN_FLAGS, OTHER_NAMES, parse
 from model import GPTConfig
 from system.cli import UserError
 from training import optim
@@ -311,3 +311,11 @@ def test_a_hostile_config_is_refused_in_one_line(saved):
     with pytest.raises(UserError) as e:
         TrainConfig.from_dict(saved)
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_another_name_of_a_preset_leads_to_it(name):
+    with pytest.raises(UserError) as error:
+        parse([name], lambda path: {})
+    meant = re.search(r"did you mean ([\w-]+)\?", str(error.value))[1]
+    assert meant in PRESETS and meant == OTHER_NAMES[name]

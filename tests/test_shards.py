@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from corpora import write_documents
 from helpers import make_shards
 
 from system.cli import UserError
@@ -203,3 +204,12 @@ def test_fingerprint_changes_with_the_data_only(tmp_path):
     (folder / "toy_train_000002.npy").rename(folder / "toy_train_000003.npy")
     fingerprints.add(shards.fingerprint(folder))
     assert len(fingerprints) == 5
+
+
+@pytest.mark.parametrize("given, named", [("my", "'my/*' --out data/my-tokens"), ("my/a.txt", "my/a.txt --out data/a")])
+def test_texts_in_place_of_shards_are_answered_with_the_command(tmp_path, monkeypatch, given, named):
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "my/a.txt", ["words"])
+    with pytest.raises(UserError) as error:
+        shards.find_shards(given, "train")
+    assert f"--source {named}" in str(error.value)

@@ -478,7 +478,7 @@ save-crash HUB_DOES=false                                          |
 crash HUB_DOES=false                                               | pod delete pod7
 unmount HUB_DOES=false                                             |
 user-error                                                         |
-user-error EARLY_MISTAKE_S=0                                             | pod delete pod7
+user-error EARLY_MISTAKE_S=0                                       | pod delete pod7
 finish SHUTDOWN_CMD='if [ -e $POD/tried ]; then echo twice >$POD/removed; else touch $POD/tried; exit 1; fi' | twice
 """
 

@@ -57,10 +57,12 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     source = data_dir.name if is_known else "FILES"
     fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
     if data_dir.name in sources.HUB_DATASETS:
-        fix += "; that downloads 28 GB or more, and needs 60 GB of disk (a first run without: make quickstart)"
+        fix += (
+            "; that downloads the sample, and needs 60 GB of disk or more (a first run without: make quickstart)"
+        )
     if data_dir.is_file():
         out = shlex.quote(f"data/{data_dir.stem}")
-        fix = f"this makes one of it: python fineweb.py --source {shlex.quote(str(data_dir))} --out {out}"
+        fix = f"this makes one of that file: python fineweb.py --source {shlex.quote(str(data_dir))} --out {out}"
     if not data_dir.is_dir():
         beside = [path.name for path in data_dir.parent.glob("*") if path.is_dir()]
         raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(data_dir.name, beside)}{fix}")
@@ -96,8 +98,9 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     paths = [Path(data_dir) / match[0] for match in matches if match and match["split"] == split]
     fix = "if fineweb.py has not finished it, run it again; a small source needs a smaller --shard-size"
     if not matches and any(path.suffix in [*documents.DATA_SUFFIXES, ".txt"] for path in Path(data_dir).iterdir()):
-        source, out = shlex.quote(f"{data_dir}/*"), shlex.quote(f"data/{Path(data_dir).name}")
-        fix = f"this makes some of the texts in it: python fineweb.py --source {source} --out {out}"
+        # Another folder, also if the texts are in data/.
+        source, out = shlex.quote(f"{data_dir}/*"), shlex.quote(f"data/{Path(data_dir).absolute().name}-tokens")
+        fix = f"this makes shards of the texts in it: python fineweb.py --source {source} --out {out}"
     require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
 
