@@ -57,9 +57,7 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     source = data_dir.name if is_known else "FILES"
     fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
     if data_dir.name in sources.HUB_DATASETS:
-        fix += (
-            "; that downloads the sample, and needs 60 GB of disk or more (a first run without: make quickstart)"
-        )
+        fix += "; that downloads the sample, and needs 60 GB of disk or more (a first run without: make quickstart)"
     if data_dir.is_file():
         out = shlex.quote(f"data/{data_dir.stem}")
         fix = f"this makes one of that file: python fineweb.py --source {shlex.quote(str(data_dir))} --out {out}"
