@@ -62,7 +62,8 @@ GREY = "#777777"  # of what belongs to no run
 EVALUATIONS = ("val_loss", "hellaswag_acc_norm")
 EVALUATION_STYLE: dict[str, Any] = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3}
 FAINT_STYLE: dict[str, Any] = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
-BOLD_STYLE: dict[str, Any] = {"lw": 1.6}
+BOLD_WIDTH = 1.6  # of the last run, which lies on top
+WIDEST = 3.2  # of the first of several runs, so that it can be seen behind another with the same curve
 # What the legend calls the last values of a run.
 LAST_VALUES = {"train_loss": "train (median)", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
@@ -72,6 +73,7 @@ class PlottedRun(NamedTuple):
 
     name: str
     color: Any
+    width: float  # of its bold lines, in points
     curves: Curves
 
 
@@ -226,10 +228,10 @@ def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
     if key in EVALUATIONS:
         ax.plot(steps, values, color=run.color, **EVALUATION_STYLE)
     elif key == "lr":  # has no noise
-        ax.plot(*extremes(steps, values), color=run.color, **BOLD_STYLE)
+        ax.plot(*extremes(steps, values), color=run.color, lw=run.width)
     else:
         ax.plot(*extremes(steps, values), color=run.color, **FAINT_STYLE)
-        ax.plot(*moving_median(steps, values, reach), color=run.color, **BOLD_STYLE)
+        ax.plot(*moving_median(steps, values, reach), color=run.color, lw=run.width)
 
 
 def drawn_points(lines: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +246,7 @@ def fit_to_curves(ax) -> None:
     twentieth of its steps, which would squash the rest."""
     x, y = drawn_points(ax.lines)
     last_step = ax.get_xlim()[1]
-    late = y[x >= 0.05 * last_step] if last_step > 1000 else y
+    late = y[x >= 0.05 * last_step] if last_step > 200 else y
     if len(late):
         low, high = y.min(), np.quantile(late, 0.995)
         padding = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)  # also around a curve that is constant
@@ -267,10 +269,8 @@ def fit_from_zero(ax) -> None:
 
 
 def fit_speed(ax) -> None:
-    """From 0 to just above the bold lines: a few steps that are faster leave the panel."""
-    _, y = drawn_points(ax.lines[1::2])  # a faint line and a bold one for each run
-    if len(y):
-        ax.set_ylim(0, 1.1 * np.quantile(y, 0.98))
+    """A rate, too, in large numbers."""
+    fit_from_zero(ax)
     ax.yaxis.set_major_formatter("{x:,.10g}")
 
 
@@ -298,7 +298,7 @@ class Panel(NamedTuple):
 PANELS = [
     Panel("Loss", "cross-entropy (nats per token)", ("val_loss", "train_loss"), fit_loss, is_wide=True),
     Panel("HellaSwag", "accuracy (acc_norm)", ("hellaswag_acc_norm",), fit_to_curves, is_wide=True),
-    Panel("Learning rate", "learning rate", ("lr",), fit_from_zero),
+    Panel("Learning rate", "learning rate (peak: --max-lr)", ("lr",), fit_from_zero),
     Panel("Gradient norm before clipping", "global L2 norm (log scale)", ("grad_norm",), use_log_scale),
     Panel("Speed", "tokens per second", ("tokens_per_second",), fit_speed),
 ]
@@ -326,7 +326,7 @@ def style_lines(keys: set[str], reach: int) -> list[Any]:
     lines = []
     if "train_loss" in keys:
         lines.append(Line2D([], [], color="black", label="train, each step", **FAINT_STYLE))
-        lines.append(Line2D([], [], color="black", label=f"train, median of {2 * reach + 1:,} steps", **BOLD_STYLE))
+        lines.append(Line2D([], [], color="black", label=f"train, median of {2 * reach + 1:,} steps", lw=BOLD_WIDTH))
     if "val_loss" in keys:
         lines.append(Line2D([], [], color="black", label="val", **EVALUATION_STYLE))
     return lines
@@ -476,7 +476,9 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
         found = dict.fromkeys(choose_reference(path) for path in curves_by_run)
         references = [reference for reference in found if reference]
     names = drawable_names(figure, shortest_names(list(curves_by_run)))
-    runs = [PlottedRun(*run) for run in zip(names, run_colors(len(names)), curves_by_run.values(), strict=True)]
+    widths = np.linspace(WIDEST, BOLD_WIDTH, len(names)) if len(names) > 1 else [BOLD_WIDTH]
+    looks = zip(names, run_colors(len(names)), widths, curves_by_run.values(), strict=True)
+    runs = [PlottedRun(*look) for look in looks]
 
     axes = figure.subplot_mosaic(grid, height_ratios=heights)
     for panel in panels:

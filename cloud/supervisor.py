@@ -526,7 +526,7 @@ class Supervisor:
             (self.out / "status.json").unlink(missing_ok=True)
 
         # --local-addr: where a machine's own name does not resolve, torchrun would wait for more than six minutes.
-        command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc}"]
+        command = [PYTHON, "-m", "cloud.torchrun", "--standalone", f"--nproc_per_node={self.nproc}"]
         command += ["--local-addr=127.0.0.1", str(ROOT / "train_gpt2.py"), *args]
         # The trainer inherits the lock: if this process is killed, the folder is in use until torchrun has ended, too.
         # Nothing else inherits it: a push that hangs must not keep anybody from starting the run again.

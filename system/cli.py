@@ -130,7 +130,8 @@ def run_cli(main: Callable[[], object], hint: str = "see -h") -> None:
         # tyro has printed which flag is wrong; a script may have added a note on what to write instead.
         if e.code == 2:
             notes = describe_typography(sys.argv[1:]) or getattr(e, "__notes__", [hint])
-            reason = f"the command line was not accepted: {'; '.join(notes)}"
+            between = " " if len(notes) == 1 else "\n    "
+            reason = between.join(["the command line was not accepted:", *notes])
             fail("user_error", reason, f"error: {reason}", code=2)
         raise
     except KeyboardInterrupt:

@@ -65,7 +65,9 @@ def open_hub() -> Iterator[HfApi]:
         message = message.replace(token or "\0", "***")[:400]
 
         # What to do about it, where the library's words do not say that.
-        if isinstance(error, httpx2.TransportError | httpx2.InvalidURL):
+        if isinstance(error, errors.LocalTokenNotFoundError):
+            message = "this machine has no token of the Hub, which a push needs: hf auth login, or set HF_TOKEN"
+        elif isinstance(error, httpx2.TransportError | httpx2.InvalidURL):
             message += "; does the network work? HF_ENDPOINT chooses a mirror"
         elif isinstance(error, httpx2.HTTPStatusError | errors.HfHubHTTPError):
             if error.response.status_code in (401, 403, 404):

@@ -560,6 +560,15 @@ def test_the_log_begins_and_ends_with_the_price(pod):
 # ------------------------------------------------------------------------- with every real part
 
 
+def test_the_error_of_a_rank_is_the_last_one(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit('error: --max-lr -1')")
+    command = [sys.executable, "-m", "cloud.torchrun", "--standalone", "--local-addr=127.0.0.1", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: --max-lr -1" in done.stderr and "Traceback" not in done.stderr and "=====" not in done.stderr
+
+
 @pytest.mark.slow
 def test_pod_from_rent_to_removal(tmp_path):
     """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""
