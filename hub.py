@@ -35,6 +35,7 @@ from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
 from weights import checkpoint, convert
+from weights.names import CHECKPOINT_FILE, complete_steps, model_path, newest_model
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -258,15 +259,15 @@ def push_model(
 def choose_models(path: Path, steps: str) -> list[Path]:
     """The model files to push of a run folder, or of a .pt file; the last one is what the card describes."""
     if path.is_file():
-        require(checkpoint.FILE_NAME.fullmatch(path.name), f"{path} must be named like model_00010.pt, by its step")
+        require(CHECKPOINT_FILE.fullmatch(path.name), f"{path} must be named like model_00010.pt, by its step")
         return [path]
-    newest = checkpoint.newest_model(path)
-    saved_steps = checkpoint.complete_steps(path, ["model"])
+    newest = newest_model(path)
+    saved_steps = complete_steps(path, ["model"])
     if steps == "all":
-        return [checkpoint.model_path(path, step) for step in saved_steps]
+        return [model_path(path, step) for step in saved_steps]
     if steps == "best":
         best = metrics.best_step(path, saved_steps)
-        return [newest if best is None else checkpoint.model_path(path, best)]
+        return [newest if best is None else model_path(path, best)]
     return [newest]
 
 
@@ -317,7 +318,7 @@ def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
 
 def find_checkpoints(files: Iterable[str]) -> dict[str, int]:
     """The names of checkpoints among the files of a repository, with their steps."""
-    matches = [checkpoint.FILE_NAME.fullmatch(name) for name in files]
+    matches = [CHECKPOINT_FILE.fullmatch(name) for name in files]
     return {match[0]: int(match["step"]) for match in matches if match}
 
 
@@ -394,7 +395,7 @@ def import_old(old: Path, out_dir: Path) -> None:
     # Read the old file before the folder is made: a bad file leaves no empty folder.
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(checkpoint.model_path(out_dir, step), checkpoint.model_file(model, step))
+    checkpoint.write(model_path(out_dir, step), checkpoint.model_file(model, step))
     text = f"the model is in {out_dir}"
     print0(f"{text}; {next_command(model, out_dir)}")
 

@@ -54,6 +54,7 @@ from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 from training.schedule import set_learning_rates
 from weights import checkpoint
+from weights.names import complete_steps, model_path
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
@@ -256,8 +257,8 @@ def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
 
 def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:
     """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
-    best = best_step(cfg.run_dir, checkpoint.complete_steps(cfg.run_dir))
-    path = shlex.quote(str(checkpoint.model_path(cfg.run_dir, step if best is None else best)))
+    best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
+    path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
     what = "weights" if best is None else "of the saved weights, the lowest val loss"
     text = f"done: {step} steps in {format_duration(seconds)}; {what}: {path}"
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt

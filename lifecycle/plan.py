@@ -33,7 +33,7 @@ from training import optim
 from training.config import TrainConfig
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
-from weights import checkpoint
+from weights.names import complete_steps
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
 WEIGHT_AND_GRADIENT_BYTES = 8
@@ -97,7 +97,7 @@ def check_disk(cfg: TrainConfig, model: GPT, step: int, max_steps: int) -> None:
     if cfg.save_every:
         saves = math.ceil(max_steps / cfg.save_every) - step // cfg.save_every
     if cfg.keep:
-        saves = min(saves, max(1, cfg.keep + 2 - len(checkpoint.complete_steps(cfg.run_dir))))
+        saves = min(saves, max(1, cfg.keep + 2 - len(complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     size = 4 * model.num_params() + optim.state_bytes(model, cfg)

@@ -88,7 +88,7 @@ def announce_skipped(saved: dict[str, Any]) -> None:
     incomplete = set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder))
     for step in sorted(incomplete):
         if step > saved["step"]:
-            path = checkpoint.model_path(folder, step)
+            path = names.model_path(folder, step)
             print0(f"not from {path}, which has no complete optim_*.pt beside it: its steps are trained again")
 
 
@@ -96,7 +96,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     """The train state that --resume names, or None for a new run. Raises UserError if the run folder already holds a
     run that this one would overwrite."""
     run_dir = cfg.run_dir
-    newest = checkpoint.latest_step(run_dir)
+    newest = names.latest_step(run_dir)
 
     # auto: the newest complete checkpoint of the run folder, if there is one. A path: that checkpoint, of any run.
     saved = None
@@ -116,7 +116,7 @@ def refuse_to_overwrite(cfg: TrainConfig, saved: dict[str, Any] | None, newest: 
     is_its_newest = saved is not None and saved["step"] == newest and is_in_folder(saved, run_dir)
     elsewhere = f"--out-dir {shlex.quote(str(free_folder(run_dir)))}"
     if newest is not None and not is_its_newest:
-        how = "auto" if cfg.resume == "none" else shlex.quote(str(checkpoint.model_path(run_dir, newest)))
+        how = "auto" if cfg.resume == "none" else shlex.quote(str(names.model_path(run_dir, newest)))
         data_dir = read_config(run_dir).get("data_dir")
         what = f"a run on {data_dir}" if data_dir else "a run"
         fix = f"continue it with --resume {how}, or start another run with {elsewhere}"
@@ -129,9 +129,9 @@ def refuse_to_overwrite(cfg: TrainConfig, saved: dict[str, Any] | None, newest: 
         raise UserError(f"{problem}; {fix}, or write elsewhere with {elsewhere}")
 
     # Weights without their optimizer state, pulled from the Hub or left by a damaged disk, are not overwritten either.
-    weights_only = checkpoint.complete_steps(run_dir, ["model"]) if newest is None else []
+    weights_only = names.complete_steps(run_dir, ["model"]) if newest is None else []
     if weights_only:
-        path = checkpoint.model_path(run_dir, weights_only[-1])
+        path = names.model_path(run_dir, weights_only[-1])
         fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} {elsewhere}"
         raise UserError(f"{path} has no complete optim_*.pt next to it, so the run cannot resume; {fix}")
 
@@ -190,7 +190,7 @@ def set_metrics_aside(run_dir: Path) -> None:
     """Rename the metrics.jsonl of a folder that has no checkpoint, so that the run that starts there does not overwrite
     the curve of a run that was killed before its first save, or whose checkpoints were deleted."""
     path = run_dir / "metrics.jsonl"
-    if checkpoint.latest_step(run_dir) is None and read_metrics(path):
+    if names.latest_step(run_dir) is None and read_metrics(path):
         kept = path.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
         os.rename(path, kept)
         print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept}")

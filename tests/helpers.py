@@ -24,6 +24,7 @@ from system.distributed import Runtime
 from tokens import shards
 from training.config import TrainConfig
 from weights import checkpoint
+from weights.names import complete_steps, model_path, optim_path
 from weights.open_model import open_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +87,7 @@ def load_curve(run) -> dict[int, tuple[float | None, float | None, float | None]
 
 def load_weights(run, step=12) -> dict[str, torch.Tensor]:
     """The weights that a run saved at a step."""
-    return open_model(checkpoint.model_path(run, step)).state_dict()
+    return open_model(model_path(run, step)).state_dict()
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -103,10 +104,10 @@ def assert_curves_close(a, b, rel=2e-4) -> None:
 
 def delete_checkpoints_after(run, last) -> None:
     """Delete the checkpoints later than step `last`, as if the run had been lost soon after it."""
-    for step in checkpoint.complete_steps(run):
+    for step in complete_steps(run):
         if step > last:
-            checkpoint.model_path(run, step).unlink()
-            checkpoint.optim_path(run, step).unlink()
+            model_path(run, step).unlink()
+            optim_path(run, step).unlink()
 
 
 # ------------------------------------------------------------------------- token shards and models

@@ -84,20 +84,20 @@ def test_a_tied_head_is_stored_once(tmp_path):
 
 
 def test_only_a_complete_step_counts(tmp_path):
-    assert checkpoint.latest_step(tmp_path) is None
-    assert checkpoint.latest_step(tmp_path / "missing") is None
+    assert names.latest_step(tmp_path) is None
+    assert names.latest_step(tmp_path / "missing") is None
 
     # the newest step has no optimizer file
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "optim_00003.pt").unlink()
-    assert checkpoint.latest_step(tmp_path) == 2
+    assert names.latest_step(tmp_path) == 2
 
     # the model of the step before it is cut off, anywhere
     complete = (tmp_path / "model_00002.pt").read_bytes()
     for tenth in range(10):
         (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) * tenth // 10])
-        assert checkpoint.latest_step(tmp_path) == 1
+        assert names.latest_step(tmp_path) == 1
         with pytest.raises(UserError, match="damaged or truncated"):
             open_model(tmp_path / "model_00002.pt")
     assert open_model(tmp_path).config == SMALL
@@ -140,7 +140,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in range(2, 7):
         save(tmp_path, step, keep=2)
 
-    assert checkpoint.complete_steps(tmp_path) == [2, 5, 6]
+    assert names.complete_steps(tmp_path) == [2, 5, 6]
     assert not names.is_complete(tmp_path / "model_00099.pt")  # --keep has deleted it since it was listed
     assert len(list(tmp_path.iterdir())) == 6 + 1  # and the metrics
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_compared_is_not_deleted(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step, keep=1)
 
-    assert checkpoint.complete_steps(tmp_path) == [1, 2, 4, 6]
+    assert names.complete_steps(tmp_path) == [1, 2, 4, 6]
 
 
 def test_leftovers_of_a_save_go_before_the_next(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_leftovers_of_a_save_go_before_the_next(tmp_path, monkeypatch):
 
 def test_a_folder_that_was_moved_away_is_made_again(tmp_path):
     save(tmp_path / "log/run", 3)
-    assert checkpoint.latest_step(tmp_path / "log/run") == 3
+    assert names.latest_step(tmp_path / "log/run") == 3
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_failed_write_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", real_save)
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
     writer.finish()
-    assert checkpoint.complete_steps(tmp_path) == [1, 4]
+    assert names.complete_steps(tmp_path) == [1, 4]
 
 
 def test_a_run_without_its_last_checkpoint_has_failed(tiny_args, tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_last_write_that_fails_once_is_tried_again(tiny_args, tmp_path, monkey
 
     monkeypatch.setattr(checkpoint, "write", fail_once)
     run = train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "run")
-    assert checkpoint.complete_steps(run) == [1]
+    assert names.complete_steps(run) == [1]
 
 
 def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
@@ -285,7 +285,7 @@ def test_weights_that_are_not_finite_replace_nothing(tmp_path):
     with pytest.raises(UserError, match=r"(?s)wpe.*: 1"):
         save(tmp_path, 2, model, keep=1)
 
-    assert checkpoint.complete_steps(tmp_path) == [1]
+    assert names.complete_steps(tmp_path) == [1]
 
 
 def test_training_may_change_what_is_being_written(tmp_path):

@@ -23,7 +23,7 @@ from system.cli import UserError
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
-from weights import checkpoint
+from weights.names import complete_steps
 from weights.open_model import open_model
 
 
@@ -306,7 +306,7 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
 
     # The newest step of both can be resumed elsewhere; with --every-step, what was pushed to stay comes.
     run("pull-model", "tester/run", tmp_path / "moved")
-    assert checkpoint.complete_steps(tmp_path / "moved") == [9]
+    assert complete_steps(tmp_path / "moved") == [9]
     run("pull-model", "tester/run", tmp_path / "stays", "--every-step")
     assert list_checkpoints(tmp_path / "stays") == "model_00003 model_00006"
 

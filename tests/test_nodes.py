@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, assert_curves_close, load_curve, load_weights, same_bits, train_quickstart
 from processes import find_free_port, rank_pids, start_torchrun, wait_for
 
-from weights import checkpoint
+from weights.names import complete_steps, latest_step
 
 pytestmark = pytest.mark.slow
 LAST_STEP = 60
@@ -36,7 +36,7 @@ def test_machines_that_differ_both_say_so(tiny_args, tmp_path):
 
     assert all(code for code, _ in ended)
     assert all("--val-every is 4 on rank" in output for _, output in ended), ended
-    assert not checkpoint.complete_steps(tmp_path / "run")
+    assert not complete_steps(tmp_path / "run")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks through /proc")
@@ -48,7 +48,7 @@ def test_a_killed_rank_is_restarted_on_both_machines(tiny_args, tmp_path):
     assert_curves_close(load_curve(undisturbed), load_curve(one))
 
     machines = start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", killed, restarts=2)
-    wait_for(lambda: (checkpoint.latest_step(killed) or 0) >= 20)
+    wait_for(lambda: (latest_step(killed) or 0) >= 20)
     os.kill(rank_pids(machines[1].pid)[-1], signal.SIGKILL)
     ended = wait_for_ends(machines)
 

@@ -48,7 +48,7 @@ def test_a_checkpoint_is_no_larger_than_assumed(tiny_args, tmp_path, optimizer):
     (1, 1, 6, 5, 1),
 ])  # fmt: skip
 def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, save_every, keep, step, there, saves):
-    monkeypatch.setattr(plan.checkpoint, "complete_steps", lambda run_dir: range(there))
+    monkeypatch.setattr(plan, "complete_steps", lambda run_dir: range(there))
     cfg = parse_config("quickstart", *tiny_args, "--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
     model = GPT(cfg.model)
     needed = saves * (4 * model.num_params() + optim.state_bytes(model, cfg))

@@ -56,7 +56,7 @@ def test_a_run_moves_between_numbers_of_ranks(tiny_args, tmp_path, run_ranks, re
 
     command = ["train_gpt2.py", "quickstart", *flags, "--micro-batch-size", "2", "--out-dir", moved, "--resume", "auto"]
     run_ranks(2, *command, "--zero-stage", "1", "--time-limit", "0.001")
-    assert checkpoint.latest_step(moved) == 4
+    assert names.latest_step(moved) == 4
     run_ranks(4, *command)
 
     assert_curves_close(load_curve(moved), load_curve(one), rounding)
@@ -205,7 +205,7 @@ def write_slowly() -> None:
 
     def train_and_print(cfg, *args):
         ending = train(cfg, *args)
-        print("newest checkpoint:", checkpoint.latest_step(cfg.run_dir))
+        print("newest checkpoint:", names.latest_step(cfg.run_dir))
         return ending
 
     train_gpt2.train = train_and_print
@@ -228,7 +228,7 @@ def write_later_than_collectives_wait() -> None:
 def test_the_ranks_wait_for_a_slow_checkpoint(tiny_args, tmp_path, run_ranks):
     flags = [*tiny_args, "--max-steps", "3", "--val-every", "0", "--save-every", "1", "--out-dir", tmp_path / "run"]
     run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=write_later_than_collectives_wait)
-    assert checkpoint.complete_steps(tmp_path / "run") == [1, 2, 3]
+    assert names.complete_steps(tmp_path / "run") == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------- a rank that fails
@@ -267,7 +267,7 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
         flags = [*tiny_args, "--hellaswag-every", "4", "--hellaswag-data", rows, *words]
         cfg = parse_config("quickstart", *flags)
         data = resume.open_data(cfg)[0]
-        saved = step and {"step": step, "model_file": checkpoint.model_path(one_run, step)}
+        saved = step and {"step": step, "model_file": names.model_path(one_run, step)}
         resume.check_ranks_agree(cfg, CPU, saved, data)
         return found[-1]
 
@@ -287,7 +287,7 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
 
 def test_two_checkpoints_of_one_step_are_told_apart(one_run, tiny_args, tmp_path):
     other = train_quickstart(tiny_args, tmp_path / "other", "--seed", "5", "--max-steps", "3")
-    step_3, step_3_of_another = (checkpoint.model_path(run, 3) for run in (one_run, other))
+    step_3, step_3_of_another = (names.model_path(run, 3) for run in (one_run, other))
     assert names.fingerprint(step_3) == names.fingerprint(step_3)
     assert names.fingerprint(step_3) != names.fingerprint(step_3_of_another)
 
@@ -342,7 +342,7 @@ def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ra
     # The ranks agreed at step 3, and not at step 6.
     assert re.search(r"weights.* 1 \(", output), output
     assert json.loads(status.read_text())["status"] == "user_error"  # unlike cards would drift apart again
-    assert checkpoint.complete_steps(run) == [3]
+    assert names.complete_steps(run) == [3]
 
     # The same command continues from there.
     run_ranks(*command)

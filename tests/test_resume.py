@@ -19,6 +19,7 @@ from system.cli import UserError
 from system.files import lock_folder
 from tokens.loader import Loader
 from weights import checkpoint
+from weights.names import latest_step
 from weights.open_model import open_model
 
 # ------------------------------------------------------------------------- stopped and resumed
@@ -66,7 +67,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeyp
         with monkeypatch.context() as patch:
             send_signal_at(patch, stop, *place)
             train_quickstart(flags, resumed, "--resume", "auto", stop=stop)
-        assert stop.signal and checkpoint.latest_step(resumed) == saved_step, place
+        assert stop.signal and latest_step(resumed) == saved_step, place
     train_quickstart(flags, resumed, "--resume", "auto")
 
     assert load_curve(resumed) == load_curve(undisturbed)
@@ -88,7 +89,7 @@ def test_a_resumed_step_is_evaluated_again(tiny_args, tmp_path, one_run, monkeyp
     monkeypatch.setattr(evaluator, "validate", killed_at_step_8)
     with pytest.raises(KeyboardInterrupt):
         train_quickstart(flags, run)
-    assert checkpoint.latest_step(run) == 8 and list(load_curve(run)) == list(range(8))
+    assert latest_step(run) == 8 and list(load_curve(run)) == list(range(8))
 
     # The evaluation is missing, so the resumed run makes it, and that of step 12.
     train_quickstart(flags, run, "--resume", "auto")
@@ -139,7 +140,7 @@ def test_a_run_keeps_the_weights_that_it_began_from(tiny_args, trained_run, caps
 
 def test_a_time_limit_saves_after_at_least_one_step(tiny_args, tmp_path):
     run = train_quickstart(tiny_args, tmp_path / "run", stop=StopRequest("0.0001"))
-    assert checkpoint.latest_step(run) == 1
+    assert latest_step(run) == 1
 
 
 # ------------------------------------------------------------------------- what is refused, and what is kept
@@ -168,7 +169,7 @@ def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_fai
     flags = ["quickstart", *tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]
     with lock_folder(trained_run):
         expect_failure("train_gpt2.py", *flags, mentions=[str(trained_run)])
-    assert checkpoint.latest_step(trained_run) == 12
+    assert latest_step(trained_run) == 12
 
 
 def test_a_newer_step_without_its_optimizer_is_named(tiny_args, trained_run, capsys):
@@ -222,7 +223,7 @@ def test_an_error_between_two_updates_loses_no_step(tiny_args, tiny_data, tmp_pa
         patch.setattr(Loader, "_read_shard", read_damaged)
         with pytest.raises(UserError, match=r"tiny_train_000002\.npy"):
             train_quickstart(flags, run)
-    assert checkpoint.latest_step(run) > 0
+    assert latest_step(run) > 0
 
     path.write_bytes(content)
     train_quickstart(flags, run, "--resume", "auto")
@@ -253,7 +254,7 @@ def test_a_disk_that_hangs_does_not_keep_a_run_from_stopping(tiny_args, tiny_dat
 
     train_quickstart(tiny_args, tmp_path / "run", "--save-every", "0", "--max-steps", "1000", stop=stop)
 
-    assert 0 < checkpoint.latest_step(tmp_path / "run") < 10
+    assert 0 < latest_step(tmp_path / "run") < 10
 
 
 def test_another_batch_size_says_where_the_data_continue(tiny_args, trained_run, capsys):

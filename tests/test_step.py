@@ -14,6 +14,7 @@ from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, par
 import train_gpt2
 from system.cli import UserError
 from weights import checkpoint
+from weights.names import complete_steps, latest_step
 
 
 def test_gradients_are_reduced_once_a_step(tiny_args):
@@ -65,7 +66,7 @@ def test_bad_steps_are_skipped_as_often_as_asked(tiny_args, tmp_path, unpoisoned
     with pytest.raises(UserError, match="step 2: loss nan"):
         train_quickstart(tiny_args, tmp_path / "run", "--skip-bad-steps", "2", "--save-every", "1")
     assert same_bits(load_weights(tmp_path / "run", 1), load_weights(tmp_path / "run", 2))
-    assert checkpoint.latest_step(tmp_path / "run") == 2
+    assert latest_step(tmp_path / "run") == 2
 
 
 def test_two_ranks_refuse_together(tiny_args, tmp_path, run_ranks):
@@ -85,7 +86,7 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, one_run, unpoisoned
     poison(at=lambda micro_step: micro_step == 14)  # a step has two micro-steps
     with pytest.raises(UserError, match="step 7: loss nan"):
         train_quickstart(tiny_args, run, "--save-every", "100")
-    assert checkpoint.complete_steps(run) == [7]
+    assert complete_steps(run) == [7]
 
     train_quickstart(tiny_args, run, "--save-every", "100", "--resume", "auto", "--skip-bad-steps", "5")
     assert same_bits(load_weights(run), load_weights(one_run))
@@ -97,7 +98,7 @@ def test_a_refused_update_pushes_no_checkpoint_out(tiny_args, tmp_path, unpoison
     poison(at=lambda micro_step: micro_step >= 14)
     with pytest.raises(UserError, match="step 7: loss nan"):
         train_quickstart(tiny_args, tmp_path / "run", "--save-every", "3", "--keep", "1", "--val-every", "0")
-    assert checkpoint.complete_steps(tmp_path / "run")[-2:] == [6, 7]
+    assert complete_steps(tmp_path / "run")[-2:] == [6, 7]
 
 
 # ------------------------------------------------------------------------- float16 and its loss scale

@@ -14,7 +14,7 @@ from processes import rank_pids, start_torchrun, wait_for
 
 from lifecycle import stop
 from lifecycle.stop import StopRequest
-from weights import checkpoint
+from weights.names import latest_step
 
 
 def count_lines(path) -> int:
@@ -103,7 +103,7 @@ def test_signal_to_torchrun_and_ranks_loses_nothing(tiny_args, tmp_path):
     output = torchrun.communicate(timeout=60)[0]
 
     assert "stopped by" in output, output[-3000:]
-    assert checkpoint.latest_step(out) >= count_lines(out / "metrics.jsonl"), output[-3000:]
+    assert latest_step(out) >= count_lines(out / "metrics.jsonl"), output[-3000:]
 
 
 def print_without_end() -> None:

@@ -23,7 +23,7 @@ from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
 from cloud import supervisor
-from weights import checkpoint
+from weights.names import latest_step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -606,7 +606,7 @@ def test_pod_from_rent_to_removal(tmp_path):
             return "".join(path.read_text() for path in sorted(run.glob("train-*.log")))
 
         def newest_step():
-            return checkpoint.latest_step(run) or 0
+            return latest_step(run) or 0
 
         # Start; stop by the printed command. It saves, and the machine stays.
         printed = start()

@@ -27,6 +27,7 @@ from lifecycle.stop import StopRequest
 from system import machine
 from training.config import Recipe, TrainConfig
 from weights import checkpoint
+from weights.names import model_path
 
 # A run in which every setting of OFF_DEFAULT acts.
 MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid --cooldown 0.7 --grad-clip 0.1
@@ -42,7 +43,7 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
     train_gpt2.train(cfg, CPU, StopRequest())
 
     val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
-    best = checkpoint.model_path(tmp_path, min(val_losses, key=val_losses.get))
+    best = model_path(tmp_path, min(val_losses, key=val_losses.get))
     assert f"the lowest val loss: {best}" in capsys.readouterr().out and best.exists()
 
 

@@ -51,7 +51,7 @@ from system.cli import UserError, explain_errors, print0, raise_if_transient, re
 from system.files import atomic_write, refuse_placeholder
 from system.machine import copy_to_host
 from weights.names import (
-    FILE_NAME,
+    CHECKPOINT_FILE,
     complete_steps,
     describe_nearby,
     latest_step,
@@ -117,7 +117,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
 
     # Find the train state: the file itself, or the one beside a model file.
     require(path.is_file(), f"no checkpoint {path}; {describe_nearby(path)}")
-    match = FILE_NAME.fullmatch(path.name)
+    match = CHECKPOINT_FILE.fullmatch(path.name)
     fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
     if match is None:
         raise UserError(f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
@@ -140,7 +140,7 @@ def read_file(path: Path) -> dict[str, Any]:
     require(path.is_file(), f"no checkpoint {path}; {describe_nearby(path)}")
     refuse_other_formats(path)
     import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
-    match = FILE_NAME.fullmatch(path.name)
+    match = CHECKPOINT_FILE.fullmatch(path.name)
     with open(path, "rb") as f:
         is_archive = f.read(2) == b"PK"
     problem = f"{path} is not a checkpoint of this project, nor any of torch since 1.6"
@@ -285,7 +285,7 @@ class CheckpointWriter:
             path.unlink()
         newest = latest_step(self.run_dir) or 0
         for path in self.run_dir.glob("optim_*.pt"):
-            match = FILE_NAME.fullmatch(path.name)
+            match = CHECKPOINT_FILE.fullmatch(path.name)
             if match and int(match["step"]) > newest and not model_path(self.run_dir, int(match["step"])).exists():
                 path.unlink()
 

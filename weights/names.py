@@ -1,6 +1,6 @@
 """Which checkpoints a run folder has: the one place that knows their names, and tells whole files from others.
 
-Importing it needs no torch, so the supervisor of a run starts at once. weights/checkpoint.py hands these functions on.
+Importing it needs no torch, so the supervisor of a run starts at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from system.cli import UserError
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
-FILE_NAME = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
+CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
 
 
 def model_path(run_dir: str | Path, step: int) -> Path:
@@ -42,7 +42,7 @@ def complete_steps(run_dir: str | Path, needed: Iterable[str] = ("model", "optim
     """The steps of a run folder whose `needed` files are all complete, in ascending order."""
     kinds_by_step: dict[int, set[str]] = {}
     for path in Path(run_dir).glob("*.pt"):
-        match = FILE_NAME.fullmatch(path.name)
+        match = CHECKPOINT_FILE.fullmatch(path.name)
         if match and is_complete(path):
             kinds_by_step.setdefault(int(match["step"]), set()).add(match["kind"])
 
@@ -81,7 +81,7 @@ def damaged_models(run_dir: str | Path) -> list[Path]:
     """The files named like a step's weights that were not written to their end. Nothing here leaves one: a model file
     gets its name when it is complete."""
     paths = sorted(Path(run_dir).glob("model_*.pt"))
-    return [path for path in paths if FILE_NAME.fullmatch(path.name) and not is_complete(path)]
+    return [path for path in paths if CHECKPOINT_FILE.fullmatch(path.name) and not is_complete(path)]
 
 
 def fingerprint(model_file: Path) -> str:

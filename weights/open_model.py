@@ -36,7 +36,7 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     if path.is_dir() and not convert.is_on_hub(name):
         if convert.is_hf_folder(path):
             return convert.load_hf(path), str(path)
-        path = checkpoint.newest_model(path)
+        path = names.newest_model(path)
 
     # A file, whatever its suffix: reading it tells what it is.
     if path.is_file() or path.suffix == ".pt":

@@ -41,6 +41,7 @@ from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shard
 from processes import Script, forkserver_context, start, start_ranks
 
 from weights import checkpoint
+from weights.names import complete_steps, model_path, optim_path
 
 LAST_STEP = 40
 RUN_FLAGS = ["--device", "cpu", "--max-steps", str(LAST_STEP), "--save-every", "2", "--shuffle", "--resume", "auto"]
@@ -119,10 +120,10 @@ def read_run(out: Path) -> dict:
     found = {}
     if (out / "metrics.jsonl").exists():
         found["losses"] = str(load_curve(out)).encode()
-    for step in checkpoint.complete_steps(out):
+    for step in complete_steps(out):
         if step % 2:  # of a run that was stopped there
             continue
-        path = checkpoint.model_path(out, step)
+        path = model_path(out, step)
         state = io.BytesIO()
         torch.save(checkpoint.read_train_state(path)["optimizers"], state)
         found[step] = path.read_bytes() + state.getvalue()
@@ -211,7 +212,7 @@ def hang_data(job: Job, rng: random.Random) -> str:
     time.sleep(3 + job.seconds)
     is_alive = run.send(signal.SIGTERM)
     ended = run.wait(60)
-    if is_alive and (ended.exit_code != 0 or not checkpoint.complete_steps(out)):
+    if is_alive and (ended.exit_code != 0 or not complete_steps(out)):
         return f"LOST: exit code {ended.exit_code}\n{ended.output[-2000:]}"
     return job.finish(out, "recovered" if is_alive else "unhurt")
 
@@ -221,7 +222,7 @@ def leave_orphan(job: Job, rng: random.Random) -> str:
     out = job.new_folder()
     out.mkdir()
     step = 2 * rng.randint(1, LAST_STEP // 2)
-    shutil.copy(checkpoint.optim_path(job.undisturbed, step), out)
+    shutil.copy(optim_path(job.undisturbed, step), out)
     return job.finish(out, "recovered")
 
 
