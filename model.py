@@ -16,9 +16,9 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * h
       |  ln_f, lm_head    the final norm, and one score for each token of the vocabulary
     logits (B, T, V)      at each position, for the token after it
 
-Every script uses this network: train_gpt2.py trains it, infer.py and hellaswag.py run it, hub.py converts it. An export
-may contain a copy of this file, so it imports nothing of the project. Training compiles the blocks and replaces the
-head with one that never holds all the logits (training/forward.py).
+train_gpt2.py trains this network, infer.py and hellaswag.py run it, hub.py converts it. An export may contain a copy of
+this file, so it imports nothing of the project. Training compiles the blocks and replaces the head with one that never
+holds all the logits (training/forward.py).
 """
 
 import math
@@ -95,6 +95,10 @@ class GPTConfig:
             if choices and value not in choices:
                 raise ValueError(f"{field.name} {value!r:.99} must be one of {', '.join(choices)}")
 
+            # JSON has no other types of numbers; True is an int in Python.
+            allowed_types = {int: (int,), float: (int, float), bool: (bool,)}.get(field.type)
+            if allowed_types and type(value) not in allowed_types:
+                raise ValueError(f"{field.name} {value!r:.99} must be of type {field.type.__name__}")
             if field.type in (int, float):
                 least = 0 if field.default == 0 else 1  # 0 means off, where it is the default
                 if not least <= value <= 2**20:  # refuses NaN, too
@@ -222,7 +226,7 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 class Embedding(nn.Embedding):
     """nn.Embedding, but on the meta device it draws no random weights: for these, torch would import its compiler,
-    which takes a second."""
+    which takes seconds."""
 
     def reset_parameters(self) -> None:
         """Random weights, replaced by GPT's own."""
@@ -563,6 +567,15 @@ class Sampler:
     top_k: int | None = 50
     top_p: float | None = None
     generator: torch.Generator | None = None
+
+    def __post_init__(self):
+        """Raises ValueError for a number out of its range."""
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature} must be at least 0")
+        if self.top_k is not None and self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k} must be at least 0")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} must lie above 0 and up to 1")
 
     def draw(self, logits: Tensor) -> Tensor:
         """Ids (B,) drawn from logits (B, V)."""

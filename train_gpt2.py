@@ -61,7 +61,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     """One run, from its first or resumed step to its last, or until `stop` is requested: returns who asked, or "" if
     the run has finished. Raises UserError if the run cannot start or resume as asked, if an update is refused, or if
     the last checkpoint cannot be written. Every rank must call it."""
-    # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten.
+    # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten. From
+    # here on, cfg has the network that is trained, and rt the precision that all ranks have.
     run, saved = resume.open_run(cfg, rt)
     cfg, rt, model, max_steps = run.cfg, run.rt, run.model, run.max_steps
     step = run.start
@@ -132,7 +133,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             # Rate and update.
             lr = set_learning_rates(optimizers, step, max_steps, cfg)
             if math.isfinite(loss) and not bad_norms:
-                with saver.update(step):  # [resume] an error in its middle saves nothing
+                with saver.guard_update(step):  # [resume] an error in its middle saves nothing
                     for optimizer in optimizers:
                         scaler.step(optimizer)
             elif math.isfinite(loss) and scaler.get_scale() > 1:

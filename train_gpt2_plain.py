@@ -74,6 +74,14 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # precision of the matrix products
     compile: bool = False  # torch.compile: a long first step, then faster ones
 
+    def __post_init__(self):
+        """Raises UserError for a number that is too small."""
+        positive = ("total_batch_size", "micro_batch_size", "sequence_length")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float):
+                least = 1 if name in positive else 0
+                require(value >= least, f"--{name.replace('_', '-')} {value} must be at least {least}")
+
 
 # ------------------------------------------------------------------------- data
 
@@ -189,11 +197,10 @@ def count_passes(cfg: Config, world_size: int, flag: str, tokens: int) -> int:
     """How many forward passes of all ranks take this many tokens. Raises UserError, which names their flag, if they are
     no whole number."""
     B, T = cfg.micro_batch_size, cfg.sequence_length
-    require(B > 0 and T > 0, f"--micro-batch-size {B} and --sequence-length {T} must be at least 1")
     tokens_per_pass = B * T * world_size
     rule = f"--micro-batch-size x --sequence-length x ranks = {B} x {T} x {world_size} = {tokens_per_pass} tokens"
     fix = f"use {flag} {max(1, round(tokens / tokens_per_pass)) * tokens_per_pass}"
-    require(tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
+    require(tokens and tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
     return tokens // tokens_per_pass
 
 
@@ -213,9 +220,14 @@ def train(cfg: Config) -> None:
     # What the run needs must be there, and what is there is not overwritten.
     context = cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
-    prompt_tokens = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
-    is_readable = 1 <= prompt_tokens <= context
-    require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
+    if cfg.sample_every:
+        vocabulary = cfg.model.vocab_size
+        require(
+            vocabulary > tokenizer.EOT, f"--model.vocab-size {vocabulary} is too small for samples: --sample-every 0"
+        )
+        prompt_tokens = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
+        is_readable = 1 <= prompt_tokens <= context
+        require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
     train_shards = find_enough_shards(cfg, "train", needed=1)
     val_shards = find_enough_shards(cfg, "val", needed=cfg.val_tokens // T) if cfg.val_every else []
     out_dir = Path(cfg.out_dir)

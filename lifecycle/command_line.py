@@ -85,7 +85,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
 def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:
     """The settings of the run of a checkpoint (a file, or its folder), but for those of one start only."""
     of_one_start: dict[str, Any] = {
-        field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.ONCE)
+        field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.PER_START)
     }
     run_dir = path if path.is_dir() else path.parent
     rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default

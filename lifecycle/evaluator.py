@@ -160,7 +160,7 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 
     # The margin allows for another seed or order of the data, and the rows that pad the vocabulary are not used.
     changes = changed_settings(PRESETS[cfg.preset], cfg).keys() - {"model.vocab_size"}
-    changed_recipe = [flag(name) for name in changes if shapes_result(name) and not has_mark(name, Mark.NOISE)]
+    changed_recipe = [flag(name) for name in changes if shapes_result(name) and not has_mark(name, Mark.LIKE_A_SEED)]
     if changed_recipe:
         print0(f"no reference: {', '.join(sorted(changed_recipe))} not as in preset {cfg.preset}")
         return None

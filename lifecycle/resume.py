@@ -256,7 +256,7 @@ def describe_checkpoint(saved: dict[str, Any]) -> str:
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
-    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.tokens):,} tokens)"
+    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.token_counts):,} tokens)"
     rows = "none"
     path = Path(cfg.hellaswag_data)
     if cfg.hellaswag_every and path.is_file():
@@ -306,7 +306,7 @@ def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> N
     # The settings, but for those of one start or one rank, which concern no result; and the versions.
     changes = changed_settings(old, cfg)
     for name, (before, after) in changes.items():
-        shapes_nothing = has_mark(name, Mark.ONCE) or has_mark(name, Mark.LOCAL)
+        shapes_nothing = has_mark(name, Mark.PER_START) or has_mark(name, Mark.PER_RANK)
         if not shapes_nothing and name not in ("max_steps", "epochs"):
             print0(f"resume: {name}: {before} -> {after}")
     if saved["data"] != data.fingerprint():

@@ -269,7 +269,9 @@ def test_what_may_change_on_a_resume_is_told_from_what_may_not():
 
 
 def test_marks_and_ranges_compose():
-    assert has_mark("epochs", Mark.FREE) and has_mark("device", Mark.LOCAL) and has_mark("device", Mark.ONCE)
+    assert (
+        has_mark("epochs", Mark.MAY_CHANGE) and has_mark("device", Mark.PER_RANK) and has_mark("device", Mark.PER_START)
+    )
     with pytest.raises(UserError, match="--epochs 0 must be at least 1"):
         replace(GPT2, epochs=0)
 

@@ -186,6 +186,8 @@ def test_a_loaded_network_is_the_one_that_was_saved(name):
     ({"n_embd": 2**21}, "n_embd"), ({"n_head": 3}, "n_head"), ({"softcap": math.nan}, "softcap"),
     ({"attention_scale": -1.0}, "attention_scale"), ({"positions": "rope", "n_embd": 36}, "9"),
     ({"positions": "rope", "block_size": 2**20, "n_embd": 2**12}, "1048576"),
+    ({"n_layer": 2.5}, "n_layer 2.5"), ({"n_head": True}, "n_head"), ({"bias": "False"}, "bias"),
+    ({"softcap": "1"}, "float"),
 ])  # fmt: skip
 def test_a_network_that_cannot_be_is_refused(change, named):
     with pytest.raises(ValueError, match=named):
@@ -246,6 +248,12 @@ def test_sampling_follows_temperature_top_k_and_top_p():
     torch.testing.assert_close(frequencies(1.0, None, 0.7), two_likeliest, atol=0.015, rtol=0)
     assert frequencies(1.0, None, 1e-9)[0] == 1  # at least one id is always kept
     assert frequencies(0, 50, None)[0] == 1
+
+
+def test_a_sampler_that_cannot_draw_is_refused():
+    for bad in ({"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Sampler(**bad)
 
 
 def test_text_may_outgrow_the_context():

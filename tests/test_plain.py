@@ -169,4 +169,7 @@ def test_it_refuses_in_one_line(tiny_data, tmp_path, expect_failure):
     expect_failure(*command, "--data-dir", tmp_path, mentions=[f"{tmp_path} has no train shard"])
     expect_failure(*command, "--val-tokens", "2560", mentions=["65 sequences, of 80", "--val-tokens"])
     expect_failure(*command, "--sequence-length", "64", mentions=["--sequence-length 64", "--model.block-size 64"])
+    for flags in ("--total-batch-size 0", "--grad-clip -1", "--max-steps -1", "--val-every 1 --val-tokens 0"):
+        expect_failure(*command, *flags.split(), mentions=[flags.split("1 ")[-1]])
+    expect_failure(*command, "--sample-every", "1", mentions=["--model.vocab-size 256", "--sample-every 0"])
     assert (tmp_path / "other" / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "new").exists()

@@ -184,7 +184,13 @@ def test_verify_checks_ids_and_completeness(tmp_path):
     assert shards.verify(folder) == []
     shards.write_shard(folder / manifest.shards[0].file, np.array([50256, 50257]))
     (problem,) = shards.verify(folder)
-    assert "token 1 is id 50257" in problem
+    assert "token 1 is id 50257" in problem and "remove it" in problem
+
+
+def test_a_shard_is_not_blamed_for_a_network_that_is_too_small():
+    with pytest.raises(UserError, match=r"token 1 is id 300.*--model\.vocab-size") as e:
+        shards.check_ids(np.array([7, 300]), "a.npy", 256)
+    assert "remove" not in str(e.value)
 
 
 def test_fingerprint_changes_with_the_data_only(tmp_path):

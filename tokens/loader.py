@@ -58,6 +58,10 @@ SHUFFLE_POOL_TOKENS = 100_000_000  # tokens shuffled as one pool: a full shard, 
 PREFETCH_STEPS = 16
 
 
+# What a permutation orders: the shards of an epoch, or the pool of a group.
+SHARDS, POOL = 0, 1
+
+
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
     """A permutation of range(n), (n,) int64, that depends on the 64-bit integers `key` and on nothing else.
@@ -144,7 +148,7 @@ class DataOrder:
         epoch, position_in_epoch = divmod(position, self.sequences_per_epoch)
 
         # The shards in this epoch's order, and the position after each one's last sequence.
-        shard_order = self._permute(len(self.sequences_per_shard), epoch, 0)
+        shard_order = self._permute(len(self.sequences_per_shard), epoch, SHARDS)
         shard_ends = np.cumsum(self.sequences_per_shard[shard_order])
 
         # The turn of the shard at this position; side="right" steps over shards without sequences.
@@ -159,9 +163,9 @@ class DataOrder:
     def _shuffle_group(self, epoch: int, group: np.ndarray) -> np.ndarray:
         """The pool of a group in this epoch's order: a permutation of the indices of all its sequences, where the
         sequences of the group's first shard come first, then those of its second one, and so on."""
-        # The first shard names the group: shards come once an epoch, so no two groups share a key.
+        # The group is named by its first shard. A shard comes once in an epoch, so no other group has that name.
         pool_size = int(self.sequences_per_shard[group].sum())
-        return self._permute(pool_size, epoch, 1, int(group[0]))
+        return self._permute(pool_size, epoch, POOL, int(group[0]))
 
     def _locate(self, group: np.ndarray, pool_indices: np.ndarray) -> np.ndarray:
         """(n, 2) of (shard, sequence) for (n,) indices into the pool of a group."""
@@ -170,10 +174,10 @@ class DataOrder:
         member = np.searchsorted(ends, pool_indices, side="right")  # (n,): which shard of the group holds each index
         return np.stack([group[member], pool_indices - starts[member]], axis=1)
 
-    def _permute(self, n: int, *key: int) -> np.ndarray:
-        """range(n) in the order of `key` when shuffling, otherwise as it is."""
+    def _permute(self, n: int, epoch: int, *what: int) -> np.ndarray:
+        """range(n) in a random order that depends on the epoch and on what is ordered; without `shuffle` as it is."""
         if self.shuffle:
-            return permutation(n, self.seed, *key)
+            return permutation(n, self.seed, epoch, *what)
         return np.arange(n)
 
 
@@ -191,19 +195,19 @@ class Loader:
         # What the folder holds: how many tokens each shard has, from its header, and its hash, from the manifest. The
         # tokens themselves are read later.
         self.paths = shards.find_shards(data_dir, split)
-        self.tokens = [shards.count_tokens(path) for path in self.paths]
+        self.token_counts = [shards.count_tokens(path) for path in self.paths]
         self.sha256 = shards.read_hashes(data_dir)
 
         # Where the sequences of each shard begin.
-        self.starts = [sequence_starts(n, T) for n in self.tokens]
+        self.starts = [sequence_starts(n, T) for n in self.token_counts]
 
         # Groups of as many shards as fit into one pool if all were as large as the largest.
-        shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // max(self.tokens), len(self.paths)))
+        shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // max(self.token_counts), len(self.paths)))
         self.order = DataOrder([len(starts) for starts in self.starts], seed, shuffle, shards_per_group)
         require(
             self.order.sequences_per_epoch,
-            f"the largest {split} shard in {data_dir} has {max(self.tokens)} tokens, fewer than a sequence of {T} + 1; "
-            "use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)",
+            f"the largest {split} shard in {data_dir} has {max(self.token_counts)} tokens, fewer than a sequence of "
+            f"{T} + 1; use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)",
         )
 
         # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.
@@ -218,7 +222,7 @@ class Loader:
         # The order of data depends on the number of tokens that each header had when the run began.
         path = self.paths[index]
         tokens = shards.read_shard(path, self.sha256.get(path.name))
-        expected = self.tokens[index]
+        expected = self.token_counts[index]
         require(
             len(tokens) == expected,
             f"{path} had {expected:,} tokens when the run began and now has {len(tokens):,}; "
@@ -277,7 +281,8 @@ class Loader:
                 # A copy from pinned memory to the GPU does not wait for the training step.
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        # join: a thread that still reads when the process exits may abort it.
+        # The thread begins with the first batch that is asked for. join: one that still reads when the process exits
+        # may abort it.
         return prefetch(read_batches(), PREFETCH_STEPS, join=True, while_waiting=while_waiting)
 
 

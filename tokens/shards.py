@@ -178,7 +178,9 @@ def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -
     if tokens.max() >= vocab_size:
         position = int(np.argmax(tokens >= vocab_size))
         rule = f"ids must be below the vocabulary size, {vocab_size}"
-        raise UserError(f"{path}: token {position:,} is id {tokens[position]}, but {rule}; {REPAIR}")
+        # The shard is right, and the network too small for it.
+        fix = REPAIR if tokens[position] > EOT else f"GPT-2's tokens need --model.vocab-size {EOT + 1} or more"
+        raise UserError(f"{path}: token {position:,} is id {tokens[position]}, but {rule}; {fix}")
 
 
 # ------------------------------------------------------------------------- the manifest

@@ -6,11 +6,11 @@
 Every module of a run takes its settings from it; training/presets.py has the presets. There are two classes:
 
     Recipe                what the weights depend on: a resumed run must have the same values
-        Free[...]         but for these, which may change on resume
-        Noise[...]        changes the result only as another seed would: the public runs of the preset still compare
-    TrainConfig(Recipe)   how a run goes: may change on resume, and is equal on all ranks
-        Local[...]        but for these, which may differ between ranks: paths, what rank 0 alone uses, time-limit
-        Once[...]         of one start: a resumed run does not inherit it
+        MayChange[...]    a resumed run may have another value
+        LikeASeed[...]    another value changes the result as little as another seed: public runs still compare
+    TrainConfig(Recipe)   how a run goes: a resumed run may have another value, but all ranks must have the same
+        PerRank[...]      ranks may have different values: paths, what rank 0 alone uses, time-limit
+        PerStart[...]     holds for one start: a resumed run does not inherit it
 
 Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag, and the comment beside or above it is
 its help. A field marked Suppress is set by presets alone, and has no flag.
@@ -36,10 +36,10 @@ GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 12
 class Mark(Enum):
     """What the type of a setting says about it, besides its range; see the table above."""
 
-    NOISE = 1
-    FREE = 2
-    LOCAL = 3
-    ONCE = 4
+    LIKE_A_SEED = 1
+    MAY_CHANGE = 2
+    PER_RANK = 3
+    PER_START = 4
 
 
 class Range(NamedTuple):
@@ -49,12 +49,12 @@ class Range(NamedTuple):
     high: float = inf
 
 
-# Marks and ranges may be combined, as in Free[Positive[int]]. A number without a range is not negative.
+# Marks and ranges may be combined, as in MayChange[Positive[int]]. A number without a range is not negative.
 Value = TypeVar("Value")
-Noise = Annotated[Value, Mark.NOISE]
-Free = Annotated[Value, Mark.FREE]
-Local = Annotated[Value, Mark.LOCAL]
-Once = Annotated[Value, Mark.ONCE]
+LikeASeed = Annotated[Value, Mark.LIKE_A_SEED]
+MayChange = Annotated[Value, Mark.MAY_CHANGE]
+PerRank = Annotated[Value, Mark.PER_RANK]
+PerStart = Annotated[Value, Mark.PER_START]
 Positive = Annotated[Value, Range(1)]
 Fraction = Annotated[Value, Range(0, 1)]
 
@@ -66,16 +66,16 @@ class Recipe:
     # The network, and where its first weights come from.
 
     model: GPTConfig = GPT2_124M
-    init_from: Free[str] = "scratch"  # scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder
-    seed: Noise[Annotated[int, Range(0, 2**63 - 1)]] = 1337  # of the weights and the order of the data
+    init_from: MayChange[str] = "scratch"  # scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder
+    seed: LikeASeed[Annotated[int, Range(0, 2**63 - 1)]] = 1337  # of the weights and the order of the data
 
     # Data and length of the run. On resume, the fingerprint of the shards is compared.
 
     # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
-    shuffle: Noise[bool] = True
-    epochs: Free[Positive[int]] = 1  # passes over the data; overrides the preset's max-steps, not your own
-    steps_per_epoch: Suppress[Free[int]] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
-    max_steps: Free[int] = 0  # total optimizer steps; 0: as many as --epochs takes
+    shuffle: LikeASeed[bool] = True
+    epochs: MayChange[Positive[int]] = 1  # passes over the data; overrides the preset's max-steps, not your own
+    steps_per_epoch: Suppress[MayChange[int]] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
+    max_steps: MayChange[int] = 0  # total optimizer steps; 0: as many as --epochs takes
     overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse
 
     # The batch of a step.
@@ -99,7 +99,7 @@ class Recipe:
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     muon_lr: float = 0.02  # peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest
     # precision of the model and its gradients; with bfloat16 the optimizer and checkpoints keep float32 master weights
-    weights: Noise[Literal["float32", "bfloat16"]] = "float32"
+    weights: LikeASeed[Literal["float32", "bfloat16"]] = "float32"
 
     # Set by presets alone; all but embed_lr_scale deviate for speedrun-124m only.
 
@@ -121,44 +121,45 @@ class TrainConfig(Recipe):
 
     # Folders.
 
-    data_dir: Local[str] = "data/fineweb-edu"  # folder of token shards
-    out_dir: Local[str] = ""  # run folder; default log/PRESET
+    data_dir: PerRank[str] = "data/fineweb-edu"  # folder of token shards
+    out_dir: PerRank[str] = ""  # run folder; default log/PRESET
 
     # Evaluation and saving; a period is in steps.
 
     val_every: int = 250  # steps between measurements of the validation loss
     val_tokens: int = 10_485_760  # tokens to validate on, from the start of the val split
     hellaswag_every: int = 250  # steps between HellaSwag scores
-    hellaswag_data: Local[str] = HELLASWAG_DATA  # HellaSwag rows, a .jsonl file
+    hellaswag_data: PerRank[str] = HELLASWAG_DATA  # HellaSwag rows, a .jsonl file
     sample_every: int = 250  # steps between samples
     # text to continue; @val: the first words of the val split
-    sample_prompt: Local[str] = "Hello, I'm a language model,"
+    sample_prompt: PerRank[str] = "Hello, I'm a language model,"
     save_every: int = 5000  # steps between checkpoints; 0: only at the end
     keep: int = 0  # newest checkpoints to keep, besides the best by val loss; 0: all
 
     # Hardware. None of this changes the result beyond rounding.
 
-    device: Once[Local[str]] = "auto"  # auto, cuda, cuda:1, mps or cpu
+    device: PerStart[PerRank[str]] = "auto"  # auto, cuda, cuda:1, mps or cpu
     # precision of the matrix products; auto: the fastest that all ranks have
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     # sequences per forward pass of a rank; auto finds what fits in memory
     micro_batch_size: Positive[int | Literal["auto"]] = "auto"
-    compile: Once[bool] = True  # torch.compile; off: starts at once, but trains slower
+    compile: PerStart[bool] = True  # torch.compile; off: starts at once, but trains slower
     recompute: bool = False  # recompute blocks in the backward pass: less memory, up to 1/3 slower
     zero_stage: Literal[0, 1] = 0  # 1 shards the optimizer state across ranks (ZeRO-1)
 
     # This start.
 
-    resume: Once[Local[str]] = "none"  # none, auto (the newest checkpoint of --out-dir), or a run or its model_*.pt
-    allow_drift: Once[bool] = False  # resume even if settings that shape the result have changed
-    skip_bad_steps: Once[int] = 0  # non-finite steps to skip before stopping, counted from each start
-    time_limit: Once[Local[str]] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
+    # none, auto (the newest checkpoint of --out-dir), or a run or its model_*.pt
+    resume: PerStart[PerRank[str]] = "none"
+    allow_drift: PerStart[bool] = False  # resume even if settings that shape the result have changed
+    skip_bad_steps: PerStart[int] = 0  # non-finite steps to skip before stopping, counted from each start
+    time_limit: PerStart[PerRank[str]] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
     # where else the curves go; wandb needs: pip install wandb
-    tracker: Local[Literal["none", "tensorboard", "wandb"]] = "none"
-    gpu_hour_usd: Once[Local[float]] = 0.0  # price of one GPU-hour, for the cost estimates
-    dry_run: Once[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
-    card: Once[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
-    eval_only: Once[bool] = False  # print val loss and HellaSwag of the weights of --init-from, then exit
+    tracker: PerRank[Literal["none", "tensorboard", "wandb"]] = "none"
+    gpu_hour_usd: PerStart[PerRank[float]] = 0.0  # price of one GPU-hour, for the cost estimates
+    dry_run: PerStart[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
+    card: PerStart[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
+    eval_only: PerStart[bool] = False  # print val loss and HellaSwag of the weights of --init-from, then exit
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
@@ -176,7 +177,8 @@ class TrainConfig(Recipe):
         require(T <= context, f"--sequence-length {T} exceeds the network's context, {context} tokens; {fix}")
         fix = f"use --total-batch-size {max(1, round(tokens / T)) * T}"
         require(tokens % T == 0, f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; {fix}")
-        require(self.val_tokens >= T, f"--val-tokens {self.val_tokens} is less than one sequence of {T}")
+        is_enough = self.val_tokens >= T or not self.val_every
+        require(is_enough, f"--val-tokens {self.val_tokens} is less than one sequence of {T}")
         require(self.min_lr <= self.max_lr, f"--min-lr {self.min_lr} exceeds --max-lr {self.max_lr}")
 
     @property
@@ -233,7 +235,7 @@ def has_mark(name: str, mark: Mark) -> bool:
 def shapes_result(name: str) -> bool:
     """Whether a resumed run must have the value that the setting had before."""
     is_recipe = name in RECIPE or name.startswith("model.")
-    return is_recipe and not has_mark(name, Mark.FREE)
+    return is_recipe and not has_mark(name, Mark.MAY_CHANGE)
 
 
 def flag(name: str) -> str:
@@ -291,4 +293,4 @@ def changed_settings(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any,
 
 def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
     """The settings that all ranks must have been started with, by flag."""
-    return {flag(name): str(value) for name, value in flatten(cfg).items() if not has_mark(name, Mark.LOCAL)}
+    return {flag(name): str(value) for name, value in flatten(cfg).items() if not has_mark(name, Mark.PER_RANK)}

@@ -22,7 +22,6 @@ Called by train_gpt2.py; hellaswag.py casts the head as it is cast here.
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +48,7 @@ class Forward(nn.Module):
         super().__init__()
         # DDP finds the parameters in the model; the plain list of blocks below registers none.
         self.model = model
+        self.compiles = compiles
         self.blocks = list(model.transformer.h)
         self.chunk_loss = chunk_loss
         if compiles:
@@ -58,7 +58,7 @@ class Forward(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """idx, targets (B, T) int64 -> the mean cross-entropy in nats per token."""
         x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
-        return mean_loss(self.model, x, targets, self.chunk_loss)
+        return mean_loss(self.model, x, targets, self.chunk_loss, choose_chunk_rows(x.device.type, self.compiles))
 
 
 def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
@@ -110,15 +110,13 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
 # ------------------------------------------------------------------------- the head and its loss, in chunks
 
 
-def num_chunks(rows: int, device_type: str, is_compiled: bool) -> int:
-    """The number of chunks for this many rows. 512 rows keep a CPU busy. On a GPU each chunk reads and writes the whole
-    gradient of the weight, so chunks are larger there; that size is not measured. Without the compiler, several copies
-    of a chunk's logits are in memory at once: 7.5 GB for 8,192 rows of GPT-2's."""
+def choose_chunk_rows(device_type: str, compiles: bool) -> int:
+    """How many rows a chunk has. 512 keep a CPU busy. On a GPU each chunk reads and writes the whole gradient of the
+    weight, so chunks are larger there; that size is not measured. Without the compiler, several copies of a chunk's
+    logits are in memory at once: 7.5 GB for 8,192 rows of GPT-2's."""
     if device_type == "cpu":
-        rows_per_chunk = 512
-    else:
-        rows_per_chunk = 8192 if is_compiled else 1024
-    return max(1, rows // rows_per_chunk)
+        return 512
+    return 8192 if compiles else 1024
 
 
 def padded_columns(columns: int, device_type: str) -> int:
@@ -147,23 +145,22 @@ def cast_head(weight: Tensor, bias: Tensor | None, cap: float, rows: int) -> tup
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Softmax ignores a number that is added to all
-    # logits, so subtract the mean row of the weight, which takes x @ mean off each logit, before the cast rounds. A
-    # soft-cap does not ignore it.
+    # logits, so subtract the mean row of the weight, which takes x @ mean off each logit, before the cast rounds. The
+    # backward pass may ignore it, too: the gradients of a row of logits sum to 0. A soft-cap does not ignore it.
     if dtype != weight.dtype and not cap:
         weight = weight - weight.mean(0)
         bias = None if bias is None else bias - bias.mean()
     return cast_and_pad(weight, dtype, rows), None if bias is None else cast_and_pad(bias, dtype, rows)
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, vocab_size: int) -> Tensor:
+def chunk_loss(logits: Tensor, targets: Tensor, cap: float, with_gradients: bool, vocab_size: int) -> Tensor:
     """The summed cross-entropy, in nats, of logits (R, P) before their soft-cap and targets (R,).
 
-    Columns from vocab_size on are padding. Rows whose target is -100 are left out. With `backward`, the gradient
-    overwrites `logits`, which are not needed again.
+    Columns from vocab_size on are padding. Rows whose target is -100 are left out. With gradients, that of the logits
+    overwrites them: they are not needed again.
     """
-    # The soft-cap, in float32, and its vector-Jacobian product. Without a cap both are the identity.
-    vjp: Any = torch.func.vjp(lambda z: softcap(z.float(), cap), logits)
-    capped, softcap_vjp = vjp
+    z = logits.float()
+    capped = softcap(z, cap)
 
     # Give the padding a probability of 0, and therefore a gradient of 0. Slicing it off would be simpler, but then the
     # compiled kernels are not vectorized: they read and write one number at a time.
@@ -180,11 +177,13 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, backward: bool, voca
     target_logits = capped.gather(-1, targets)  # (R, P) -> (R, 1)
     loss = ((normalizer - target_logits) * included).sum()
 
-    # d loss / d logits = softmax(logits) - one_hot(target), back through the soft-cap.
-    if backward:
+    # d loss / d capped = softmax(capped) - one_hot(target)
+    if with_gradients:
         one_hot = (columns == targets).float()  # (P,) == (R, 1) -> (R, P)
-        d_capped = ((capped - normalizer).exp() - one_hot) * included  # (R, P)
-        (d_logits,) = softcap_vjp(d_capped)
+        d_logits = ((capped - normalizer).exp() - one_hot) * included  # (R, P)
+        if cap:
+            # capped = z (1 + (z / cap)^2)^(-1/2), so d capped / d z = (1 + (z / cap)^2)^(-3/2)
+            d_logits = d_logits * (1 + (z / cap).square()).rsqrt() ** 3
         logits.copy_(d_logits)
     return loss
 
@@ -217,8 +216,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, cap, backward, compute_loss):
-        """The mean loss. `cap` is the soft-cap, 0 for none; `backward` is whether a backward pass will follow."""
+    def forward(ctx, x, weight, bias, targets, cap, with_gradients, compute_loss, chunk_rows):
+        """The mean loss. cap: of the soft-cap, 0 for none. with_gradients: whether a backward pass will follow."""
         # Autocast does not cast the inputs of a custom function.
         V = len(weight)
         P = padded_columns(V, x.device.type)
@@ -227,21 +226,21 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
         # The gradients are computed along with the loss. Validation needs only the loss.
         total = torch.zeros((), device=x.device)
-        d_x = torch.empty_like(x) if backward else None
-        d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if backward else None  # (P, C)
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if backward and bias is not None else None
+        d_x = torch.empty_like(x) if with_gradients else None
+        d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if with_gradients else None  # (P, C)
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if with_gradients and bias is not None else None
 
         # Chunk by chunk: R rows of x, their targets, and the part of d_x that is theirs.
-        n = num_chunks(len(x), x.device.type, is_compiled=compute_loss is not chunk_loss)
-        d_chunks = d_x.chunk(n) if backward else n * [None]
+        n = max(1, len(x) // chunk_rows)
+        d_chunks = d_x.chunk(n) if with_gradients else n * [None]
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_chunks, strict=False):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
             rows = rows.to(dtype)
             logits = F.linear(rows, cast_weight, cast_bias)
 
-            # Their loss and, with `backward`, their gradient, and from it the other gradients.
-            total += compute_loss(logits, row_targets, cap, backward, V)
-            if backward:
+            # Their loss; their gradient, and from it the other gradients.
+            total += compute_loss(logits, row_targets, cap, with_gradients, V)
+            if with_gradients:
                 d_logits = logits  # compute_loss has overwritten them
                 d_rows.copy_(d_logits @ cast_weight)  # (R, P) @ (P, C) -> (R, C)
                 add_product_(d_weight, d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
@@ -253,7 +252,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
         # Divide by the number of targets that count. It stays on the device: reading it here would wait for the GPU.
         count = (targets >= 0).sum()
-        if backward:
+        if with_gradients:
             d_weight = d_weight[:V]  # (P, C) -> (V, C)
         ctx.save_for_backward(d_x, d_weight, d_bias, count)
         return total / count
@@ -265,13 +264,17 @@ class ChunkedHeadLoss(torch.autograd.Function):
         *gradients_of_sum, count = ctx.saved_tensors
         scale = grad_output / count
         d_x, d_weight, d_bias = (None if g is None else g.mul_(scale) for g in gradients_of_sum)
-        return d_x, d_weight, d_bias, None, None, None, None
+        return d_x, d_weight, d_bias, None, None, None, None, None
 
 
-def mean_loss(model: GPT, x: Tensor, targets: Tensor, compute_loss: Callable = chunk_loss) -> Tensor:
+def mean_loss(
+    model: GPT, x: Tensor, targets: Tensor, compute_loss: Callable = chunk_loss, chunk_rows: int = 512
+) -> Tensor:
     """Mean cross-entropy, in nats per token, of hidden states x (B, T, C), as GPT.hidden returns them, and targets
     (B, T). Targets of -100 are left out. Without gradients (torch.no_grad) none are computed."""
     x = model.transformer.ln_f(x).flatten(0, 1)  # (B, T, C) -> (B * T, C)
     head, cap = model.lm_head, model.config.softcap
-    backward = torch.is_grad_enabled()
-    return ChunkedHeadLoss.apply(x, head.weight, head.bias, targets.flatten(), cap, backward, compute_loss)
+    with_gradients = torch.is_grad_enabled()
+    return ChunkedHeadLoss.apply(
+        x, head.weight, head.bias, targets.flatten(), cap, with_gradients, compute_loss, chunk_rows
+    )

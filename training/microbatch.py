@@ -1,6 +1,6 @@
 """The micro-batch: how many sequences one forward pass of one rank takes.
 
-    B = choose_micro_batch_size(cfg, rt, forward, reserved_bytes)
+    B = choose_micro_batch_size(cfg, rt, forward, state_bytes)
 
 Called by train_gpt2.py.
 """

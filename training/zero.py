@@ -18,7 +18,7 @@ from system.machine import copy_to_host
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer of which each rank keeps only the state of its share of the parameters. state_dict and
+    """An optimizer of which each rank keeps only the state of its share of the parameters. gather_state and
     load_state_dict are those of the whole optimizer, for any number of ranks."""
 
     def __init__(self, groups: list[dict], optimizer_class: type, rt: Runtime, **arguments: Any):
@@ -40,7 +40,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         part.register_step_pre_hook(hide_empty_groups)
         part.register_step_post_hook(show_all_groups)
 
-    def state_dict(self) -> dict[str, Any] | None:  # type: ignore[override]  # torch's raises an error instead
+    def gather_state(self) -> dict[str, Any] | None:
         """A copy of the whole state on rank 0, in host memory; None on the others. Every rank must call it.
 
         torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at
@@ -83,7 +83,7 @@ def copy_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict[str, Any] 
     """A copy of an optimizer's whole state on rank 0, in host memory; None on the others. Every rank must call it."""
     # A sharded state is gathered, which makes the copy: a second one would be 12 GB for GPT-2 1558M.
     if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.state_dict()
+        return optimizer.gather_state()
     return copy_to_host(optimizer.state_dict()) if rt.is_main else None
 
 
@@ -101,7 +101,7 @@ def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> N
         if params and params[0].device.type == "cpu":
             state = {"state": copy_to_host(state["state"])}
 
-        # The groups of this run. Optimizer.state_dict is called on the class, because a sharded optimizer's own
-        # gathers the states of all ranks.
+        # The groups of this run. Optimizer.state_dict is called on the class, because a sharded optimizer's own raises
+        # an error.
         own_groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})
