@@ -27,7 +27,15 @@ import tyro
 
 from system.files import free_bytes, lock_folder
 from tokens import shards, sources
-from tokens.documents import COMPRESSIONS, FORMATS, check_start, choose_format, estimate_tokens, suffixes_with
+from tokens.documents import (
+    COMPRESSIONS,
+    FORMATS,
+    check_start,
+    choose_format,
+    estimate_tokens,
+    read_token_file,
+    suffixes_with,
+)
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, add_shard, fill_shards
 
@@ -103,19 +111,25 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
             source["plays"] = True
     else:
         source = sources.describe_hub(args.source[0], args.subset, args.split, previous.source if previous else None)
+
+    # Flags that cannot work are refused before anything is made, and so are files that no reader takes.
+    for path in paths:
+        check_start(path, args.as_text)
+    formats = [choose_format(Path(file["path"]), args.as_text) for file in source["files"]]
+    have_ids = {format.read is read_token_file for format in formats}
+    require(len(have_ids) == 1, f"{name} has files of token ids (.bin), and others; give one kind")
+
+    # How the files are read.
     if args.ids_column:
         source["ids_column"] = args.ids_column
+    elif have_ids == {True}:
+        source["token_files"] = True
     else:
         source["column"] = args.text_column
     if args.split_on:
         source["split_on"] = args.split_on
     if args.as_text:
         source["as_text"] = True
-
-    # Flags that cannot work are refused before anything is made, and so are files that no reader takes.
-    for path in paths:
-        check_start(path, args.as_text)
-    formats = [choose_format(Path(file["path"]), args.as_text) for file in source["files"]]
     asked = {"column": args.text_column != "text", "split_on": args.split_on is not None}
     asked["ids_column"] = args.ids_column is not None
     for option in [option for option, is_asked in asked.items() if is_asked]:

@@ -1,6 +1,7 @@
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
 import csv
+import gzip
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def write_ids(path: Path, rows: Any) -> Path:
     """A file with a list of token ids, or whatever a row holds, in the column `tokens`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     WRITERS[path.suffix](path, "tokens", rows)
+    return path
+
+
+def write_token_file(path: Path, ids: list[int]) -> Path:
+    """A file of token ids, as nanoGPT's prepare.py writes them, compressed if its name ends in .gz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = np.array(ids, "<u2").tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 

@@ -11,7 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import ID_SUFFIXES, WRITERS, encode, read_documents, shared_encoder, write_documents, write_ids
+from corpora import (
+    ID_SUFFIXES,
+    WRITERS,
+    encode,
+    read_documents,
+    shared_encoder,
+    write_documents,
+    write_ids,
+    write_token_file,
+)
 from helpers import make_documents
 
 from system.cli import UserError
@@ -25,8 +34,8 @@ STORIES = ["Once upon a time.\n\nThe end.", "A word <|endof", "text|> is not one
 
 
 def test_every_reader_is_tested():
-    """By the tests that go through WRITERS; all suffixes of plain text have one format."""
-    untested = readers.FORMATS.keys() - WRITERS.keys()
+    """By the tests that go through WRITERS; all suffixes of plain text have one format. Files of ids have their own."""
+    untested = readers.FORMATS.keys() - WRITERS.keys() - {".bin"}
     assert all(readers.FORMATS[suffix] is readers.TEXT for suffix in untested)
 
 
@@ -271,6 +280,34 @@ def test_every_type_of_list_in_parquet(tmp_path, kind):
     path = write_ids(tmp_path / "a.parquet", pa.array([[1, 50255], None], kind))
     (chunk,) = read_file(path, 0, {"ids_column": "tokens"})
     assert shards.encode(None, chunk).tolist() == [EOT, 1, 50255, EOT]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+def test_the_tokens_of_nanogpt_are_those_of_its_documents(tmp_path, monkeypatch, block, suffix):
+    """It ends each document with EOT, and writes one document without any. Wherever a block begins."""
+    for ids in ([262, 7, EOT, 8, 9, 10, EOT, EOT, 11, EOT], [262, 7, 8]):
+        path = write_token_file(tmp_path / f"train.bin{suffix}", ids)
+        monkeypatch.setattr(readers, "CHUNK_BYTES", block)
+        chunks = list(read_file(path, 0, {"token_files": True}))
+        found = np.concatenate([shards.encode(None, chunk) for chunk in chunks]).tolist()
+        assert found == ([EOT, 262, 7, EOT, 8, 9, 10, EOT, 11] if EOT in ids else [EOT, 262, 7, 8])
+
+
+@pytest.mark.parametrize("ids, named", [
+    ([50258, 300], "50258"), (list(range(65)), "characters"), ([readers.LLMC_SHARD % 2**16, 308, 1], "shard"),
+])  # fmt: skip
+def test_a_file_of_other_tokens_is_refused(tmp_path, ids, named):
+    path = write_token_file(tmp_path / "train.bin", ids)
+    with pytest.raises(UserError, match=f"train.bin.*{named}"):
+        list(read_file(path, 0, {"token_files": True}))
+
+
+def test_a_binary_file_is_no_text_in_another_encoding(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abcdefgh\xff\0\1" * 99)
+    with pytest.raises(UserError, match="no text") as e:
+        read_documents(tmp_path / "a.txt")
+    assert "iconv" not in str(e.value)
 
 
 def test_an_integer_of_any_size_is_no_id(tmp_path):

@@ -21,6 +21,7 @@ from corpora import (
     shared_encoder,
     write_documents,
     write_ids,
+    write_token_file,
 )
 from helpers import make_documents
 
@@ -128,6 +129,14 @@ def ids_source(tmp_path):
 
 
 @pytest.fixture
+def token_files_source(tmp_path):
+    """Arguments for nanoGPT's two files of tokens."""
+    paths = [tmp_path / "src" / name for name in ("train.bin", "val.bin")]
+    files = [write_token_file(path, [*range(i, 50_000, 97), EOT] * 20) for i, path in enumerate(paths)]
+    return ["--shard-size", 2000, "--source", *files]
+
+
+@pytest.fixture
 def mixed_source(tmp_path):
     """Arguments for a source of every kind, whose documents run over shards and whose shards run over files."""
     files = [write_documents(tmp_path / "src" / f"v{s}", make_documents(sum(s.encode()), 9)) for s in WRITERS]
@@ -135,7 +144,7 @@ def mixed_source(tmp_path):
     return ["--source", *files, "--shard-size", 8000]
 
 
-@pytest.mark.parametrize("source", ["mixed_source", "ids_source"])
+@pytest.mark.parametrize("source", ["mixed_source", "ids_source", "token_files_source"])
 def test_a_crash_at_every_write_changes_nothing(tmp_path, request, source, quick, monkeypatch):
     """Also in the middle of a file of each format."""
     arguments = request.getfixturevalue(source)

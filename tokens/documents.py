@@ -20,6 +20,7 @@ import io
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ PARQUET_BATCH_ROWS = 64  # few, because rows may be books
 # Types of arrow; binary is text if it is UTF-8.
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 LARGE_JSON_BYTES = 1 << 30  # of an array, worth a word to the user
+LLMC_SHARD = 20240520  # the first number of llm.c's .bin of tokens
 SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 CONVERT = "convert it, as in: iconv -f LATIN1 -t UTF-8 OLD > NEW"
 
@@ -92,6 +94,7 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
     source: the manifest's, which says how to read:
         column       of a table, that of the text, or ...
         ids_column   ... that of lists of token ids
+        token_files  every file has token ids and nothing else (read_token_file)
         split_on     what stands between the documents of a plain text file
         as_text      every file is plain text
         plays        every file is a play of Shakespeare's
@@ -101,8 +104,11 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
     check_start(path, as_text)
     with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
         try:
-            yield from make_chunks(read(path, source), index, to_ids if "ids_column" in source else to_text)
+            yield from make_chunks(read(path, source), index, to_ids if holds_ids(source) else to_text)
         except UnicodeDecodeError:
+            with open_file(path) as file:
+                is_text = b"\0" not in file.read(CHUNK_BYTES) or path.suffix in COMPRESSIONS
+            require(is_text, "it is no text: it has bytes of zero; leave it out")
             decompress = "decompress it, and " if path.suffix in COMPRESSIONS else ""
             raise UserError(f"its text is not UTF-8; {decompress}{CONVERT}") from None
         except OSError as e:
@@ -110,6 +116,11 @@ def read_file(path: Path, index: int, source: dict) -> Iterator[Chunk]:
             fix = "compress it again with zstd, without --long"
             require(not is_window, f"its zstd window is larger than the 128 MB that can be read; {fix}")
             raise
+
+
+def holds_ids(source: dict) -> bool:
+    """Whether a source has token ids instead of text. source: as of read_file."""
+    return "ids_column" in source or "token_files" in source
 
 
 def check_start(path: Path, as_text: bool) -> None:
@@ -180,7 +191,7 @@ def to_ids(cell: Cell) -> np.ndarray:
     # Before the cast, in which 70,000 would become 4,464.
     wrong = (ids < 0) | (ids > EOT)
     if wrong.any():
-        rule = f"GPT-2's are 0 to {EOT}; this column was made with another tokenizer: give its text instead"
+        rule = f"GPT-2's are 0 to {EOT}; it was made with another tokenizer: give its text instead"
         raise UserError(f"{cell.place} has the id {ids[np.argmax(wrong)]}, but {rule}")
     inner = np.flatnonzero(ids != EOT)
     first, last = (inner[0], inner[-1]) if len(inner) else (0, -1)
@@ -303,6 +314,39 @@ def read_csv(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
             raise UserError(f"line {line + 1}: {e}; quotes in a text are doubled") from None
 
 
+def read_token_file(path: Path, _source: dict[str, Any]) -> Iterator[Cell]:
+    """GPT-2's ids as nanoGPT's prepare.py writes them: uint16 without a header, with EOT between documents. A cell per
+    document, or per part of it that a block has."""
+    position = 0
+    begins = True
+    with open_bytes(path) as file:
+        while block := file.read(2 * CHUNK_BYTES):
+            require(len(block) % 2 == 0, "it has an odd number of bytes, so no ids of two bytes")
+            ids = np.frombuffer(block, "<u2")
+            if position == 0:
+                check_token_file(path, ids)
+
+            # Every part but the first begins with EOT, which is no part of a document here.
+            for number, part in enumerate(np.split(ids, np.flatnonzero(ids == EOT))):
+                if number > 0:
+                    begins = True
+                    part = part[1:]
+                if len(part):
+                    yield Cell(part, f"the block of tokens from {position:,} on", begins)
+                    begins = False
+            position += len(ids)
+
+
+def check_token_file(path: Path, ids: np.ndarray) -> None:
+    """Raise UserError if the first ids of a file, (n,) uint16, say that it is another one than nanoGPT's."""
+    is_shard = ids[:2].tobytes() == LLMC_SHARD.to_bytes(4, "little")
+    fix = f"train on its folder: --data-dir {shlex.quote(str(path.parent))}"
+    require(not is_shard, f"it is a shard of tokens already; {fix}")
+    # Every text of some length has a token above 255, such as 262, " the".
+    fix = "give its text instead, such as nanoGPT's input.txt"
+    require(ids.max() > 255, f"its ids, up to {ids.max()}, are those of characters or bytes, not of GPT-2; {fix}")
+
+
 def read_text(path: Path, source: dict[str, Any]) -> Iterator[Cell]:
     """A file of UTF-8 text is one document, in pieces that no token crosses: their tokens are those of the whole.
     With `split_on` it is several."""
@@ -379,15 +423,20 @@ def open_text(path: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(open_decompressed(path), encoding="utf-8", newline="")
 
 
-def open_decompressed(path: Path) -> io.BufferedReader:
-    """The text of a file as bytes, decompressed if its last suffix says so, without a byte order mark."""
+def open_bytes(path: Path) -> io.BufferedReader:
+    """The bytes of a file, decompressed if its last suffix says so."""
     import pyarrow as pa
 
     raw = open_file(path)
     compression = COMPRESSIONS.get(path.suffix)
     if compression:
         raw = pa.CompressedInputStream(raw, compression)
-    file = io.BufferedReader(raw, 1 << 20)
+    return io.BufferedReader(raw, 1 << 20)
+
+
+def open_decompressed(path: Path) -> io.BufferedReader:
+    """The text of a file as bytes, as open_bytes has them, without a byte order mark."""
+    file = open_bytes(path)
     first = file.peek(4)[:4]
     # English in UTF-16 without a mark is valid UTF-8, with a zero before or after each letter.
     has_zeros = first[0::2] == b"\0\0" or first[1::2] == b"\0\0"
@@ -418,6 +467,7 @@ FORMATS = {
     ".ndjson": Format(read_jsonl, ("column", "ids_column")),
     ".json": Format(read_json, ("column", "ids_column")),
     ".csv": Format(read_csv, ("column",)),
+    ".bin": Format(read_token_file, ()),
     # Every character of these is meant to be learned; --as-text adds others. Markup and data formats (html, xml, yaml)
     # are not read unasked: tokenized as they are, they would train a model on tags and separators in silence.
     ".txt": TEXT,
@@ -426,7 +476,7 @@ FORMATS = {
     "": TEXT,
 }
 # Of data; beside them in a dataset are cards and notes.
-DATA_SUFFIXES = [suffix for suffix, format in FORMATS.items() if format is not TEXT]
+DATA_SUFFIXES = [suffix for suffix, format in FORMATS.items() if format.read not in (read_text, read_token_file)]
 # Of a whole file, after the suffix of its format, with pyarrow's names.
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 

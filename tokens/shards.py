@@ -43,7 +43,7 @@ SHARD_NAME = re.compile(
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR_FOLDER = "run the command that made or pulled the folder again"
 REPAIR = f"remove it, and {REPAIR_FOLDER}"
-BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
+BIN_MAGIC, BIN_VERSION = documents.LLMC_SHARD, 1  # llm.c: dataloader.h
 BIN_HEADER_WORDS = 256  # of int32
 
 
@@ -94,11 +94,19 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     the manifest is missing."""
     matches = [SHARD_NAME.fullmatch(path.name) for path in listed_shards(data_dir)]
     paths = [Path(data_dir) / match[0] for match in matches if match and match["split"] == split]
-    fix = "if fineweb.py has not finished it, run it again; a small source needs a smaller --shard-size"
-    if not matches and any(path.suffix in [*documents.DATA_SUFFIXES, ".txt"] for path in Path(data_dir).iterdir()):
+    fix = "a small source needs a smaller --shard-size of fineweb.py, in another folder"
+    manifest = read_manifest(data_dir)
+    if manifest and not manifest.complete:
+        fix = "fineweb.py has not finished it: run the same command again"
+    token_file = Path(data_dir) / "train.bin"
+    is_text = any(path.suffix in [*documents.DATA_SUFFIXES, ".txt"] for path in Path(data_dir).iterdir())
+    if not matches and not manifest and (is_text or token_file.is_file()):
         # Another folder, also if the texts are in data/.
-        source, out = shlex.quote(f"{data_dir}/*"), shlex.quote(f"data/{Path(data_dir).absolute().name}-tokens")
-        fix = f"this makes shards of the texts in it: python fineweb.py --source {source} --out {out}"
+        source, out = f"{data_dir}/*", shlex.quote(f"data/{Path(data_dir).absolute().name}-tokens")
+        what = "texts"
+        if token_file.is_file():
+            source, what = str(token_file), "tokens, which are nanoGPT's,"
+        fix = f"this makes shards of the {what} in it: python fineweb.py --source {shlex.quote(source)} --out {out}"
     require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
 
@@ -110,7 +118,9 @@ def map_bin(path: Path) -> np.memmap:
     """The tokens of llm.c's format, as np.load maps those of numpy's."""
     header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
     first_words, expected = header[:2].tolist(), [BIN_MAGIC, BIN_VERSION]
-    require(first_words == expected, f"its first words are {first_words}, not {expected}")
+    source = shlex.quote(str(path))
+    fix = f"{REPAIR}; or, if it has nanoGPT's tokens, without a header: python fineweb.py --source {source}"
+    require(first_words == expected, f"its first words are {first_words}, not {expected}; {fix}")
     return np.memmap(path, "<u2", "r", header.nbytes, int(header[2]))
 
 
@@ -202,7 +212,8 @@ class Shard:
 class Manifest:
     """What a folder of shards holds and where it comes from; no timestamps, so that the same work gives the same bytes.
     `source`: name, subset, revision, files [{path, bytes}], column; of a configuration of a Hub dataset also split;
-    with the flags of these names also split_on and as_text; ids_column, in place of column, if it held token ids."""
+    with the flags of these names also split_on and as_text; in place of column, ids_column or token_files if it held
+    token ids."""
 
     source: dict
     format: str
@@ -305,7 +316,7 @@ def encode(encoder, chunk: Chunk) -> np.ndarray:
 def unread_ids(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, int, int]]:
     """The part of the stream that no shard of the manifest has yet, up to its limit_tokens, chunk by chunk: the ids
     (n,) uint16, their file, and how many ids of that file come before them."""
-    encoder = None if "ids_column" in manifest.source else bulk_encoder()
+    encoder = None if documents.holds_ids(manifest.source) else bulk_encoder()
     left = (manifest.limit_tokens or sys.maxsize) - sum(shard.tokens for shard in manifest.shards)
     skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # ids of the first file that shards have
     file, position = -1, 0
