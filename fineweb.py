@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from system.cli import UserError, print0, require, run_cli  # before all packages: it says what this Python lacks
+from system.cli import (  # before all packages: it says what this Python lacks
+    UserError,
+    print0,
+    print_next,
+    require,
+    run_cli,
+)
 
 # isort: split
 import tyro
@@ -335,7 +341,7 @@ def main() -> None:
     else:
         preset = choose_preset(args, bool(paths))
         data_dir = f"--data-dir {shlex.quote(str(out))}"
-        print0(f"next: python train_gpt2.py {preset} {data_dir}")
+        print_next(f"python train_gpt2.py {preset} {data_dir}")
         if preset == "finetune":
             flags = f"{data_dir} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt @val"
             print0("which downloads OpenAI's GPT-2; without a download, a small network from scratch:")

@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="see -h (a prompt of several words stands in quotes)")
+    run_cli(main, hint='see -h; the model comes first, then the prompt in quotes: infer.py log/quickstart "ROMEO:"')

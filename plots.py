@@ -487,7 +487,7 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
 
     # One legend of the runs, below the panels, for which the figure grows.
     labels = [describe_run(run, reach) for run in runs]
-    lines = [Line2D([], [], color=run.color, lw=3) for run in runs]
+    lines = [Line2D([], [], color=run.color, lw=1.5 * run.width) for run in runs]
     columns = 2 if len(runs) > 1 and max(map(len, labels)) < 80 else 1
     figure.legend(lines, labels, fontsize=9, ncols=columns, loc="outside lower center", frameon=False)
     rows = math.ceil(len(runs) / columns)

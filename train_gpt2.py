@@ -44,7 +44,7 @@ from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
 from system import distributed
-from system.cli import UserError, format_duration, print0
+from system.cli import UserError, format_duration, print0, print_next
 from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import to_device
@@ -166,7 +166,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
         print0(f"stopped by {stop.reason()} at step {step}, saved; {fix}")
         return stop.reason()
-    print0(describe_result(cfg, step, stop.elapsed_s()))
+    print_result(cfg, step, stop.elapsed_s())
     return ""
 
 
@@ -256,17 +256,16 @@ def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
     return f"everything before it is saved in {cfg.run_dir}; {fix}"
 
 
-def describe_result(cfg: TrainConfig, step: int, seconds: float) -> str:
-    """What a finished run prints: where its best weights are, by val loss, and the commands to look at them."""
+def print_result(cfg: TrainConfig, step: int, seconds: float) -> None:
+    """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them."""
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
     path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
     what = "weights" if best is None else "of the saved weights, the lowest val loss"
-    text = f"done: {step} steps in {format_duration(seconds)}; {what}: {path}"
+    print0(f"done: {step} steps in {format_duration(seconds)}; {what}: {path}")
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
     # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.
     quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
-    commands = f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {quoted}"
-    return f"{text}\nnext: {commands}"
+    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {quoted}")
 
 
 def main() -> None:

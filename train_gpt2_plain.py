@@ -232,7 +232,8 @@ def train(cfg: Config) -> None:
     val_shards = find_enough_shards(cfg, "val", needed=cfg.val_tokens // T) if cfg.val_every else []
     out_dir = Path(cfg.out_dir)
     is_free = not out_dir.exists() or not any(out_dir.iterdir())
-    require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: use a new folder")
+    fix = f"use --out-dir {out_dir}-2, or rm -r {out_dir}"
+    require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
 
     # A GPU if there is one. Autocast computes matrix products in bfloat16, which has half the bits of float32 and the
     # same range. Weights, gradients and the loss stay in float32.

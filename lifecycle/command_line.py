@@ -17,7 +17,7 @@ import tyro
 
 from lifecycle.metrics import check_wandb
 from system.cli import env_rank, require, suggest
-from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, has_mark
+from training.config import HELLASWAG_DATA, Mark, TrainConfig, as_flag, flag, flatten, has_mark
 from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
 
 # What others call the recipes of presets: transformers its sizes, nanoGPT its files.
@@ -28,6 +28,7 @@ OTHER_NAMES = {
     "gpt2-xl": "gpt2-1558m",
     "train_gpt2": "gpt2-124m",
     "finetune_shakespeare": "finetune",
+    "train_shakespeare_char": "quickstart",
 }
 
 
@@ -45,7 +46,8 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if has_preset:
         preset, *flags = argv
     known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
-    meant = f"did you mean {OTHER_NAMES[preset]}? " if preset in OTHER_NAMES else suggest(preset, PRESETS)
+    other_name = Path(preset).stem  # of config/train_gpt2.py
+    meant = f"did you mean {OTHER_NAMES[other_name]}? " if other_name in OTHER_NAMES else suggest(preset, PRESETS)
     require(preset in PRESETS, f"no preset {preset!r}; {meant}{known}")
     defaults = PRESETS[preset]
 
@@ -66,12 +68,14 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
             default=defaults,
             args=flags,
             prog="train_gpt2.py [PRESET]",
-            description=f"{describe_presets()}\n\nThe values below are those of {defaults.preset}.",
+            description=f"{describe_presets()}\n\nBelow, the values of {defaults.preset}. --help explains each flag.",
             compact_help="--help" not in flags,
             console_outputs=env_rank() == 0,
         )
     except SystemExit as e:
-        for note in explain_foreign_flags(flags) or [OTHER_TRAINERS]:
+        # tyro has said what is wrong with a value; of a flag that does not exist it can only say that.
+        otherwise = "see above" if all(map(is_known_flag, flags)) else OTHER_TRAINERS
+        for note in explain_foreign_flags(flags) or [otherwise]:
             e.add_note(note)
         # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
         if env_rank() > 0:
@@ -148,6 +152,15 @@ FOREIGN_FLAGS = {
     "-y": "--resume auto",
     "-z": "--zero-stage",
 }
+
+
+def is_known_flag(word: str) -> bool:
+    """Whether a word of the command line is a flag of this program, or none at all."""
+    if not word.startswith("--"):
+        return True
+    settings = flatten(TrainConfig())
+    known = {as_flag(name, value).split()[0] for name in settings for value in ("", True, False)}
+    return word.partition("=")[0].replace("_", "-") in known
 
 
 def explain_foreign_flags(words: list[str]) -> list[str]:

@@ -41,6 +41,8 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
 
+MANY_EPOCHS = 10
+
 
 def print_plan(
     cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, B: int, step: int, max_steps: int
@@ -77,6 +79,9 @@ def print_plan(
     print0(
         f"data {cfg.data_dir}: {len(data.paths)} train shards, {epoch_tokens:,} tokens an epoch; {epochs:.2f} epochs"
     )
+    if epochs > MANY_EPOCHS and not cfg.overfit_single_batch:
+        fix = "use more text, or a lower --max-steps"
+        print0(f"warning: {epochs:.0f} epochs: the network will know this text by heart, and the val loss rise; {fix}")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"

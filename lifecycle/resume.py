@@ -120,6 +120,9 @@ def refuse_to_overwrite(cfg: TrainConfig, saved: dict[str, Any] | None, newest: 
         data_dir = read_config(run_dir).get("data_dir")
         what = f"a run on {data_dir}" if data_dir else "a run"
         fix = f"continue it with --resume {how}, or start another run with {elsewhere}"
+        if saved and not is_in_folder(saved, run_dir):
+            folder = shlex.quote(str(saved["model_file"].parent))
+            fix = f"to continue the run in {folder}, add --out-dir {folder}; for a run of its own, {elsewhere}"
         raise UserError(f"{run_dir} already holds {what} at step {newest}, which is never overwritten; {fix}")
 
     # A damaged file is neither used in silence nor overwritten.

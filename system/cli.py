@@ -292,6 +292,12 @@ def print0(*args: object) -> None:
             print(printable(" ".join(map(str, args))), flush=True)
 
 
+def print_next(commands: str) -> None:
+    """Print what to type next, unless make has started this program: its target goes on by itself."""
+    if "MAKELEVEL" not in os.environ:
+        print0(f"next: {commands}")
+
+
 # ------------------------------------------------------------------------- units
 
 

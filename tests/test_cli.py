@@ -118,6 +118,14 @@ def test_what_the_terminal_cannot_show_is_replaced(encoding):
     assert (done.returncode, done.stdout, done.stderr) == (0, "?1\n?2\n?4\n", "?3\n")
 
 
+def test_what_is_next_is_left_to_make(monkeypatch, capsys):
+    """make quickstart goes on by itself, and its last line says what comes after it."""
+    cli.print_next("python plots.py")
+    monkeypatch.setenv("MAKELEVEL", "1")
+    cli.print_next("python infer.py")
+    assert capsys.readouterr().out == "next: python plots.py\n"
+
+
 def test_a_thread_in_the_middle_of_its_work_does_not_abort_the_exit():
     """As fineweb.py's, which still tokenizes after Ctrl-C or at --limit-tokens."""
     script = """

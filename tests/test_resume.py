@@ -151,8 +151,12 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run):
     before = read_bytes(trained_run)
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00006.pt")
 
-    for start in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
-        with pytest.raises(UserError, match=r"--resume (auto|.*run/model_00012.pt)"):
+    for start, fix in (
+        ("none", "--resume auto"),
+        (trained_run / "model_00006.pt", r"--resume .*run/model_00012\.pt"),
+        (fork / "model_00012.pt", f"to continue the run in {fork}, add --out-dir {fork}"),
+    ):
+        with pytest.raises(UserError, match=fix):
             train_quickstart(tiny_args, trained_run, "--resume", start, "--max-steps", "14")
     # A complete run has nothing to resume.
     train_quickstart(tiny_args, trained_run, "--resume", "auto")

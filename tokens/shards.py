@@ -61,6 +61,9 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     if data_dir.is_file():
         out = shlex.quote(f"data/{data_dir.stem}")
         fix = f"this makes one of that file: python fineweb.py --source {shlex.quote(str(data_dir))} --out {out}"
+    root = Path(__file__).parent.parent
+    if not data_dir.is_absolute() and (root / data_dir).is_dir():
+        fix = f"there is one in this project: cd {shlex.quote(str(root))}"
     if not data_dir.is_dir():
         beside = [path.name for path in data_dir.parent.glob("*") if path.is_dir()]
         raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(data_dir.name, beside)}{fix}")

@@ -144,7 +144,8 @@ def read_file(path: Path) -> dict[str, Any]:
     with open(path, "rb") as f:
         is_archive = f.read(2) == b"PK"
     problem = f"{path} is not a checkpoint of this project, nor any of torch since 1.6"
-    require(match or is_archive, f"{problem}; {import_command}")
+    fix = import_command if path.suffix in (".pt", ".pth", ".ckpt") else "a run has model_*.pt"
+    require(match or is_archive, f"{problem}; {fix}")
 
     status = path.stat()
     damage = find_damage(path, status.st_size, status.st_mtime_ns)

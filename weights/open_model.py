@@ -36,6 +36,8 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     if path.is_dir() and not convert.is_on_hub(name):
         if convert.is_hf_folder(path):
             return convert.load_hf(path), str(path)
+        is_data = (path / "manifest.json").is_file()
+        require(not is_data, f"{path} has shards of tokens; a model is in the folder of a run, such as log/quickstart")
         path = names.newest_model(path)
 
     # A file, whatever its suffix: reading it tells what it is.
@@ -48,7 +50,8 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     require(not is_mistyped, f"no model at {path}; {names.describe_nearby(path)}")
     require(not (Path("log") / path).is_dir(), f"no model at {path}; the run is log/{path}")
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
-    require(is_name, f"no model {str(name)!r}: a model is a run folder, a .pt file, a Hugging Face folder or its name")
+    fix = "a model is a run folder, a .pt file, a Hugging Face folder or its name; infer.py takes it before the prompt"
+    require(is_name, f"no model {str(name)!r}: {fix}")
     return convert.load_hf(name), f"{name} of the Hub"
 
 
