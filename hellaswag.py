@@ -249,7 +249,10 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime, Callabl
 
     def score_run(model: GPT, rt: Runtime, check: Callable[[], None]) -> dict[str, float | int]:
         has_terminal = rt.is_main and sys.stderr.isatty()
-        return summarize(score(model, examples, rt, progress=has_terminal, check=check), examples)
+        losses = score(model, examples, rt, progress=has_terminal, check=check)
+        # Losses that are not numbers would score the share of the rows with label 0.
+        result = summarize(losses, examples)
+        return result if losses.isfinite().all() else result | {"acc": math.nan, "acc_norm": math.nan}
 
     return score_run
 

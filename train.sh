@@ -13,14 +13,15 @@
 # Settings are environment variables:
 #
 #   NPROC          number of processes; by default one per GPU, or one without GPUs
-#   MAX_RESTARTS   restarts after failures, 3 by default; an error that you must fix is never restarted
+#   MAX_RESTARTS   restarts after failures, 3 by default, or after two hours without a word; an error that you must fix
+#                  is never restarted
 #
 #   GPU_HOUR_USD   the price of one GPU for an hour
 #   BUDGET_USD     save and stop training once the GPUs of this start have cost so much; needs GPU_HOUR_USD
 #
-#   PUSH_TO        OWNER/NAME: push the newest checkpoint to this private repository of the Hub at the end, with its
-#                  optimizer state, so that it can be trained further elsewhere. Your token is tried before the start. A
-#                  push that fails is tried again for an hour, which BUDGET_USD does not cover.
+#   PUSH_TO        OWNER/NAME: push the best checkpoint to this private repository of the Hub at the end, and the newest
+#                  with its optimizer state, so that it can be trained further elsewhere. Your token is tried before the
+#                  start. A push that fails is tried again for an hour, which BUDGET_USD does not cover.
 #   PUSH_EVERY     push while it trains, too, every so many seconds
 #
 #   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none.

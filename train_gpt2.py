@@ -44,7 +44,7 @@ from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
 from system import distributed
-from system.cli import UserError, format_duration, print0, print_next
+from system.cli import TransientError, format_duration, print0, print_next
 from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import to_device
@@ -72,6 +72,11 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""
 
+    # What can fail is tried before anything is compiled: room on the disk, the rows of HellaSwag.
+    if rt.is_main:
+        plan.check_disk(cfg, model, step, max_steps)
+    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
+
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
     forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
     if saved:
@@ -80,11 +85,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
     plan.print_plan(cfg, rt, model, run.data, B, step, max_steps)
     if rt.is_main:
-        plan.check_disk(cfg, model, step, max_steps)
         plan.write_config(cfg, rt, max_steps)
 
     # The evaluations, the log and the checkpoints.
-    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
     evaluator = Evaluator(run, forward, B, score_hellaswag)
     metrics = MetricsLogger(run)
     saver = Saver(run, optimizers, scaler, metrics)
@@ -140,15 +143,16 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
                 print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
             else:
-                # [safety] A network with a weight that is not a number never recovers. If this ends the run, the
-                # weights of now may be bad already: they are saved, but every earlier checkpoint stays.
+                # [safety] A network with a weight that is not a number never recovers. This ends the run, and train.sh
+                # restarts it: an error of the hardware does not come again. The weights of now may be bad already, so
+                # they are saved, but every earlier checkpoint stays.
                 refused_steps += 1
                 norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
                 problem = f"step {step}: loss {loss}, {norms}; the update was refused"
                 print0(f"{problem} (bad step {refused_steps}; --skip-bad-steps allows {cfg.skip_bad_steps})")
                 if refused_steps > cfg.skip_bad_steps:
                     saver.finish(step, deletes_old=False)
-                    raise UserError(f"{problem}; {advise_after_refusal(cfg, rt)}")
+                    raise TransientError(f"{problem}; {advise_after_refusal(cfg, rt)}")
 
             # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
             scaler.update()

@@ -42,7 +42,8 @@ PYTHON = sys.executable  # of the trainer and of hub.py
 
 # Seconds.
 SHOW_LOG_S = 15  # the start shows the log for so long
-RESTART_DELAY_S = 10
+RESTART_DELAY_S = 10  # then a minute, then six: what is down, such as a volume, may come back
+SILENCE_S = 7200  # a trainer that has written nothing for so long hangs, as in a read from a dead volume: it is killed
 HANG_S = 1800  # a trainer that hangs does not see the time limit of BUDGET_USD: so much later it is ended
 SAVE_S = 600  # a trainer that was asked to stop is killed after so long, as torchrun kills its ranks
 EARLY_MISTAKE_S = 600  # so soon after the start, whoever made the mistake is taken to be there to correct it
@@ -412,6 +413,7 @@ class Supervisor:
         self.nproc = nproc
         self.stop_cmd = stop_cmd
         self.start_time = time.monotonic()
+        self.log_size, self.log_grew_at = 0, self.start_time
         self.stop_requested = False  # whether SIGTERM or SIGINT has come
         self.failed_early = False  # by a mistake of the user, soon after the start
         push_to = settings.push_to or "OWNER/NAME"
@@ -465,11 +467,23 @@ class Supervisor:
         while not self.stop_requested and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
-    def wait(self, process: subprocess.Popen, seconds: float) -> None:
-        """Wait until a process has ended, `seconds` are over, or a stop is requested."""
+    def wait(self, process: subprocess.Popen, seconds: float, silence_s: float = math.inf) -> None:
+        """Wait until a process has ended, `seconds` are over, a stop is requested, or the log has not grown for
+        silence_s."""
         deadline = time.monotonic() + seconds
+        self.log_grew_at = time.monotonic()
         while process.poll() is None and not self.stop_requested and time.monotonic() < deadline:
+            if self.silent_s() >= silence_s:
+                break
             time.sleep(POLL_S)
+
+    def silent_s(self) -> float:
+        """For how many seconds the log, which is this process's output, has not grown."""
+        with suppress(OSError):
+            size = os.fstat(1).st_size
+            if size != self.log_size:
+                self.log_size, self.log_grew_at = size, time.monotonic()
+        return time.monotonic() - self.log_grew_at
 
     def newest_step(self) -> int | None:
         """The newest complete step of the run; None if there is none, or the disk does not answer."""
@@ -517,7 +531,7 @@ class Supervisor:
             log(f"failure {failures}, exit code {exit_code}; MAX_RESTARTS is {self.settings.max_restarts}")
             if failures > self.settings.max_restarts or self.elapsed_s() > self.budget_s - 1:
                 return f"failed: exit code {exit_code}, no restart"
-            self.pause(RESTART_DELAY_S)
+            self.pause(RESTART_DELAY_S * 6 ** (failures - 1))
         return "stopped"
 
     def run_trainer(self, args: list[str], seconds: float) -> int:
@@ -533,8 +547,12 @@ class Supervisor:
         env = {**os.environ, **trainer_env(), "TRAIN_STATUS_FILE": str(self.out / "status.json")}
         trainer = subprocess.Popen(command, env=env, pass_fds=[self.lock.fileno()])
 
-        self.wait(trainer, seconds)
-        if trainer.poll() is None:
+        self.wait(trainer, seconds, SILENCE_S)
+        if self.silent_s() >= SILENCE_S:
+            log(f"no word for {SILENCE_S / 3600:g} hours: the trainer hangs, and is killed")
+            signal_ranks(trainer.pid, signal.SIGKILL)
+            trainer.kill()
+        elif trainer.poll() is None:
             signal_ranks(trainer.pid, signal.SIGTERM)
             try:
                 trainer.wait(float(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
@@ -564,8 +582,9 @@ class Supervisor:
 
     def push_at_end(self) -> bool:
         """Push until that succeeds, PUSH_RETRY_S are over, or somebody asks to stop. Returns whether it has succeeded.
-        With the optimizer state, if there is one: the run may be continued elsewhere."""
-        flags = [] if self.newest_step() is None else ["--with-optimizer"]
+        The best checkpoint, and the newest one with its optimizer state, if there is one: the run may be continued
+        elsewhere."""
+        flags = ["--steps", "best"] + ([] if self.newest_step() is None else ["--with-optimizer"])
         deadline = time.monotonic() + PUSH_RETRY_S
         while True:
             log(f"push to {self.settings.push_to}")

@@ -26,7 +26,7 @@ from lifecycle.stop import StopRequest
 from model import GPT, VOCAB_SIZE, Sampler, stream
 from system import distributed
 from system.cli import print0, printable, require
-from system.distributed import Runtime
+from system.distributed import Runtime, check_weights_agree
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from tokens.shards import read_manifest
@@ -82,6 +82,7 @@ class Evaluator:
             stop.check(rt)
 
         if self.val_data and is_due(step, cfg.val_every, self.max_steps):
+            check_weights_agree(rt, self.model.parameters(), step)
             loss = validate(self.forward, self.val_data, cfg, rt, self.B, check_stop)
             results["val_loss"] = loss
             if self.bytes_per_target:

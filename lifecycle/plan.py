@@ -158,27 +158,27 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         rt.synchronize()  # work on a GPU is queued
         return time.perf_counter()
 
-    # A step of one micro-step, as a whole one may take minutes. The first compiles; the fastest counts.
-    print0(f"measuring four micro-steps of {B} x {cfg.sequence_length} random tokens")
-    ids = torch.randint(min(cfg.model.vocab_size, 2**16), (1, B, cfg.sequence_length + 1))
+    # Steps of one and of two micro-steps, as a whole one may take minutes. What the second adds is a micro-step; the
+    # rest comes once a step: the ranks' average, clipping and the update. The first compiles; the fastest counts.
+    print0(f"measuring steps of one and two micro-steps of {B} x {cfg.sequence_length} random tokens")
+    ids = torch.randint(min(cfg.model.vocab_size, 2**16), (2, B, cfg.sequence_length + 1))
     batch = ids.to(torch.uint16)
-    micro_s = update_s = math.inf
-    for _ in range(4):
+    seconds = {1: math.inf, 2: math.inf}
+    for count in (1, 2, 1, 2, 1, 2):
         start_time = now()
-        compute_gradients(batch, forward, optimizers, scaler, cfg, rt)
-        middle_time = now()
+        compute_gradients(batch[:count], forward, optimizers, scaler, cfg, rt)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         model.zero_grad(set_to_none=rt.world_size == 1)
-        micro_s = min(micro_s, middle_time - start_time)
-        update_s = min(update_s, now() - middle_time)
+        seconds[count] = min(seconds[count], now() - start_time)
 
     micro_steps = cfg.sequences_per_step // rt.world_size // B
-    step_s = micro_steps * micro_s + update_s
+    micro_s = seconds[2] - seconds[1]
+    step_s = seconds[1] + (micro_steps - 1) * micro_s
     print0(
         f"dry run: peak memory per rank {machine.peak_memory(rt.device) / 2**30:.1f} GiB; {micro_steps} micro-steps of "
-        f"{micro_s * 1e3:,.0f} ms, {update_s * 1e3:,.0f} ms to update"
+        f"{micro_s * 1e3:,.0f} ms, {(step_s - micro_steps * micro_s) * 1e3:,.0f} ms once a step"
     )
     steps = max_steps - first_step
     speed = describe_speed(cfg, model, step_s, steps, rt.world_size, total_peak_flops(rt))

@@ -243,6 +243,11 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
     """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
     Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
     wait for each other in different evaluations. Every rank must call it."""
+    # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.
+    cards = dict.fromkeys(rt.gather(machine.device_name(rt.device)))
+    is_safe = len(cards) == 1 or cfg.zero_stage == 1
+    require(is_safe, f"on {' and '.join(cards)} the weights of the ranks would drift apart; use --zero-stage 1")
+
     facts = {
         "the checkpoint to resume from": describe_checkpoint(saved) if saved else "none",
         "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),

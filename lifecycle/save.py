@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from lifecycle.metrics import MetricsLogger, best_steps
 from lifecycle.resume import train_state
 from lifecycle.run import Run
-from system.distributed import Runtime, weight_checksum
+from system.distributed import check_weights_agree
 from training import master_weights
 from weights import checkpoint
 
@@ -71,7 +70,7 @@ class Saver:
 
         model, preset = self.run.model, self.run.cfg.preset
         weights = master_weights.float32_state_dict(model)
-        check_weights_agree(self.rt, weights, step)
+        check_weights_agree(self.rt, weights.values(), step)
         state = train_state(self.run, step, self.optimizers, self.scaler)
         if self.rt.is_main:
             # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
@@ -88,18 +87,5 @@ class Saver:
         self.metrics.close()
         self.writer.finish()
 
-        # torchrun ends every rank when one exits, so all wait for rank 0's write.
+        # All ranks end together, after rank 0's write.
         self.rt.barrier()
-
-
-def check_weights_agree(rt: Runtime, weights: dict[str, Tensor], step: int) -> None:
-    """Raise UserError on every rank unless all have the same weights, before they are saved. Every rank must call it.
-
-    DDP averages gradients, but never compares the weights: if these differ, the ranks train different models, of which
-    only rank 0's would be saved.
-    """
-    # A single rank has nothing to compare with, and a checksum takes a second.
-    if rt.world_size > 1:
-        checksum = weight_checksum(list(weights.values()))
-        fix = f"step {step} is not saved. Cards of different kinds need --zero-stage 1; equal cards: test their memory"
-        rt.check_equal({"the checksum of the weights": checksum}, fix)

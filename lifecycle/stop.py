@@ -114,7 +114,7 @@ class StopRequest:
                 self.signal_time = time.monotonic()
                 self.signal = signal.Signals(number[0]).name
                 second = f"another one, after {SECOND_SIGNAL_AFTER_S:g} s or more, ends it without saving"
-                print0(f"{self.signal}: the run saves and stops; {second}")
+                print0(f"{self.signal}: asked to save and stop; {second}")
             elif time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
                 print0("ends now, without saving; --resume auto continues from the newest checkpoint, if there is one")
                 os._exit(128 + number[0])  # as a shell reports the signal

@@ -62,6 +62,10 @@ class UserError(Exception):
     """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
 
 
+class TransientError(UserError):
+    """Something that may not come again: one message, too, but a program that restarts crashes restarts this."""
+
+
 def require(condition: object, message: str) -> None:
     """Raise UserError(message) unless `condition` is true. Every setting, row and file of a user is checked with it."""
     if not condition:
@@ -80,7 +84,8 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 def raise_if_transient(error: Exception) -> None:
     """Raise an error that is not the fault of the file that was read: the run ends as a crash, and is restarted."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS):
+    is_of_system = isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS
+    if isinstance(error, MemoryError) or is_of_system or "CUDA error" in str(error):
         raise error
 
 
@@ -141,6 +146,8 @@ def run_cli(main: Callable[[], object], hint: str = "see -h") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_process(141)  # 128 + SIGPIPE
     except Exception as e:
+        if isinstance(e, TransientError):
+            fail("system_error", str(e), f"error: {e}")
         if isinstance(e, UserError) or (isinstance(e, OSError) and e.errno in PATH_ERRORS):
             fail("user_error", str(e), f"error: {e}")
         fail("system_error", f"{type(e).__name__}: {e}", traceback.format_exc())

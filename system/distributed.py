@@ -19,7 +19,7 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import UserError, check_rank_variables, env_number, env_rank, print0, require
+from system.cli import TransientError, UserError, check_rank_variables, env_number, env_rank, print0, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -96,8 +96,13 @@ class Runtime:
         return values
 
     def check_equal(self, facts: dict[str, str], fix: str) -> None:
-        """Raise UserError on every rank unless all have the same `facts`. The message names each fact that differs from
-        rank 0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call it."""
+        """Raise UserError on every rank unless all have the same `facts`. Every rank must call it."""
+        differences = self.find_differences(facts)
+        require(not differences, f"the ranks of this run differ: {differences}; {fix}")
+
+    def find_differences(self, facts: dict[str, str]) -> str:
+        """Which of `facts` differ from rank 0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Empty if
+        none does. Every rank must call it."""
         hosts = self.gather(socket.gethostname())
         facts_of_ranks = self.gather(facts)
         differences = []
@@ -107,7 +112,7 @@ class Runtime:
                 if value != value_0:
                     on_rank = f"rank {rank} ({hosts[rank]})"
                     differences.append(f"{name} is {value_0} on rank 0 ({hosts[0]}), but {value} on {on_rank}")
-        require(not differences, f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
+        return "; ".join(differences)
 
 
 @contextmanager
@@ -172,6 +177,8 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     else:
         chosen, reason = usable[0], "the fastest that this machine has"
     print0(f"precision: {chosen} ({reason})")
+    if dtype_flag == "float32":
+        torch.set_float32_matmul_precision("highest")  # without TF32
     return replace(rt, dtype=getattr(torch, chosen))
 
 
@@ -225,9 +232,27 @@ def default_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def weight_checksum(parameters: list[Tensor]) -> str:
-    """The CRC-32 of float32 weights: it changes with any bit of them and with their order."""
-    checksum = 0
+def weight_checksum(parameters: Iterable[Tensor]) -> str:
+    """A text that changes with any bit of these weights, computed where they are."""
+    sums = []
     for p in parameters:
-        checksum = crc32(p.detach().cpu().numpy().data, checksum)
-    return str(checksum)
+        bits = p.detach().flatten().view(torch.int32 if p.element_size() == 4 else torch.int16)
+        for piece in bits.split(2**22):  # a whole embedding, as int64, would need gigabytes
+            # Each number counts by its place, so that exchanged ones are found. Integers wrap around.
+            places = torch.arange(1, len(piece) + 1, device=p.device)
+            sums.append((piece * places).sum())
+    return str(crc32(torch.stack(sums).cpu().numpy().data))
+
+
+def check_weights_agree(rt: Runtime, parameters: Iterable[Tensor], step: int) -> None:
+    """Raise TransientError on every rank unless all have the same weights. Every rank must call it.
+
+    DDP averages gradients, but never compares the weights: if these differ, the ranks train different models, of which
+    only rank 0's would be saved.
+    """
+    # A single rank has nothing to compare with.
+    if rt.world_size > 1:
+        differences = rt.find_differences({"the checksum of the weights": weight_checksum(parameters)})
+        if differences:
+            fix = "--resume auto continues from the newest checkpoint; if it comes again, test the memory of that card"
+            raise TransientError(f"step {step}: the ranks have different weights: {differences}; {fix}")

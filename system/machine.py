@@ -136,6 +136,8 @@ def choose_device(name: str = "auto", local_rank: int = 0, local_world_size: int
     try:
         torch.zeros(1, device=device)
     except RuntimeError as e:
+        if "no kernel image" not in str(e):  # such as a card that another program has filled: a restart may succeed
+            raise
         fix = f"for a card older than Turing: {OLDER_DRIVER_COMMAND}"
         raise UserError(f"torch {torch.__version__} cannot use the {device_name(device)} ({e!s:.99}); {fix}") from None
     return device
@@ -298,6 +300,6 @@ def versions() -> dict[str, str]:
     numbers = {"torch": str(torch.__version__), "python": platform.python_version()}
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         numbers["commit"] = done.stdout.strip()
     return numbers

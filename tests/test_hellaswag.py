@@ -3,6 +3,7 @@ test_runtimes.py compares them with the LM Evaluation Harness."""
 
 import itertools
 import json
+import math
 import os
 import shlex
 import sys
@@ -216,6 +217,10 @@ def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
         model.transformer.ln_f.weight.fill_(3e38)  # finite
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
     data = write_jsonl(tmp_path / "rows.jsonl", [ROW])
+
+    # In a run, which goes on, the score is no number either.
+    score = hellaswag.make_scorer(str(data), model.config)(model, ONE_RANK, lambda: None)
+    assert math.isnan(score["acc"]) and math.isnan(score["acc_norm"])
 
     with pytest.raises(UserError, match="--dtype float32"):
         hellaswag.evaluate(model, hellaswag.load_examples(data), "cpu")

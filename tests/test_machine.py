@@ -91,10 +91,16 @@ def test_a_rank_has_the_gpu_of_its_number(monkeypatch):
         machine.choose_device("auto", local_rank=2)
 
     def fail(size, device):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+        raise RuntimeError(error)
+
+    # A card that another program has filled is a crash, which is restarted.
+    monkeypatch.setattr(torch, "zeros", fail)
+    error = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        machine.choose_device("auto")
 
     # torch finds a V100, but was built without code for it.
-    monkeypatch.setattr(torch, "zeros", fail)
+    error = "CUDA error: no kernel image is available for execution on the device"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
     with pytest.raises(UserError, match=r"V100 .*no kernel image.*TORCH_BUILD=cu126"):
         machine.choose_device("auto")

@@ -68,6 +68,15 @@ def test_the_ballast_covers_later_allocations(card, monkeypatch):
     assert card.ballasts == pytest.approx([1 + 0.04 * 80, 1 + 1])
 
 
+def test_a_size_that_was_asked_for_is_tried_before_training(card):
+    """Without a ballast for what may come: the user knows."""
+    cfg = replace(PRESETS["gpt2-124m"], micro_batch_size=4)
+    assert microbatch.choose_micro_batch_size(cfg, GPU, torch.nn.Module(), 2**30) == 4
+    assert card.tried == [4] and card.ballasts == [1]
+    with pytest.raises(UserError, match="--micro-batch-size 8; lower it"):
+        microbatch.choose_micro_batch_size(replace(cfg, micro_batch_size=8), GPU, torch.nn.Module(), 2**30)
+
+
 def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     """On the other rank only one sequence fits; both try the same sizes."""
     others = iter([True, False])

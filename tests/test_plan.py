@@ -72,18 +72,24 @@ def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monke
 
 
 def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
-    """Of 8 sequences, two at a time on each of two ranks, on a clock by which each call takes a second."""
-    ticks = iter(range(1000))
-    monkeypatch.setattr(plan.time, "perf_counter", lambda: next(ticks))
+    """Of 8 sequences, two at a time on each of two ranks, on a clock by which a micro-step takes a second, and what
+    comes once a step a second, too."""
+    seconds = [0]
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: seconds[0])
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])
     cfg = parse_config("quickstart", *tiny_args, "--gpu-hour-usd", "600")
     calls = []
+
+    def compute_gradients(batch, *args):
+        calls.append(batch.shape)
+        seconds[0] += len(batch) + 1
+
     scaler = SimpleNamespace(step=calls.append, update=lambda: None)
     build = lambda *args: (None, None, ["the optimizer"], scaler, 2)
-    plan.dry_run(cfg, replace(CPU, world_size=2), build, lambda batch, *args: calls.append(batch.shape))
-    assert set(calls) == {(1, 2, 33), "the optimizer"}
+    plan.dry_run(cfg, replace(CPU, world_size=2), build, compute_gradients)
+    assert set(calls) == {(1, 2, 33), (2, 2, 33), "the optimizer"}
     out = capsys.readouterr().out
-    assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the update
+    assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the rest
     assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out
 
 

@@ -33,7 +33,7 @@ from networks import SIZES, other_values
 import train_gpt2
 from lifecycle import resume
 from model import GPT, GPTConfig
-from system import distributed
+from system import distributed, machine
 from system.distributed import Runtime
 from tokens import shards
 from training import optim
@@ -280,8 +280,8 @@ def test_files_that_ranks_must_share_are_compared(tiny_args, tiny_data, tmp_path
         "data": find_facts("--data-dir", tmp_path / "other", step=3),
         "HellaSwag": find_facts("--hellaswag-data", fewer_rows, step=3),
     }.items():
-        names = [name for name in facts if facts[name] != other[name]]
-        assert len(names) == bool(word) and word in "".join(names)
+        differing = [name for name in facts if facts[name] != other[name]]
+        assert len(differing) == bool(word) and word in "".join(differing)
     assert find_facts("--hellaswag-data", tmp_path / "missing")["the checkpoint to resume from"] == "none"
 
 
@@ -332,6 +332,19 @@ def change_a_weight_of_rank_1() -> None:
     torch.optim.AdamW.step = step_with_an_error
 
 
+def give_rank_1_another_card() -> None:
+    """A `prepare` for ranks on two kinds of cards."""
+    machine.device_name = lambda device: f"card {os.environ['RANK']}"
+
+
+def test_unlike_cards_need_zero_1(tiny_args, tmp_path, run_ranks):
+    """They round otherwise, so that their weights would drift apart."""
+    flags = ["quickstart", *tiny_args, "--max-steps", "1", "--out-dir", tmp_path / "run"]
+    output = run_ranks(2, "train_gpt2.py", *flags, prepare=give_rank_1_another_card, fails=True)
+    assert "card 0 and card 1" in output and "--zero-stage 1" in output
+    run_ranks(2, "train_gpt2.py", *flags, "--zero-stage", "1", prepare=give_rank_1_another_card)
+
+
 def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ranks):
     run, status = tmp_path / "run", tmp_path / "status.json"
     command = [2, "train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run, "--resume", "auto"]
@@ -339,9 +352,9 @@ def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ra
     env = {"TRAIN_STATUS_FILE": str(status)}
     output = run_ranks(*command, prepare=change_a_weight_of_rank_1, fails=True, env=env)
 
-    # The ranks agreed at step 3, and not at step 6.
+    # The ranks agreed at step 3, and not at the next evaluation or save.
     assert re.search(r"weights.* 1 \(", output), output
-    assert json.loads(status.read_text())["status"] == "user_error"  # unlike cards would drift apart again
+    assert json.loads(status.read_text())["status"] == "system_error"  # train.sh restarts it
     assert names.complete_steps(run) == [3]
 
     # The same command continues from there.

@@ -77,7 +77,7 @@ def test_two_ranks_refuse_together(tiny_args, tmp_path, run_ranks):
 
     assert "step 0: loss nan" in output and "(bad step 1; --skip-bad-steps allows 1)" in output
     assert "error: step 1: loss nan" in output
-    assert json.loads(status.read_text())["status"] == "user_error"
+    assert json.loads(status.read_text())["status"] == "system_error"  # train.sh restarts it: it may be a glitch
 
 
 def test_a_refused_update_loses_no_step(tiny_args, tmp_path, one_run, unpoisoned):

@@ -442,7 +442,7 @@ def test_a_push_that_fails_is_tried_again(rented):
     """And nothing else is pushed any more, or it would replace what was pushed."""
     rented.start(HUB_DOES="(($(wc -l <$POD/pushed) > 2))", PUSH_EVERY="1")
     rented.wait_until_ended()
-    assert rented.read("pushed").splitlines() == [f"push-model {rented.run} me/x --with-optimizer"] * 3
+    assert rented.read("pushed").splitlines() == [f"push-model {rented.run} me/x --steps best --with-optimizer"] * 3
     assert rented.read("removed") == "pod delete pod7\n"
 
 
@@ -450,14 +450,14 @@ def test_a_push_that_fails_is_tried_again(rented):
 def test_what_is_pushed_can_be_trained_further(rented, plan):
     rented.start(PLAN=plan, MAX_RESTARTS="0")
     rented.wait_until_ended()
-    assert rented.read("pushed") == f"push-model {rented.run} me/x --with-optimizer\n"
+    assert rented.read("pushed") == f"push-model {rented.run} me/x --steps best --with-optimizer\n"
 
 
 def test_weights_alone_are_pushed_alone(rented):
     rented.add_checkpoint(rented.run, 7, ["model"])
     rented.start(PLAN="crash", MAX_RESTARTS="0")
     rented.wait_until_ended()
-    assert rented.read("pushed") == f"push-model {rented.run} me/x\n"
+    assert rented.read("pushed") == f"push-model {rented.run} me/x --steps best\n"
 
 
 # How a run ends, whether a push succeeds, and what else matters | the command that ends the bill. While the weights are
@@ -507,7 +507,7 @@ def test_a_folder_with_spaces_is_that_folder(tmp_path, name):
     with Pod(tmp_path / "pod", run=name) as rented:
         rented.start(PUSH_TO="me/x", REMOVE_POD="1")
         assert "the weights are at me/x" in rented.wait_until_ended()
-        assert rented.read("pushed") == f"push-model {rented.run} me/x --with-optimizer\n"
+        assert rented.read("pushed") == f"push-model {rented.run} me/x --steps best --with-optimizer\n"
         assert rented.read("removed") == "pod delete pod7\n"
         assert [path.name for path in rented.root.glob("*r*") if path.is_dir() and path.name != name] == []
 
@@ -558,6 +558,14 @@ def test_the_log_begins_and_ends_with_the_price(pod):
 
 
 # ------------------------------------------------------------------------- with every real part
+
+
+def test_a_trainer_that_says_nothing_is_killed_and_restarted(pod):
+    """As one that reads from a volume which is gone."""
+    pod.constants |= {"SILENCE_S": 0.5}
+    pod.start_and_train(PLAN="hang finish")
+    log = pod.wait_until_ended()
+    assert "the trainer hangs" in log and "failure 1" in log and "training finished" in log
 
 
 def test_the_error_of_a_rank_is_the_last_one(tmp_path):

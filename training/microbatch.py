@@ -35,8 +35,15 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, sta
     not divide evenly, or if not even one sequence fits. Every rank must call it.
     """
     divisors = divisors_of_share(cfg, rt.world_size)
+    shards = rt.world_size if cfg.zero_stage == 1 else 1
+    reserved_bytes = state_bytes // shards
+    T = cfg.sequence_length
     if cfg.micro_batch_size != "auto":
-        return cfg.micro_batch_size
+        # Found out in the first step, a lack of memory would look like a crash, which is restarted.
+        B = cfg.micro_batch_size
+        fits = rt.device.type != "cuda" or fits_in_memory(rt, forward, B, T, reserved_bytes)
+        require(not rt.any_rank(not fits), f"out of memory with --micro-batch-size {B}; lower it, or {MEMORY_FIX}")
+        return B
 
     # On a CPU, running out of memory raises no useful error, so sizes cannot be tried. Take the largest whose
     # activations in the blocks, about 80 bytes per channel, stay under 3 GB.
@@ -46,15 +53,15 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, sta
 
     # On a GPU, more sequences at once are faster. Each size is at most half of the one before, because each try
     # compiles. All ranks try the same size at the same time; the rank with the least memory decides for all.
-    shards = rt.world_size if cfg.zero_stage == 1 else 1
     last_tried = 2 * MAX_AUTO_SEQUENCES
     for B in divisors:
         if 2 * B > last_tried:
             continue
         last_tried = B
-        if not rt.any_rank(not fits_in_memory(rt, forward, B, cfg.sequence_length, state_bytes // shards)):
+        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
+        if not rt.any_rank(not fits_in_memory(rt, forward, B, T, reserved_bytes + headroom)):
             return B
-    raise UserError(f"out of memory with one sequence of {cfg.sequence_length} tokens per rank; {MEMORY_FIX}")
+    raise UserError(f"out of memory with one sequence of {T} tokens per rank; {MEMORY_FIX}")
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
@@ -78,12 +85,11 @@ def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
 
 
 def fits_in_memory(rt: Runtime, forward: Forward, B: int, T: int, reserved_bytes: int) -> bool:
-    """Whether micro-batches of B sequences of T tokens fit in the memory of this GPU, beside a ballast of what later
-    steps need. Leaves nothing behind but the compiled code, which training reuses. Makes no collective."""
+    """Whether micro-batches of B sequences of T tokens fit in the memory of this GPU, beside `reserved_bytes` for what
+    is allocated later. Leaves nothing behind but the compiled code, which training reuses. Makes no collective."""
     ballast = None
     try:
-        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
-        ballast = torch.empty(headroom + reserved_bytes, dtype=torch.uint8, device=rt.device)
+        ballast = torch.empty(reserved_bytes, dtype=torch.uint8, device=rt.device)
         run_passes(rt, forward, B, T)
         fits = True
     except RuntimeError as e:
