@@ -174,13 +174,13 @@ def score(
     examples: list[Example],
     rt: Runtime,
     progress: bool = False,
-    check: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Summed negative log-likelihood of each ending in nats, (n, 4) float32 on the CPU, the same on all ranks.
 
     The ranks of `rt` split the batches, so each of them must call this; the forward pass runs under its autocast.
-    progress: show a progress bar. check: called equally often on every rank; it may raise Stopped. Raises UserError if
-    the model cannot read the examples.
+    progress: show a progress bar. check_stop: called equally often on every rank; it may raise Stopped. Raises
+    UserError if the model cannot read the examples.
     """
     require_readable(examples, model.config)
 
@@ -195,9 +195,9 @@ def score(
     losses = torch.zeros(len(examples), NUM_ENDINGS)
     with torch.no_grad(), rt.autocast():
         head = cast_head(model.lm_head.weight, model.lm_head.bias, model.config.softcap, model.config.vocab_size)
-        # In each round the ranks take one batch each; in the last round some may get none, but still call `check`.
+        # In each round the ranks take one batch each; in the last round some may get none, but still call check_stop.
         for first in tqdm(range(0, len(batches), rt.world_size), "hellaswag", disable=not progress, leave=False):
-            check()
+            check_stop()
             number = first + rt.rank
             if number < len(batches):
                 indices = batches[number]
@@ -231,7 +231,7 @@ def batch_losses(model: GPT, head: tuple, batch: Batch, device: torch.device, lo
 
 
 def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime, Callable[[], None]], dict] | None:
-    """The function (model, rt, check) -> accuracies by which a training run is scored on the rows in the file `data`.
+    """The function (model, rt, check_stop) -> accuracies that scores a training run on the rows in the file `data`.
 
     If the default file is not there, or a model of this shape cannot read the rows, print the reason and return None:
     the run trains without HellaSwag. Raises UserError if another file cannot be loaded.
@@ -247,9 +247,9 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime, Callabl
         print0(f"HellaSwag is off: {e}")
         return None
 
-    def score_run(model: GPT, rt: Runtime, check: Callable[[], None]) -> dict[str, float | int]:
+    def score_run(model: GPT, rt: Runtime, check_stop: Callable[[], None]) -> dict[str, float | int]:
         has_terminal = rt.is_main and sys.stderr.isatty()
-        losses = score(model, examples, rt, progress=has_terminal, check=check)
+        losses = score(model, examples, rt, progress=has_terminal, check_stop=check_stop)
         # Losses that are not numbers would score the share of the rows with label 0.
         result = summarize(losses, examples)
         return result if losses.isfinite().all() else result | {"acc": math.nan, "acc_norm": math.nan}

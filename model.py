@@ -171,8 +171,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension of x, in the precision of x: only the statistics are in
     float32."""
     # Since torch 2.12, autocast on a GPU makes rms_norm return float32. The residual stream starts with a norm, so all
-    # of it would be float32. The output has the precision of x on a CPU, in torch 2.5 (modded-nanogpt's record 8) and
-    # without autocast (modded-nanogpt's simple trainer); here it has the precision of x everywhere.
+    # of it would be float32. modded-nanogpt, under torch 2.5 or without autocast, keeps the precision of x.
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
         return F.rms_norm(x, x.shape[-1:], weight)
@@ -266,7 +265,7 @@ class KVCache:
 class SharedInputs(NamedTuple):
     """What every block is given beside the residual stream, made once by GPT.hidden.
 
-    No field has a default: whoever adds one is told of every place that must give it a value.
+    No field has a default, so Python reports every caller that does not give a new one.
     """
 
     cos_sin: Tensor | None  # RoPE's angles (2, ..., T, 1, hs / 2), if used
@@ -527,8 +526,8 @@ class GPT(nn.Module):
         The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
         about ln(V). Targets of -100 are left out.
         """
-        # train_gpt2.py does not call this: it computes the same loss in chunks (training/forward.py), and so
-        # do hellaswag.py for each text and weights/modeling_gpt.py for transformers. Change all of them.
+        # A change of the loss belongs in four places: here, in training/forward.py, which computes it in chunks for
+        # train_gpt2.py, in hellaswag.py, for each text, and in weights/modeling_gpt.py, for transformers.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

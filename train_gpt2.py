@@ -131,7 +131,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
             # [stop] The gradients are dropped: a resumed run computes this step again, to the same bits.
             if stops:
-                stop.leave()
+                stop.raise_stopped()
 
             # Rate and update.
             lr = set_learning_rates(optimizers, step, max_steps, cfg)
@@ -181,19 +181,19 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     cfg: TrainConfig,
     rt: Runtime,
-    check: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
     """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
 
     batch: (micro_steps, B, T + 1) uint16, this rank's tokens. The gradients are those of the mean loss over all ranks.
-    check: called before each micro-batch; it may raise. Every rank must call this. Returns
+    check_stop: called before each micro-batch; it may raise Stopped. Every rank must call this. Returns
 
         loss    mean over this rank's sequences of the step, in nats per token
         norm    L2 norm of the gradients of all parameters, before clipping; the same on all ranks
     """
     local_loss = torch.zeros((), device=rt.device)
     for i, tokens in enumerate(batch):
-        check()
+        check_stop()
 
         # Inputs and targets: (B, T + 1) -> 2 x (B, T)
         x, y = to_device(tokens, rt.device)

@@ -266,8 +266,8 @@ def train(cfg: Config) -> None:
 
         # The loss on text that is never trained on, in nats per token. A network that knows nothing gives all tokens
         # the same probability: ln(50304) = 10.83. Random weights begin a little above: 10.84 at width 128, 10.95 at
-        # 768. A run that begins far above has weights that are too large. In one that begins below, the network sees
-        # its targets; or the text repeats its tokens, as indented code does.
+        # 768. If a run begins far above, its weights are too large. If it begins below, the network sees its targets,
+        # or the text repeats itself, as indented code does.
         if cfg.val_every and (step % cfg.val_every == 0 or is_last):
             val_batches = read_batches(val_shards, B, T, rank, world_size, device)
             row["val_loss"] = validate(forward, islice(val_batches, val_steps), autocast)

@@ -36,7 +36,7 @@ from training.forward import Forward
 from training.presets import PRESETS
 from weights.open_model import open_model
 
-# (model, rt, check) -> accuracies: hellaswag.py's, which train_gpt2.py hands in
+# (model, rt, check_stop) -> accuracies: hellaswag.py's, which train_gpt2.py hands in
 ScoreHellaswag = Callable[[GPT, Runtime, Callable[[], None]], dict[str, float]]
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 PROMPT_TOKENS = 8  # of --sample-prompt @val
@@ -205,7 +205,7 @@ def count_bytes_per_target(data: Loader, cfg: TrainConfig) -> float:
 
 @torch.no_grad()
 def validate(
-    forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check: Callable[[], None] = lambda: None
+    forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check_stop: Callable[[], None] = lambda: None
 ) -> float:
     """The mean cross-entropy, in nats per token, over the first val_tokens of the val split. It does not depend on the
     number of ranks, nor on B, the number of sequences in a forward pass.
@@ -217,7 +217,7 @@ def validate(
         rank 0      0   2   | 4   6   | 8 padding
         rank 1        1   3 |   5   7 | (skips this batch)
 
-    data: the val split. `check` is called before each batch, equally often on all ranks. Every rank must call this.
+    data: the val split. check_stop is called before each batch, equally often on all ranks. Every rank must call this.
     """
     # The first sequences of the split, in order. A stride is what all ranks together take at a time.
     count = num_val_sequences(data, cfg)
@@ -229,7 +229,7 @@ def validate(
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
     has_terminal = rt.is_main and sys.stderr.isatty()
     for i in tqdm(range(0, count, stride), "validation", disable=not has_terminal, leave=False):
-        check()
+        check_stop()
 
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
@@ -246,7 +246,7 @@ def validate(
         with rt.autocast():
             loss = forward(x, y)
         total += loss.to(total.dtype) * len(own)
-    check()
+    check_stop()
 
     # `total` is the sum of the mean losses of all sequences, which are equally long.
     return rt.all_reduce(total).item() / count

@@ -69,9 +69,9 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
-    """Of these steps of a run those that may be the best by val loss: the one with the lowest loss, and every step that
-    cannot be compared with it, because metrics.jsonl has no line of it (the file was not copied) or it was measured on
-    other data (`val_set`). A step that was not validated is none of them."""
+    """The steps that --keep must not delete, because one of them is the best by val loss: the one with the lowest loss,
+    and those that cannot be compared with it. These were measured on other data (`val_set`), or metrics.jsonl has no
+    line of them, as if it was not copied. A step that was not validated is not kept."""
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
     last = max(rows, default=0)
     unknown = {step for step in steps if step not in rows and step < last}

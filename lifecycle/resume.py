@@ -183,7 +183,7 @@ def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
 
 def is_complete(run: Run) -> bool:
     """Whether nothing is left to do, as when the command of a finished run is repeated: all steps are done, and the
-    last one is evaluated. A run resumed with fewer steps than it has done is complete, too. Every rank must call it."""
+    last one is evaluated. So is a run that has done more steps than --max-steps asks for. Every rank must call it."""
     is_evaluated = bool(read_step(run.cfg.run_dir, run.start))
     is_evaluated = run.rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
     return run.start > run.max_steps or (run.start == run.max_steps and is_evaluated)

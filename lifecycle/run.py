@@ -1,4 +1,4 @@
-"""A run, as its start has decided it: what everything around the loop needs to know.
+"""What a run starts from: the settings, the network and the data, decided once, for all that stands around the loop.
 
     run, saved = open_run(cfg, rt)                      # lifecycle/resume.py
     metrics = MetricsLogger(run)

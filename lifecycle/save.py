@@ -25,8 +25,9 @@ from weights import checkpoint
 
 
 class Saver:
-    """Saves a run. Use it as a context manager: leaving the block waits for the write in progress. If an error leaves
-    the block, the steps before it are saved, where that needs no other rank: the others do not know of the error."""
+    """Saves a run. Use it as a context manager: leaving the block waits for the write in progress. If an error ends the
+    block of a single rank, all whole steps before it are saved. With several ranks they are not: a save needs them all,
+    and the others do not know of the error."""
 
     def __init__(
         self,

@@ -5,8 +5,11 @@
         ...
         stop.check(rt)      # raises Stopped on all ranks at the same place
 
-Called by train_gpt2.py, which saves the run and exits with code 0. `check` is for evaluations; in a step the request
-travels with the loss, in the collective of the loop.
+Called by train_gpt2.py, which saves the run and exits with code 0. A run stops in one of three places:
+
+    between two batches of an evaluation      stop.check          all ranks ask each other
+    within a step, before its gradients       stop.check_alone    only if there is a single rank
+    after the gradients of a step             the loop            the request travels with the loss
 """
 
 import math
@@ -52,7 +55,7 @@ class StopRequest:
     def _is_over_limit(self) -> bool:
         return self.first_step_is_done and self.elapsed_s() > self.limit_s
 
-    def leave(self) -> NoReturn:
+    def raise_stopped(self) -> NoReturn:
         """Raise Stopped. Every rank must call it."""
         self.is_agreed = True
         raise Stopped
@@ -60,13 +63,13 @@ class StopRequest:
     def check(self, rt: Runtime) -> None:
         """Raise Stopped on all ranks if any was asked to stop. Every rank must call it, equally often."""
         if rt.any_rank(self.is_requested()):
-            self.leave()
+            self.raise_stopped()
 
     def check_alone(self, rt: Runtime) -> None:
         """Raise Stopped if this rank was asked to stop and is the only one, so that no other would wait for it. May be
         called anywhere between two updates."""
         if rt.world_size == 1 and self.is_requested():
-            self.leave()
+            self.raise_stopped()
 
     def reason(self) -> str:
         """signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""

@@ -257,8 +257,8 @@ RANK_VARIABLES = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE
 
 
 def env_number(name: str) -> int:
-    """One of RANK_VARIABLES. It never fails, because errors are printed by rank: text that is no number counts as
-    missing here, and check_rank_variables refuses it."""
+    """One of RANK_VARIABLES. It never fails, because errors are printed by rank. Text that is no number counts as
+    missing; check_rank_variables reports it."""
     text = os.environ.get(name, "")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else RANK_VARIABLES[name]
 

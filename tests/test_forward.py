@@ -8,7 +8,7 @@ import torch
 from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.forward import Forward, chunk_loss, mean_loss, padded_columns
+from training.forward import Forward, add_product_, chunk_loss, mean_loss, padded_columns
 
 OPTIONS = {
     "tied": {},
@@ -111,6 +111,12 @@ def test_the_compiled_loss_of_a_chunk_is_the_same():
         found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sum_beyond_the_largest_float16_is_exact():
+    total = torch.ones(1, 1)
+    add_product_(total, torch.full((1, 4096), 8.0).half(), torch.full((4096, 1), 8.0).half())
+    assert total.item() == 1 + 4096 * 64
 
 
 class LargestResult(TorchDispatchMode):

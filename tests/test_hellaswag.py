@@ -97,7 +97,7 @@ def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch):
 
     for rank in range(5):
         rt = Runtime(CPU, torch.float32, rank, world_size=5)
-        hellaswag.score(model, examples, rt, check=lambda rank=rank: checks.append(rank))
+        hellaswag.score(model, examples, rt, check_stop=lambda rank=rank: checks.append(rank))
 
     assert torch.equal(sum(contributions), one_rank)
     assert len(set(map(checks.count, range(5)))) == 1

@@ -317,6 +317,19 @@ def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, run_rank
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def change_the_first_weights_of_rank_1() -> None:
+    """A `prepare` for ranks of which the second draws other random numbers, as another processor may."""
+    if os.environ["RANK"] == "1":
+        manual_seed = torch.manual_seed
+        torch.manual_seed = lambda seed: manual_seed(seed + 1)
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first(tiny_args, tmp_path, one_run, run_ranks):
+    flags = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
+    run_ranks(2, "train_gpt2.py", *flags, prepare=change_the_first_weights_of_rank_1)
+    assert_curves_close(load_curve(tmp_path / "run"), load_curve(one_run))
+
+
 def change_a_weight_of_rank_1() -> None:
     """A `prepare` for ranks of which the second computes one number wrongly, by one bit, in its fifth update."""
     if os.environ["RANK"] == "0":

@@ -30,7 +30,7 @@ sequences of a group form one pool that is shuffled anew:
     |-- step 0 --|-- step 1 --|-- step 2 --|-- step 3 --|-- ...
 
 A shard is read as a whole, front to back, when its group's turn comes. A full shard of FineWeb is a group of its own.
-Small shards are mixed, so that a run of less than an epoch sees all of a small corpus instead of a few shards.
+Small shards are mixed, so that a run that is shorter than an epoch still sees text from all of them.
 
 Without shuffling, the order is that of build-nanogpt: shard by shard, sequence by sequence. (build-nanogpt skips up to
 a micro-batch of all ranks at the end of each shard; here it is used.)

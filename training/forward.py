@@ -91,7 +91,8 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
 
     # DDP reduces gradients in buckets. A gradient that is None when a backward pass begins becomes a new tensor, beside
     # its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So give each parameter a
-    # gradient of zeros, which DDP moves into the bucket. Expanded from one number, it takes no memory.
+    # gradient of zeros, which DDP moves into the bucket, where it stays from then on. Expanded from one number, it
+    # takes no memory.
     for p in forward.parameters():
         p.grad = p.new_zeros(()).expand_as(p)
 
@@ -113,7 +114,7 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
 def choose_chunk_rows(device_type: str, compiles: bool) -> int:
     """How many rows a chunk has. 512 keep a CPU busy. On a GPU each chunk reads and writes the whole gradient of the
     weight, so chunks are larger there; that size is not measured. Without the compiler, several copies of a chunk's
-    logits are in memory at once: 7.5 GB for 8,192 rows of GPT-2's."""
+    logits are in memory at once, which for 8,192 rows of GPT-2's would take 7.5 GB."""
     if device_type == "cpu":
         return 512
     return 8192 if compiles else 1024

@@ -23,8 +23,8 @@ from training.zero import ShardedOptimizer
 
 # What a parameter is, which decides on its optimizer, rate and weight decay.
 EMBEDDING = "embedding"  # the weight of an nn.Embedding; a tied head is one
-BLOCK_MATRIX = "block matrix"  # two dimensions, in a block of the transformer
-MATRIX = "matrix"  # two dimensions, elsewhere: an untied head
+BLOCK_MATRIX = "block matrix"  # two dimensions or more, in a block of the transformer
+MATRIX = "matrix"  # two dimensions or more, elsewhere: an untied head
 VECTOR = "vector"  # biases and gains
 ROLES = (EMBEDDING, BLOCK_MATRIX, MATRIX, VECTOR)
 

@@ -54,8 +54,8 @@ def trapezoid_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
     return min(1.0, steps_left / max(1.0, cfg.cooldown * total_steps))
 
 
-# How much of the decay is left at `step`, for warmup_steps <= step < total_steps. It is 1 at warmup_steps (less if a
-# trapezoid's cooldown begins before) and would be 0 at total_steps; lr_factor adds the floor.
+# How much of the decay is left at `step`, for warmup_steps <= step < total_steps: 1 at the end of the warm-up, or less
+# if a trapezoid's cooldown has begun by then, and nearly 0 at the last step. lr_factor adds the floor.
 DECAYS = {"cosine": cosine_decay, "trapezoid": trapezoid_decay}
 
 

@@ -26,9 +26,11 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         # One broadcast per rank instead of one per parameter: the update takes a quarter of the time.
         super().__init__(groups, optimizer_class, parameters_as_bucket_view=True, **arguments)
 
-        # A small group may be on other ranks altogether. The optimizer never sees an empty one, which the foreach
-        # kernels of torch refuse.
-        part = self.optim  # torch's name for this rank's part
+        # `self` has all parameters and no state; this rank's optimizer has its share of both.
+        part = self.optim
+
+        # All parameters of a small group may belong to other ranks. The optimizer never sees an empty group, which the
+        # foreach kernels of torch refuse.
 
         def hide_empty_groups(*_: Any) -> None:
             self.all_groups = part.param_groups

@@ -142,10 +142,10 @@ def read_file(path: Path) -> dict[str, Any]:
     import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
     match = CHECKPOINT_FILE.fullmatch(path.name)
     with open(path, "rb") as f:
-        is_archive = f.read(2) == b"PK"
+        start = f.read(2)
     problem = f"{path} is not a checkpoint of this project, nor any of torch since 1.6"
-    fix = import_command if path.suffix in (".pt", ".pth", ".ckpt") else "a run has model_*.pt"
-    require(match or is_archive, f"{problem}; {fix}")
+    fix = import_command if start[:1] == b"\x80" else "a model is a model_*.pt"  # torch before 1.6 wrote a pickle
+    require(match or start == b"PK", f"{problem}; {fix}")
 
     status = path.stat()
     damage = find_damage(path, status.st_size, status.st_mtime_ns)
