@@ -263,7 +263,7 @@ class KVCache:
 
 
 class SharedInputs(NamedTuple):
-    """What every block is given beside the residual stream, made once by GPT.hidden.
+    """What every block is given beside the residual stream, made once by GPT.embed.
 
     No field has a default, so Python reports every caller that does not give a new one.
     """
@@ -479,6 +479,29 @@ class GPT(nn.Module):
         positions (B, T); mask (B, 1, T, S), where S is T plus the cache's length, true where query i attends to key j.
         Without them the positions are 0 .. T - 1, after those of the cache, and the mask is causal.
         """
+        x, shared = self.embed(idx, cache, positions, mask)
+
+        # The blocks. With a cache or a mask, lengths vary from call to call, so leave out a kernel that plans each.
+        lengths_vary = cache is not None or mask is not None
+        with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
+            for block in blocks or self.transformer.h:
+                # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
+                # would append to the cache twice.
+                if self.recompute and cache is None and torch.is_grad_enabled():
+                    x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x = block(x, shared)
+
+        # All layers have appended their keys and values.
+        if cache is not None:
+            cache.length += idx.size(1)
+        return x
+
+    def embed(
+        self, idx: Tensor, cache: KVCache | None, positions: Tensor | slice | None, mask: Tensor | None
+    ) -> tuple[Tensor, SharedInputs]:
+        """What enters the first block, (B, T, C), and what every block is given beside it. The arguments are those of
+        `hidden`."""
         # The T new positions come after the `start` cached ones.
         T = idx.size(1)
         start = cache.length if cache is not None else 0
@@ -498,23 +521,7 @@ class GPT(nn.Module):
             cos_sin = self.cos_sin[:, positions, None]  # (2, T, 1, hs / 2), or (2, B, T, 1, hs / 2)
         else:
             x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
-        shared = SharedInputs(cos_sin, mask, cache)
-
-        # The blocks. With a cache or a mask, lengths vary from call to call, so leave out a kernel that plans each.
-        lengths_vary = cache is not None or mask is not None
-        with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
-            for block in blocks or self.transformer.h:
-                # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
-                # would append to the cache twice.
-                if self.recompute and cache is None and torch.is_grad_enabled():
-                    x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
-                else:
-                    x = block(x, shared)
-
-        # All layers have appended their keys and values.
-        if cache is not None:
-            cache.length += T
-        return x
+        return x, SharedInputs(cos_sin, mask, cache)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""

@@ -548,7 +548,7 @@ class Supervisor:
         trainer = subprocess.Popen(command, env=env, pass_fds=[self.lock.fileno()])
 
         self.wait(trainer, seconds, SILENCE_S)
-        if self.silent_s() >= SILENCE_S:
+        if trainer.poll() is None and self.silent_s() >= SILENCE_S:
             log(f"no word for {SILENCE_S / 3600:g} hours: the trainer hangs, and is killed")
             signal_ranks(trainer.pid, signal.SIGKILL)
             trainer.kill()
