@@ -79,11 +79,10 @@ class Args:
 
 # The flags behind the parameters of a manifest, where they have other names.
 FLAGS = {
-    "name": "files, or a dataset, called",
+    "name": "files, or a dataset, whose names begin with",
     "plays": "--source shakespeare:",
     "column": "--text-column",
     "shard_tokens": "--shard-size",
-    "revision": "other files, or files that have changed since, at revision",
 }
 FEW_TOKENS = 100_000  # about 400 KB of English
 # What to train on the shards of a source; own texts and the Hub's have presets of their own.
@@ -100,6 +99,8 @@ def as_flag(parameter: str) -> str:
 
 def describe_change(parameter: str, before: object, now: object) -> str:
     """The value of a parameter with which a folder was made, and that of this command; None: not given."""
+    if parameter == "revision":
+        return "from other files, or from files that have changed since"
     if before is None:
         return f"without {as_flag(parameter)}"
     return f"with {as_flag(parameter)} {before}" + (f", not {now}" if now is not None else "")
@@ -124,6 +125,9 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
     formats = [choose_format(Path(file["path"]), args.as_text) for file in source["files"]]
     have_ids = {format.read is read_token_file for format in formats}
     require(len(have_ids) == 1, f"{name} has files of token ids (.bin), and others; give one kind")
+    is_split = len(paths) > 1 and any(path.name == "val.bin" for path in paths)
+    fix = "give train.bin alone, whose first shard becomes the validation split"
+    require(not is_split, f"val.bin, nanoGPT's validation split, would be trained on; {fix}")
 
     # How the files are read.
     if args.ids_column:
@@ -284,7 +288,14 @@ def fill_folder(args: Args, out: Path, name: str, paths: dict[Path, str], source
     if not paths:
         licence = sources.find_dataset(args.source[0]).licence or "see its card for the licence"
         print0(f"downloading {source['name']} ({licence})")
-    return make_shards(out, name, manifest, list(paths))
+    try:
+        return make_shards(out, name, manifest, list(paths))
+    except UserError:
+        # Without a shard, the folder takes another source.
+        begun = shards.read_manifest(out)
+        if begun and not begun.shards:
+            (out / shards.MANIFEST).unlink()
+        raise
 
 
 def parse_args() -> Args:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -30,14 +29,13 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from system import cli
-from system.cli import UserError, explain_errors, print0, require
+from system.cli import UserError, explain_errors, print0, progress_bar, require
 from system.files import atomic_write
 
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 import torch.nn.functional as F
 import tyro
-from tqdm import tqdm
 
 from lifecycle.evaluator import describe_score
 from model import GPT, GPTConfig, softcap
@@ -173,14 +171,13 @@ def score(
     model: GPT,
     examples: list[Example],
     rt: Runtime,
-    progress: bool = False,
     check_stop: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Summed negative log-likelihood of each ending in nats, (n, 4) float32 on the CPU, the same on all ranks.
 
     The ranks of `rt` split the batches, so each of them must call this; the forward pass runs under its autocast.
-    progress: show a progress bar. check_stop: called equally often on every rank; it may raise Stopped. Raises
-    UserError if the model cannot read the examples.
+    check_stop: called equally often on every rank; it may raise Stopped. Raises UserError if the model cannot read the
+    examples.
     """
     require_readable(examples, model.config)
 
@@ -196,7 +193,7 @@ def score(
     with torch.no_grad(), rt.autocast():
         head = cast_head(model.lm_head.weight, model.lm_head.bias, model.config.softcap, model.config.vocab_size)
         # In each round the ranks take one batch each; in the last round some may get none, but still call check_stop.
-        for first in tqdm(range(0, len(batches), rt.world_size), "hellaswag", disable=not progress, leave=False):
+        for first in progress_bar(range(0, len(batches), rt.world_size), "hellaswag", is_shown=rt.is_main):
             check_stop()
             number = first + rt.rank
             if number < len(batches):
@@ -248,8 +245,7 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime, Callabl
         return None
 
     def score_run(model: GPT, rt: Runtime, check_stop: Callable[[], None]) -> dict[str, float | int]:
-        has_terminal = rt.is_main and sys.stderr.isatty()
-        losses = score(model, examples, rt, progress=has_terminal, check_stop=check_stop)
+        losses = score(model, examples, rt, check_stop)
         # Losses that are not numbers would score the share of the rows with label 0.
         result = summarize(losses, examples)
         return result if losses.isfinite().all() else result | {"acc": math.nan, "acc_norm": math.nan}
@@ -427,9 +423,8 @@ def main() -> None:
         model = open_model(args.model).to(rt.device)
 
         # The time is that of scoring alone, without imports, loading and tokenizing.
-        show_progress = rt.is_main and sys.stderr.isatty()
         start = time.perf_counter()
-        losses = score(model, examples, rt, progress=show_progress)
+        losses = score(model, examples, rt)
         seconds = time.perf_counter() - start
     require_finite(losses, rt.dtype)
 

@@ -363,13 +363,14 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
 def describe_run(run: PlottedRun, reach: int) -> str:
     """The name of a run and the ends of its lines, as they are drawn: "quickstart: train 5.537, val 5.601, step 80"."""
     ends = []
+    last_step = max(steps[-1] for steps, _ in run.curves.values())
     for key, word in LAST_VALUES.items():
         if key in run.curves:
             steps, values = run.curves[key]
             if key not in EVALUATIONS:
                 steps, values = moving_median(steps, values, reach)
-            ends.append(f"{word} {values[-1]:#.4g}")
-    last_step = max(steps[-1] for steps, _ in run.curves.values())
+            is_earlier = key in EVALUATIONS and steps[-1] < last_step - 1
+            ends.append(f"{word} {values[-1]:#.4g}" + (f" at step {steps[-1]:,}" if is_earlier else ""))
     return f"{run.name}: {', '.join([*ends, f'step {last_step:,}'])}"
 
 

@@ -39,7 +39,7 @@ import hellaswag
 from lifecycle import plan, resume
 from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
-from lifecycle.metrics import MetricsLogger, best_step
+from lifecycle.metrics import MetricsLogger, best_step, read_step
 from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
@@ -138,7 +138,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             if math.isfinite(loss) and not bad_norms:
                 with saver.guard_update(step):  # [resume] an error in its middle saves nothing
                     for optimizer in optimizers:
-                        scaler.step(optimizer)
+                        scaler.step(optimizer)  # with hooks before and after it: master weights, ZeRO-1
             elif math.isfinite(loss) and scaler.get_scale() > 1:
                 # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
                 print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
@@ -242,13 +242,16 @@ def build(
         scaler = torch.amp.GradScaler(rt.device.type, enabled=is_float16)
         if is_float16 and cfg.weights == "bfloat16":
             print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a loss scale")
+        if rt.dtype == torch.float32 and cfg.weights == "bfloat16":
+            print0("--weights bfloat16: the matrix products are in bfloat16, too, whatever the precision above")
         # [memory] With --weights bfloat16 these update float32 copies of the model's weights.
         optimizers = optim.build_optimizers(model, cfg, rt)
 
         # [memory] [speed] The head in chunks, and compiled blocks. The micro-batch is chosen before DDP comes: a rank
         # that runs out of memory inside DDP would leave the others waiting in a collective.
         forward = make_forward(model, cfg, rt)
-        B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg))
+        shards = rt.world_size if cfg.zero_stage == 1 else 1
+        B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg, shards))
         return forward, wrap_in_ddp(forward, rt), optimizers, scaler, B
 
 
@@ -264,7 +267,7 @@ def print_result(cfg: TrainConfig, step: int, seconds: float) -> None:
     """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them."""
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
     path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
-    what = "weights" if best is None else "of the saved weights, the lowest val loss"
+    what = "weights" if best is None else f"val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}, the lowest saved"
     print0(f"done: {step} steps in {format_duration(seconds)}; {what}: {path}")
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
     # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.

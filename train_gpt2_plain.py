@@ -104,7 +104,8 @@ def find_enough_shards(cfg: Config, split: str, needed: int) -> list[Path]:
     paths = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
     found = sum(len(sequence_starts(shards.count_tokens(path), cfg.sequence_length)) for path in paths)
     problem = f"the {split} shards in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
-    require(found >= needed, f"{problem}; use more text, or a smaller --val-tokens or --sequence-length")
+    fix = f"use more text, or a smaller --sequence-length, or --val-tokens of {found * cfg.sequence_length} at most"
+    require(found >= needed, f"{problem}; {fix}")
     return paths
 
 

@@ -42,7 +42,7 @@ PYTHON = sys.executable  # of the trainer and of hub.py
 
 # Seconds.
 SHOW_LOG_S = 15  # the start shows the log for so long
-RESTART_DELAY_S = 10  # then a minute, then six: what is down, such as a volume, may come back
+RESTART_DELAY_S = 10  # then a minute, then six minutes each: what is down, such as a volume, may come back
 SILENCE_S = 7200  # a trainer that has written nothing for so long hangs, as in a read from a dead volume: it is killed
 HANG_S = 1800  # a trainer that hangs does not see the time limit of BUDGET_USD: so much later it is ended
 SAVE_S = 600  # a trainer that was asked to stop is killed after so long, as torchrun kills its ranks
@@ -413,7 +413,6 @@ class Supervisor:
         self.nproc = nproc
         self.stop_cmd = stop_cmd
         self.start_time = time.monotonic()
-        self.log_size, self.log_grew_at = 0, self.start_time
         self.stop_requested = False  # whether SIGTERM or SIGINT has come
         self.failed_early = False  # by a mistake of the user, soon after the start
         push_to = settings.push_to or "OWNER/NAME"
@@ -446,7 +445,12 @@ class Supervisor:
         if self.settings.push_every:
             pusher.join()
 
-        self.give_back(self.secure_weights())
+        try:
+            is_safe = self.secure_weights()
+        except Exception:
+            log(traceback.format_exc())
+            is_safe = False
+        self.give_back(is_safe)
         with suppress(OSError):
             (self.out / "train.pid").unlink()
         return int(outcome.startswith("failed"))
@@ -467,23 +471,21 @@ class Supervisor:
         while not self.stop_requested and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
-    def wait(self, process: subprocess.Popen, seconds: float, silence_s: float = math.inf) -> None:
+    def wait(self, process: subprocess.Popen, seconds: float, silence_s: float = math.inf) -> bool:
         """Wait until a process has ended, `seconds` are over, a stop is requested, or the log has not grown for
-        silence_s."""
+        silence_s: only then return True."""
         deadline = time.monotonic() + seconds
-        self.log_grew_at = time.monotonic()
+        log_size, log_grew_at = 0, time.monotonic()
         while process.poll() is None and not self.stop_requested and time.monotonic() < deadline:
-            if self.silent_s() >= silence_s:
-                break
+            with suppress(OSError):
+                # The log is this process's output. On a full disk it cannot grow.
+                size, is_full = os.fstat(1).st_size, os.fstatvfs(1).f_bavail == 0
+                if size != log_size or is_full:
+                    log_size, log_grew_at = size, time.monotonic()
+            if time.monotonic() - log_grew_at >= silence_s:
+                return True
             time.sleep(POLL_S)
-
-    def silent_s(self) -> float:
-        """For how many seconds the log, which is this process's output, has not grown."""
-        with suppress(OSError):
-            size = os.fstat(1).st_size
-            if size != self.log_size:
-                self.log_size, self.log_grew_at = size, time.monotonic()
-        return time.monotonic() - self.log_grew_at
+        return False
 
     def newest_step(self) -> int | None:
         """The newest complete step of the run; None if there is none, or the disk does not answer."""
@@ -529,9 +531,10 @@ class Supervisor:
                 failures = 0
             failures += 1
             log(f"failure {failures}, exit code {exit_code}; MAX_RESTARTS is {self.settings.max_restarts}")
-            if failures > self.settings.max_restarts or self.elapsed_s() > self.budget_s - 1:
+            pause_s = RESTART_DELAY_S * 6 ** min(failures - 1, 2)
+            if failures > self.settings.max_restarts or self.elapsed_s() + pause_s > self.budget_s - 1:
                 return f"failed: exit code {exit_code}, no restart"
-            self.pause(RESTART_DELAY_S * 6 ** (failures - 1))
+            self.pause(pause_s)
         return "stopped"
 
     def run_trainer(self, args: list[str], seconds: float) -> int:
@@ -547,8 +550,8 @@ class Supervisor:
         env = {**os.environ, **trainer_env(), "TRAIN_STATUS_FILE": str(self.out / "status.json")}
         trainer = subprocess.Popen(command, env=env, pass_fds=[self.lock.fileno()])
 
-        self.wait(trainer, seconds, SILENCE_S)
-        if trainer.poll() is None and self.silent_s() >= SILENCE_S:
+        is_hanging = self.wait(trainer, seconds, SILENCE_S)
+        if is_hanging:
             log(f"no word for {SILENCE_S / 3600:g} hours: the trainer hangs, and is killed")
             signal_ranks(trainer.pid, signal.SIGKILL)
             trainer.kill()
@@ -565,13 +568,18 @@ class Supervisor:
 
     def push_periodically(self, training_ended: threading.Event) -> None:
         """Push each new complete checkpoint while training continues. The next one replaces it (--temporary)."""
-        pushed = None
+        pushed = tried = None
         while not training_ended.wait(self.settings.push_every):
             step = self.newest_step()
             if step in (None, pushed):
                 continue
-            log(f"pushing step {step} to {self.settings.push_to}")
-            push = subprocess.Popen(["nice", *self.push_command, "--with-optimizer", "--temporary"])
+            # Once a step, and the rest elsewhere: whether the trainer hangs is seen by a log that does not grow.
+            if step != tried:
+                log(f"pushing step {step} to {self.settings.push_to}, again until it succeeds: push.log")
+            tried = step
+            with open(self.out / "push.log", "ab") as push_log:
+                command = ["nice", *self.push_command, "--with-optimizer", "--temporary"]
+                push = subprocess.Popen(command, stdout=push_log, stderr=push_log)
             deadline = time.monotonic() + PERIODIC_PUSH_S
             while push.poll() is None:
                 if training_ended.wait(POLL_S) or time.monotonic() >= deadline:

@@ -70,7 +70,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
             prog="train_gpt2.py [PRESET]",
             description=f"{describe_presets()}\n\nBelow, the values of {defaults.preset}. --help explains each flag.",
             compact_help="--help" not in flags,
-            console_outputs=env_rank() == 0,
+            console_outputs=env_rank() == 0 and not explain_foreign_flags(flags),  # which say it all
         )
     except SystemExit as e:
         # tyro has said what is wrong with a value; of a flag that does not exist it can only say that.

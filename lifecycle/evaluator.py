@@ -10,14 +10,12 @@ Called by train_gpt2.py between two steps. Nothing here changes the model, the g
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from lifecycle import reference
 from lifecycle.resume import describe_files
@@ -25,7 +23,7 @@ from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT, VOCAB_SIZE, Sampler, stream
 from system import distributed
-from system.cli import print0, printable, require
+from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
@@ -227,8 +225,7 @@ def validate(
     # Float64 sums, where the device has them, keep thousands of batches exact enough that the result does not depend on
     # the number of ranks.
     total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
-    has_terminal = rt.is_main and sys.stderr.isatty()
-    for i in tqdm(range(0, count, stride), "validation", disable=not has_terminal, leave=False):
+    for i in progress_bar(range(0, count, stride), "validation", is_shown=rt.is_main):
         check_stop()
 
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.

@@ -174,7 +174,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         seconds[count] = min(seconds[count], now() - start_time)
 
     micro_steps = cfg.sequences_per_step // rt.world_size // B
-    micro_s = seconds[2] - seconds[1]
+    micro_s = min(seconds[1], seconds[2] - seconds[1])  # noise may make the difference too large
     step_s = seconds[1] + (micro_steps - 1) * micro_s
     print0(
         f"dry run: peak memory per rank {machine.peak_memory(rt.device) / 2**30:.1f} GiB; {micro_steps} micro-steps of "
@@ -206,7 +206,7 @@ def predict(cfg: TrainConfig) -> str:
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
-    state_bytes = optim.state_bytes(model, cfg) / optimizer_shards
+    state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
     accuracy = "of the published runs, half are within 15%, all within 40% (docs/renting.md)"

@@ -152,7 +152,6 @@ def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
 
 def open_init_from(cfg: TrainConfig) -> GPT:
     """The weights that --init-from names. Raises UserError if they are of another network than the flags ask for."""
-    require(cfg.init_from != "resume", "--init-from resume, as nanoGPT has it, is --resume auto here")
     try:
         model = open_model(cfg.init_from)
     except UserError as e:
@@ -297,8 +296,8 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     is_network = old.model != cfg.model
     if changed and (is_network or not cfg.allow_drift):
         problem = f"the checkpoint of step {saved['step']} was made with other settings"
-        free = shlex.quote(str(free_folder(cfg.run_dir)))
-        start = f"or start another run: the same command without --resume, with --out-dir {free}"
+        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(free_folder(cfg.run_dir)))}"
+        start = f"or start another run, with your other flags: python train_gpt2.py {cfg.preset} {folders}"
         otherwise = "" if is_network else ", or continue anyway with --allow-drift"
         raise UserError(
             f"{problem}: {'; '.join(changed)}. Restore them: {' '.join(changed.values())}; {start}{otherwise}"

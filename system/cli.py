@@ -305,6 +305,14 @@ def print_next(commands: str) -> None:
         print0(f"next: {commands}")
 
 
+def progress_bar(items: Iterable, name: str, is_shown: bool) -> Iterable:
+    """The items, with a bar of progress on a terminal. In a log, a line every ten minutes says that work goes on."""
+    from tqdm import tqdm
+
+    seconds = 0.2 if sys.stderr.isatty() else 600
+    return tqdm(items, name, disable=not is_shown, mininterval=seconds, delay=seconds, leave=False)
+
+
 # ------------------------------------------------------------------------- units
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from system.cli import UserError, require
+from system.cli import TransientError, UserError, require
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Where the file system has no flock, as on some Lustre mounts, the file itself is the lock, and names its process:
     filelock takes over that of a process of this machine that has died.
     """
-    is_new = not folder.exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
@@ -83,13 +83,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
         fix = "wait for it or choose another folder"
         if isinstance(lock, SoftFileLock):
             fix += f", or remove {folder}/.lock if that process is gone"
-        raise UserError(f"{folder} is in use by another process; {fix}") from None
+        # A run that was killed while it waited for a disk may hold the lock a little longer: a restart may succeed.
+        raise TransientError(f"{folder} is in use by another process; {fix}") from None
     try:
         yield
     except UserError:
         # A start that was refused leaves no empty folder, which would look like a run.
-        if is_new and folder.is_dir() and os.listdir(folder) == [".lock"]:
-            shutil.rmtree(folder)
+        if folder in made and folder.is_dir() and os.listdir(folder) == [".lock"]:
+            (folder / ".lock").unlink()
+            for path in made:
+                with suppress(OSError):  # something else is in it
+                    path.rmdir()
         raise
     finally:
         lock.release()

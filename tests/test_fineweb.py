@@ -130,8 +130,8 @@ def ids_source(tmp_path):
 
 @pytest.fixture
 def token_files_source(tmp_path):
-    """Arguments for nanoGPT's two files of tokens."""
-    paths = [tmp_path / "src" / name for name in ("train.bin", "val.bin")]
+    """Arguments for two files of tokens."""
+    paths = [tmp_path / "src" / name for name in ("a.bin", "b.bin")]
     files = [write_token_file(path, [*range(i, 50_000, 97), EOT] * 20) for i, path in enumerate(paths)]
     return ["--shard-size", 2000, "--source", *files]
 
@@ -142,6 +142,14 @@ def mixed_source(tmp_path):
     files = [write_documents(tmp_path / "src" / f"v{s}", make_documents(sum(s.encode()), 9)) for s in WRITERS]
     files.append(write_documents(tmp_path / "src" / "w.parquet", make_documents(1, 20)))
     return ["--source", *files, "--shard-size", 8000]
+
+
+def test_nanogpts_validation_split_is_not_trained_on(tmp_path):
+    paths = [write_token_file(tmp_path / name, [*range(0, 50_000, 97), EOT]) for name in ("train.bin", "val.bin")]
+    with pytest.raises(UserError, match=r"val\.bin.*train\.bin alone"):
+        run_fineweb("--source", *paths, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run_fineweb("--source", paths[0], "--out", tmp_path / "out", "--shard-size", 100)
 
 
 @pytest.mark.parametrize("source", ["mixed_source", "ids_source", "token_files_source"])
@@ -229,7 +237,7 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
 
     other_file = shutil.copy(text_file, tmp_path / "b.txt")
     for flag, value, message in (
-        ("--source", other_file, "called a, not b"),
+        ("--source", other_file, "whose names begin with a, not b"),
         ("--shard-size", 60, "--shard-size 50, not 60"),
         ("--limit-tokens", 160, "--limit-tokens 150, not 160"),
         ("--format", "bin", "--format npy, not bin"),
@@ -241,7 +249,7 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
 
     # A file of the same name and size with other content is another revision.
     text_file.write_text("else text " * 100)
-    with pytest.raises(UserError, match="revision"):
+    with pytest.raises(UserError, match="from other files"):
         run_fineweb(*flags)
     assert read_bytes(tmp_path / "out") == before
 

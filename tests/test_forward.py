@@ -16,8 +16,8 @@ OPTIONS = {
     "softcap": {"softcap": 3.0},
     "bias": {"tied_head": False, "head_bias": True},
 }
-B, T, V = 17, 128, 320  # rows for four chunks, the last one shorter
-NUM_CHUNKS = 4
+B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
+NUM_CHUNKS = 5
 
 
 def make_batch(**options):

@@ -166,7 +166,8 @@ def test_one_run(figure, tmp_path):
         assert ax.get_xlim()[1] == pytest.approx(299 * 1.01)
     val_loss, *last_train_losses = [3.5 + 7 * math.exp(-step / 300) for step in (250, 296, 297, 298, 299)]
     train_loss = np.median(last_train_losses)  # the end of the bold line
-    assert run_labels(fig) == [f"run: train (median) {train_loss:.3f}, val {val_loss:.3f}, HellaSwag 0.2917, step 299"]
+    evaluations = f"val {val_loss:.3f} at step 250, HellaSwag 0.2917 at step 250"
+    assert run_labels(fig) == [f"run: train (median) {train_loss:.3f}, {evaluations}, step 299"]
     assert legend_texts(fig) == ["train, each step", "train, median of 7 steps", "val"]
     assert any("GPT-2 124M: 0.2955" in text for text in legend_texts(fig, "HellaSwag"))
     assert not any("1558M" in text for text in legend_texts(fig, "HellaSwag"))  # it would flatten the curve

@@ -12,7 +12,7 @@ import torch
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 import train_gpt2
-from system.cli import UserError
+from system.cli import TransientError, UserError
 from weights import checkpoint
 from weights.names import complete_steps, latest_step
 
@@ -91,6 +91,25 @@ def test_a_refused_update_loses_no_step(tiny_args, tmp_path, one_run, unpoisoned
     train_quickstart(tiny_args, run, "--save-every", "100", "--resume", "auto", "--skip-bad-steps", "5")
     assert same_bits(load_weights(run), load_weights(one_run))
     assert load_curve(run) == load_curve(one_run)
+
+
+def test_a_weight_that_is_not_a_number_is_not_saved(tiny_args, tmp_path, one_run, monkeypatch):
+    """As an error of the hardware makes one: the run ends so that it is restarted, from the step before."""
+    step, calls = torch.optim.AdamW.step, itertools.count(1)
+
+    def step_with_an_error(optimizer):
+        step(optimizer)
+        if next(calls) == 5:
+            optimizer.param_groups[0]["params"][0].data[9, 9] = math.nan  # the embedding
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_with_an_error)
+    with pytest.raises(TransientError, match="not finite"):
+        train_quickstart(tiny_args, tmp_path / "run")
+    assert complete_steps(tmp_path / "run") == [3]
+
+    monkeypatch.undo()
+    train_quickstart(tiny_args, tmp_path / "run", "--resume", "auto")
+    assert same_bits(load_weights(tmp_path / "run"), load_weights(one_run))
 
 
 def test_a_refused_update_pushes_no_checkpoint_out(tiny_args, tmp_path, unpoisoned):

@@ -568,6 +568,14 @@ def test_a_trainer_that_says_nothing_is_killed_and_restarted(pod):
     assert "the trainer hangs" in log and "failure 1" in log and "training finished" in log
 
 
+def test_a_push_that_fails_hides_no_trainer_that_hangs(pod):
+    pod.constants |= {"SILENCE_S": 3, "PUSH_RETRY_S": 0.1, "PUSH_PAUSE_S": 0.02}
+    pod.add_checkpoint(pod.run, 10)
+    pod.start_and_train(PLAN="hang finish", PUSH_TO="me/x", PUSH_EVERY="1", HUB_DOES="echo no; false")
+    assert "the trainer hangs" in pod.wait_until_ended()
+    assert pod.read("run/push.log").startswith("no\n")
+
+
 def test_the_error_of_a_rank_is_the_last_one(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit('error: --max-lr -1')")

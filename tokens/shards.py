@@ -108,8 +108,8 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
         source, out = f"{data_dir}/*", shlex.quote(f"data/{Path(data_dir).absolute().name}-tokens")
         what = "texts"
         if token_file.is_file():
-            source, what = str(token_file), "tokens, which are nanoGPT's,"
-        fix = f"this makes shards of the {what} in it: python fineweb.py --source {shlex.quote(source)} --out {out}"
+            source, what = str(token_file), "train.bin of nanoGPT (val is the first of them)"
+        fix = f"this makes shards of the {what} there: python fineweb.py --source {shlex.quote(source)} --out {out}"
     require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     return paths
 

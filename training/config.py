@@ -169,6 +169,7 @@ class TrainConfig(Recipe):
             if isinstance(value, int | float):
                 check_range(name, value)
         parse_duration(self.time_limit)
+        require(self.init_from != "resume", "--init-from resume, as nanoGPT has it, is --resume auto here")
 
         # The rules between settings.
         T, tokens = self.sequence_length, self.total_batch_size

@@ -232,7 +232,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if with_gradients and bias is not None else None
 
         # Chunk by chunk: R rows of x, their targets, and the part of d_x that is theirs.
-        n = max(1, len(x) // chunk_rows)
+        n = math.ceil(len(x) / chunk_rows)
         d_chunks = d_x.chunk(n) if with_gradients else n * [None]
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_chunks, strict=False):
             # Logits of this chunk: (R, C) @ (C, P) -> (R, P)

@@ -1,6 +1,6 @@
 """The micro-batch: how many sequences one forward pass of one rank takes.
 
-    B = choose_micro_batch_size(cfg, rt, forward, state_bytes)
+    B = choose_micro_batch_size(cfg, rt, forward, reserved_bytes)
 
 Called by train_gpt2.py.
 """
@@ -28,15 +28,13 @@ BALLAST_FRACTION = 0.04
 MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model, or a larger card"
 
 
-def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, state_bytes: int) -> int:
+def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, reserved_bytes: int) -> int:
     """Sequences per forward pass: the number asked for, or with `auto` the largest that fits, the same on all ranks.
 
-    state_bytes: of the optimizers of all ranks, which the first update allocates. Raises UserError if the batch does
-    not divide evenly, or if not even one sequence fits. Every rank must call it.
+    reserved_bytes: what the first update allocates on this rank, the optimizers' state. Raises UserError if the batch
+    does not divide evenly, or if not even one sequence fits. Every rank must call it.
     """
     divisors = divisors_of_share(cfg, rt.world_size)
-    shards = rt.world_size if cfg.zero_stage == 1 else 1
-    reserved_bytes = state_bytes // shards
     T = cfg.sequence_length
     if cfg.micro_batch_size != "auto":
         # Found out in the first step, a lack of memory would look like a crash, which is restarted.

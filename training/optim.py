@@ -100,12 +100,14 @@ def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]
     return groups
 
 
-def state_bytes(model: GPT, cfg: Recipe) -> int:
-    """Bytes of the optimizers' state once the first step has created it, all ranks together."""
+def state_bytes(model: GPT, cfg: Recipe, shards: int = 1) -> int:
+    """Bytes of the optimizers' state once the first step has created it. With several shards, about those of the
+    largest one: a parameter is never divided, and GPT-2's embedding is a third of all weights."""
     total = 0
     for name, groups in parameter_groups(model, cfg).items():
-        weights = sum(p.numel() for group in groups for p in group["params"])
-        total += 4 * weights * OPTIMIZERS[name].state_per_weight
+        weights = [p.numel() for group in groups for p in group["params"]]
+        in_shard = max(sum(weights) // shards, max(weights))
+        total += 4 * OPTIMIZERS[name].state_per_weight * in_shard
     return total
 
 

@@ -56,13 +56,20 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         # ZeroRedundancyOptimizer's own state_dict raises an error unless consolidate_state_dict has run.
         full = torch.optim.Optimizer.state_dict(self)
 
-        # What every rank has: for each of its parameters the names and shapes of the state.
-        shapes = {i: {name: tuple(t.shape) for name, t in state.items()} for i, state in own.items()}
-        for owner, shapes_there in enumerate(self.rt.gather(shapes)):
-            for i, shapes_of_one in shapes_there.items():
+        # What every rank has: for each of its parameters the names and shapes of the state. A single number, such as a
+        # count of steps, which may be on the CPU, comes along; NCCL sends tensors of GPUs alone.
+        facts = {
+            i: {name: t.cpu() if t.numel() == 1 else tuple(t.shape) for name, t in state.items()}
+            for i, state in own.items()
+        }
+        for owner, facts_there in enumerate(self.rt.gather(facts)):
+            for i, facts_of_one in facts_there.items():
                 full["state"][i] = {}
-                for name, shape in shapes_of_one.items():
-                    tensor = own[i][name] if i in own else torch.empty(shape, device=params[i].device)
+                for name, fact in facts_of_one.items():
+                    if isinstance(fact, torch.Tensor):
+                        full["state"][i][name] = fact.clone()
+                        continue
+                    tensor = own[i][name] if i in own else torch.empty(fact, device=params[i].device)
                     self.rt.broadcast(tensor, owner)
                     if self.rt.is_main:
                         full["state"][i][name] = tensor.to("cpu", copy=True)
@@ -73,9 +80,13 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         """Load a whole state; keep this rank's share."""
         super().load_state_dict(state)
 
-        # torch leaves on the CPU what fused AdamW needs on the device (pytorch/pytorch#124133).
-        for p, tensors in self.optim.state.items():
-            tensors.update({name: tensor.to(p.device) for name, tensor in tensors.items()})
+        # torch leaves on the CPU what fused AdamW needs on the device (pytorch/pytorch#124133). Others keep there what
+        # is a single number.
+        for group in self.optim.param_groups:
+            for p in group["params"]:
+                for name, tensor in self.optim.state[p].items():
+                    if tensor.numel() > 1 or group.get("fused"):
+                        self.optim.state[p][name] = tensor.to(p.device)
 
         # It also keeps the whole state in `self.state`, of which nothing is used; no method drops it.
         self.state.clear()

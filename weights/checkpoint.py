@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, GPTConfig
-from system.cli import UserError, explain_errors, print0, raise_if_transient, require
+from system.cli import TransientError, UserError, explain_errors, print0, raise_if_transient, require
 from system.files import atomic_write, refuse_placeholder
 from system.machine import copy_to_host
 from weights.names import (
@@ -120,7 +120,8 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     match = CHECKPOINT_FILE.fullmatch(path.name)
     fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
     if match is None:
-        raise UserError(f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}")
+        others = f"a file of nanoGPT or build-nanogpt first: python hub.py import {shlex.quote(str(path))} OUT_DIR"
+        raise UserError(f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}, {others}")
     optim = path.with_name(f"optim_{match['step']}.pt")
     require(optim.is_file(), f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {fix}")
 
@@ -252,8 +253,8 @@ class CheckpointWriter:
             self.thread.join()
 
     def finish(self) -> None:
-        """Wait for the write in progress, if any. Raises the error of the last write: UserError for weights that are
-        not finite, OSError for a disk that is full or gone, after which the same command may succeed."""
+        """Wait for the write in progress, if any. Raises the error of the last write: TransientError for weights that
+        are not finite, OSError for a disk that is full or gone, after which the same command may succeed."""
         self.join()
         if self.error:
             self.error.add_note(f"{self.run_dir} has the newest complete step: {latest_step(self.run_dir)}")
@@ -264,7 +265,8 @@ class CheckpointWriter:
         try:
             # Weights that are not finite would replace good checkpoints with useless ones.
             bad_names = [name for name, weight in model["model"].items() if not weight.isfinite().all()]
-            require(not bad_names, f"the weights are not finite ({', '.join(bad_names[:1])}); lower --max-lr")
+            if bad_names:  # an error of the hardware, perhaps, which does not come again
+                raise TransientError(f"the weights are not finite ({', '.join(bad_names[:1])}); lower --max-lr")
 
             # Somebody may have moved the folder away. The model last: once it is there, the step is complete.
             self.run_dir.mkdir(parents=True, exist_ok=True)

@@ -6,12 +6,13 @@ Importing it needs no torch, so the supervisor of a run starts at once.
 from __future__ import annotations
 
 import re
+import shlex
 import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from system.cli import UserError
+from system.cli import UserError, require
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -63,6 +64,9 @@ def newest_model(run_dir: Path) -> Path:
         return model_path(run_dir, steps[-1])
 
     problem = f"{run_dir} holds no complete checkpoint (model_*.pt)"
+    others = run_dir / "ckpt.pt"
+    fix = f"nanoGPT's {others} first: python hub.py import {shlex.quote(str(others))} OUT_DIR"
+    require(not others.is_file(), f"{problem}; {fix}")
     raise UserError(f"{problem}; {describe_runs(run_dir) or 'a run saves when it is stopped, and at its end'}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model import GPT
-from system.cli import require
+from system.cli import UserError, require
 from weights import checkpoint, convert, names
 
 
@@ -52,7 +52,14 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
     fix = "a model is a run folder, a .pt file, a Hugging Face folder or its name; infer.py takes it before the prompt"
     require(is_name, f"no model {str(name)!r}: {fix}")
-    return convert.load_hf(name), f"{name} of the Hub"
+    try:
+        return convert.load_hf(name), f"{name} of the Hub"
+    except UserError as e:
+        if "/" in str(name):  # a path as much as a name of the Hub
+            root = Path(__file__).parent.parent
+            there = f" ({root} has: cd {root})" if (root / path).exists() else ""
+            raise UserError(f"{Path.cwd()} has no {name}{there}; and of the Hub: {e}") from None
+        raise
 
 
 def describe_step(path: Path, facts: dict[str, Any]) -> str:
