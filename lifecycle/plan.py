@@ -25,7 +25,7 @@ from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
 from system.cli import format_cost, format_duration, print0, require
 from system.distributed import Runtime
-from system.files import atomic_write, free_bytes
+from system.files import atomic_write, free_bytes, lock_folder
 from system.machine import dtype_name
 from tokens.loader import Loader
 from tokens.shards import read_manifest
@@ -134,6 +134,10 @@ def check(cfg: TrainConfig) -> None:
     require(is_training, "train.sh only trains: for --card, --dry-run and --eval-only use python train_gpt2.py")
     find_checkpoint(cfg)
     open_data(cfg)
+    # Somebody may train there without train.sh, which would take a lock that is held for a crash, and restart.
+    if cfg.run_dir.exists():
+        with lock_folder(cfg.run_dir):
+            pass
     device = machine.choose_device(cfg.device)
     ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in cfg.device else 1
     print(cfg.run_dir.resolve(), ranks, sep="\n")

@@ -173,6 +173,7 @@ def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_fai
     flags = ["quickstart", *tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]
     with lock_folder(trained_run):
         expect_failure("train_gpt2.py", *flags, mentions=[str(trained_run)])
+        expect_failure("train_gpt2.py", *flags, "--check", mentions=["in use"])  # before train.sh restarts anything
     assert latest_step(trained_run) == 12
 
 
