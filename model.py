@@ -414,8 +414,8 @@ class GPT(nn.Module):
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
 
-        # An embedding whose output is normalized may have any scale, which only sets its effective learning rate; not
-        # so if the head shares its weight.
+        # If the embedding's output is normalized, its scale only sets how fast it learns, and modded-nanogpt's is 1. A
+        # tied head would see the scale, so there it stays.
         if isinstance(self.transformer.ln_0, RMSNorm) and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 

@@ -107,7 +107,8 @@ class MetricsLogger:
     """Writes OUT/metrics.jsonl and the console line, and feeds the tracker. Only rank 0 writes.
 
     A resumed run keeps the lines before its first step and writes the later ones again, so no step appears twice. It
-    also keeps what was measured at its first step, where another run may have ended: that may not be due again.
+    also keeps the measurements of its first step: a shorter run may have ended there, and have evaluated a step that is
+    not due in the longer one.
     """
 
     def __init__(self, run: Run):

@@ -3,7 +3,7 @@ an error ends the run.
 
     with Saver(run, optimizers, scaler, metrics) as saver:
         saver.save(500)             # returns once everything is copied to host memory; a thread writes it
-        with saver.guard_update(500):   # an error in here saves nothing, a later one step 501
+        with saver.guard_update(500):   # after an error in here nothing is saved, after a later one step 501
             optimizer.step()
     saver.finish(19073)             # waits for the disk, and raises the error of a write that failed
 

@@ -9,9 +9,10 @@ that every rank must call something, a rank that did not would leave the others 
 
 There are two process groups:
 
-    default    NCCL on CUDA, else gloo    tensors: gradients, losses         waits for ten minutes
-    slow       gloo                       objects, and waits for a rank      waits for hours
-                                          that writes a checkpoint
+    group      made of                    sends                          and waits for
+    default    NCCL on CUDA, else gloo    tensors: gradients, losses     ten minutes
+    slow       gloo                       objects, around the reading    two hours
+                                          and writing of checkpoints
 
 A rank that fails exits, and torchrun ends the others: its report names the first one, with its message.
 """

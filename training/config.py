@@ -73,7 +73,8 @@ class Recipe:
 
     # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
     shuffle: LikeASeed[bool] = True
-    epochs: MayChange[Positive[int]] = 1  # passes over the data; overrides the preset's max-steps, not your own
+    # passes over the data; replaces the preset's max-steps, but none that you type
+    epochs: MayChange[Positive[int]] = 1
     steps_per_epoch: Suppress[MayChange[int]] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
     max_steps: MayChange[int] = 0  # total optimizer steps; 0: as many as --epochs takes
     overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse

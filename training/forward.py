@@ -89,10 +89,10 @@ def wrap_in_ddp(forward: Forward, rt: Runtime) -> nn.Module:
     if rt.world_size == 1:
         return forward
 
-    # DDP reduces gradients in buckets. A gradient that is None when a backward pass begins becomes a new tensor, beside
-    # its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So give each parameter a
-    # gradient of zeros, which DDP moves into the bucket, where it stays from then on. Expanded from one number, it
-    # takes no memory.
+    # DDP reduces gradients in buckets. If a gradient is None when a backward pass begins, it gets a tensor of its own
+    # beside its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So each parameter gets
+    # a gradient of zeros, which DDP moves into the bucket, where it stays from then on. Expanded from one number, the
+    # zeros take no memory.
     for p in forward.parameters():
         p.grad = p.new_zeros(()).expand_as(p)
 
@@ -146,8 +146,9 @@ def cast_head(weight: Tensor, bias: Tensor | None, cap: float, rows: int) -> tup
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Softmax ignores a number that is added to all
-    # logits, so subtract the mean row of the weight, which takes x @ mean off each logit, before the cast rounds. The
-    # backward pass may ignore it, too: the gradients of a row of logits sum to 0. A soft-cap does not ignore it.
+    # logits of a row. So subtract the mean row of the weight before the cast rounds: it takes one number, x @ mean, off
+    # all logits of a row. The backward pass may ignore that, because the gradients of a row of logits sum to 0. A
+    # soft-cap may not.
     if dtype != weight.dtype and not cap:
         weight = weight - weight.mean(0)
         bias = None if bias is None else bias - bias.mean()
