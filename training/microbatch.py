@@ -49,8 +49,8 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, res
         channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
         return next((B for B in divisors if B <= MAX_AUTO_SEQUENCES and B * channels <= 2**25), 1)
 
-    # On a GPU, more sequences at once are faster. Each try compiles, so each size is at most half of the one before. All
-    # ranks try the same size at the same time; the rank with the least memory decides for all.
+    # On a GPU, more sequences at once are faster. Each try compiles, so each size is at most half of the one before.
+    # All ranks try the same size at the same time; the rank with the least memory decides for all.
     last_tried = 2 * MAX_AUTO_SEQUENCES
     for B in divisors:
         if 2 * B > last_tried:
