@@ -553,15 +553,13 @@ class Supervisor:
         is_hanging = self.wait(trainer, seconds, SILENCE_S)
         if is_hanging:
             log(f"no word for {SILENCE_S / 3600:g} hours: the trainer hangs, and is killed")
-            signal_ranks(trainer.pid, signal.SIGKILL)
-            trainer.kill()
         elif trainer.poll() is None:
             signal_ranks(trainer.pid, signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 trainer.wait(float(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
-            except subprocess.TimeoutExpired:
-                signal_ranks(trainer.pid, signal.SIGKILL)
-                trainer.kill()
+        if trainer.poll() is None:
+            signal_ranks(trainer.pid, signal.SIGKILL)
+            trainer.kill()
         return trainer.wait()
 
     # ---- pushing

@@ -158,8 +158,7 @@ def is_known_flag(word: str) -> bool:
     """Whether a word of the command line is a flag of this program, or none at all."""
     if not word.startswith("--"):
         return True
-    settings = flatten(TrainConfig())
-    known = {as_flag(name, value).split()[0] for name in settings for value in ("", True, False)}
+    known = {as_flag(name, value) for name in flatten(TrainConfig()) for value in (True, False)}
     return word.partition("=")[0].replace("_", "-") in known
 
 

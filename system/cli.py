@@ -6,7 +6,8 @@ A script ends with
         cli.run_cli(main)
 
 so that it has two endings beside success: an error that the user can fix is one message (UserError), anything else is
-a crash with its traceback. Importing this module is cheap: nothing here needs torch.
+a crash with its traceback. A crash that needs no traceback is one message, too (TransientError). Importing this module
+is cheap: nothing here needs torch.
 
 The exit codes of every script, which train.sh and other programs may rely on:
 
