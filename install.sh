@@ -47,12 +47,22 @@ choose_installer() {
     esac
 }
 
+# pip's hundreds of lines go to .venv/install.log; the console shows what takes minutes, warnings and errors.
 install_packages() {
     if [ -n "$UV" ]; then
         "$UV" pip install --python .venv/bin/python "$@"
-    else
-        .venv/bin/python -m pip install --disable-pip-version-check "$@"
+        return
     fi
+    rm -f .venv/.pip-succeeded
+    {
+        .venv/bin/python -m pip install --disable-pip-version-check "$@" && touch .venv/.pip-succeeded
+    } | while read -r line; do
+        echo "$line" >> .venv/install.log
+        case $line in
+            "Downloading "*" MB)" | "Installing collected"*) echo "  $line" | sed -E 's/(-[^-]+)-[^ ]* /\1 /' | cut -c 1-100 ;;
+        esac
+    done
+    [ -e .venv/.pip-succeeded ]
 }
 
 make_venv() {
@@ -112,6 +122,7 @@ fi
 if ! is_current .venv/.installed requirements.txt constraints.txt; then
     make_venv
     choose_installer
+    [ -n "$UV" ] || echo "installing requirements.txt into .venv; what pip says is in .venv/install.log"
     if [ -n "${SYSTEM_TORCH-}" ]; then
         grep -v '^torch==' requirements.txt > .venv/requirements.txt
         # The system's torchrun would start the system's Python, which lacks the other packages.

@@ -58,14 +58,18 @@ EVALUATION_LINES = {
 
 COLUMNS = 6  # of the grid: divides by 1, 2 and 3 panels in a row
 GREY = "#777777"  # of what belongs to no run
-# Measured at few steps, so the points are marked.
-EVALUATIONS = ("val_loss", "hellaswag_acc_norm")
-EVALUATION_STYLE: dict[str, Any] = {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3}
+# Measured at few steps, so the points are marked. No line joins those of the val loss: beside a train loss that falls
+# steeply between two of them, it would show a gap that is not there.
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "val_loss": {"marker": "o", "ms": 4.5, "mfc": "white", "ls": "none", "zorder": 3},
+    "hellaswag_acc_norm": {"marker": "o", "ms": 3.5, "mfc": "white", "ls": "--", "lw": 1.1, "zorder": 3},
+}
+SMOOTHED_FROM = 200  # steps; the curves of shorter runs are drawn as they are
 FAINT_STYLE: dict[str, Any] = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
 BOLD_WIDTH = 1.6  # of the last run, which lies on top
 WIDEST = 3.2  # of the first of several runs, so that it can be seen behind another with the same curve
 # What the legend calls the last values of a run.
-LAST_VALUES = {"train_loss": "train (median)", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
+LAST_VALUES = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
 
 class PlottedRun(NamedTuple):
@@ -223,11 +227,12 @@ def moving_median(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np
 
 
 def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
-    """Draw a curve; one with a value at every step faintly and, over it, its moving median."""
+    """Draw a curve; one with a value at every step faintly and, over it, its moving median. reach: see that; 0: the
+    curve alone."""
     steps, values = run.curves[key]
     if key in EVALUATIONS:
-        ax.plot(steps, values, color=run.color, **EVALUATION_STYLE)
-    elif key == "lr":  # has no noise
+        ax.plot(steps, values, color=run.color, **EVALUATIONS[key])
+    elif key == "lr" or reach == 0:  # a learning rate has no noise
         ax.plot(*extremes(steps, values), color=run.color, lw=run.width)
     else:
         ax.plot(*extremes(steps, values), color=run.color, **FAINT_STYLE)
@@ -319,16 +324,18 @@ def draw_reference(ax, title: str, reference: Reference) -> None:
     ax.set_ylim(np.nanmin([bottom, *low]), np.nanmax([top, *high]))
 
 
-def style_lines(keys: set[str], reach: int) -> list[Any]:
-    """Entries of the legend for what is faint, bold and dashed. `keys`: the metrics of the panel that were measured."""
+def style_lines(keys: set[str], color: Any, reach: int) -> list[Any]:
+    """Entries of the legend for lines and markers. `keys`: the metrics of the panel that were measured."""
     from matplotlib.lines import Line2D
 
     lines = []
-    if "train_loss" in keys:
-        lines.append(Line2D([], [], color="black", label="train, each step", **FAINT_STYLE))
-        lines.append(Line2D([], [], color="black", label=f"train, median of {2 * reach + 1:,} steps", lw=BOLD_WIDTH))
+    if "train_loss" in keys and reach == 0:
+        lines.append(Line2D([], [], color=color, label="train", lw=BOLD_WIDTH))
+    elif "train_loss" in keys:
+        lines.append(Line2D([], [], color=color, label="train, each step", **FAINT_STYLE))
+        lines.append(Line2D([], [], color=color, label=f"train, median of {2 * reach + 1:,} steps", lw=BOLD_WIDTH))
     if "val_loss" in keys:
-        lines.append(Line2D([], [], color="black", label="val", **EVALUATION_STYLE))
+        lines.append(Line2D([], [], color=color, label="val", **EVALUATIONS["val_loss"]))
     return lines
 
 
@@ -352,7 +359,8 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
             ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
     if panel.is_wide:
         others, _ = ax.get_legend_handles_labels()
-        ax.legend(handles=style_lines(drawn, reach) + others, fontsize=9)
+        color = runs[0].color if len(runs) == 1 else "black"
+        ax.legend(handles=style_lines(drawn, color, reach) + others, fontsize=9)
     ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.locator_params(axis="x", nbins=9 if panel.is_wide else 4)  # 1,000,000 takes room
@@ -367,8 +375,9 @@ def describe_run(run: PlottedRun, reach: int) -> str:
     for key, word in LAST_VALUES.items():
         if key in run.curves:
             steps, values = run.curves[key]
-            if key not in EVALUATIONS:
+            if key not in EVALUATIONS and reach:
                 steps, values = moving_median(steps, values, reach)
+                word += " (median)"
             is_earlier = key in EVALUATIONS and steps[-1] < last_step - 1
             ends.append(f"{word} {values[-1]:#.4g}" + (f" at step {steps[-1]:,}" if is_earlier else ""))
     return f"{run.name}: {', '.join([*ends, f'step {last_step:,}'])}"
@@ -470,7 +479,7 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
 
     # The x axis, and how many steps to each side a median covers: runs of different lengths are smoothed alike.
     last_step = max(int(steps[-1]) for curves in curves_by_run.values() for steps, _ in curves.values())
-    reach = max(1, last_step // 80)
+    reach = last_step // 80 if last_step > SMOOTHED_FROM else 0
 
     references = []
     if reference:
@@ -486,10 +495,14 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
         axes[panel.title].set_xlim(0, max(1, last_step) * 1.01)
         draw_panel(axes[panel.title], panel, runs, references, reach)
 
-    # One legend of the runs, below the panels, for which the figure grows.
+    # The run as a title, or one legend of the runs, below the panels, for which the figure grows.
     labels = [describe_run(run, reach) for run in runs]
+    if len(runs) == 1:
+        figure.suptitle(labels[0])
+        figure.set_size_inches(12, sum(heights) + 0.5)
+        return figure
     lines = [Line2D([], [], color=run.color, lw=1.5 * run.width) for run in runs]
-    columns = 2 if len(runs) > 1 and max(map(len, labels)) < 80 else 1
+    columns = 2 if max(map(len, labels)) < 80 else 1
     figure.legend(lines, labels, fontsize=9, ncols=columns, loc="outside lower center", frameon=False)
     rows = math.ceil(len(runs) / columns)
     figure.set_size_inches(12, sum(heights) + 0.5 + 0.2 * rows)

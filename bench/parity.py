@@ -241,7 +241,7 @@ class Args:
     plant: tuple[PlantedError, ...] = ("rate",)
     """Errors in this project's side, which must be found: rates 1% too high, gains that decay, shifted targets."""
     plot: Path | None = None
-    """Draw all curves and their differences in this file."""
+    """Draw the largest differences in this file."""
 
 
 class Comparison(NamedTuple):
@@ -317,50 +317,50 @@ def main(argv: list[str]) -> None:
     require(not problems, "; ".join(problems))
 
 
-# What the picture calls the programs that have longer names than bench/peers.py gives them.
-TITLES = {"nanogpt": "nanoGPT", "record8": "modded-nanogpt's record 8", "result36": "modded-nanogpt's result 36"}
-# What its legend calls the planted errors.
-PLANTED_LABELS: dict[PlantedError, str] = {
-    "rate": "a learning rate 1% too high",
-    "decay": "weight decay on every weight",
-    "target": "each token as its own target",
+# What the picture calls the programs, with what was adapted on both sides.
+TITLES = {
+    "nanogpt": "nanoGPT\n(no bias, exact GELU)",
+    "llm.c": "llm.c's PyTorch script",
+    "ddp-basemodel-train": "DDP-BASEMODEL-TRAIN\n(with GPT-2's network)",
+    "record8": "modded-nanogpt's record 8\n(all in float32)",
+    "result36": "modded-nanogpt's result 36\n(all in float32)",
+}
+# How its legend calls the planted errors, and how it marks them.
+PLANTED_LABELS: dict[PlantedError, tuple[str, str]] = {
+    "rate": ("with a learning rate 1% too high", "s"),
+    "decay": ("with weight decay on every weight", "^"),
+    "target": ("with each token as its own target", "D"),
 }
 
 
 def draw(comparisons: dict[str, Comparison], path: Path) -> None:
-    """Draw a panel a reference: both curves, and below them the difference of each step, with the limit."""
+    """Draw a row a reference: the largest difference in loss of this project, and with each planted error."""
     from matplotlib.figure import Figure
 
-    columns = min(3, len(comparisons))
-    rows = -(-len(comparisons) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.8 * rows + 1), layout="constrained")
-    figure.suptitle("The same training steps,\nby the program of another project and by this one")
-    panels = iter(figure.subfigures(rows, columns, squeeze=False).flat)  # the last row may have more of them
-    for name, found in comparisons.items():
-        panel = next(panels)
-        above, below = panel.subplots(2, 1, sharex=True, height_ratios=(1, 1))
-        above.set_title(f"{TITLES.get(name, name)}\nand our preset {REFERENCES[name].flags.split()[0]}", fontsize=10)
-        above.plot([record.loss for record in found.expected], color="#9ecae1", lw=5, label="loss of their program")
-        above.plot([record.loss for record in found.curve], color="#08306b", lw=1, label="loss of this project")
-        above.set_ylabel("loss\n(nats per token)", fontsize=9)
+    figure = Figure(figsize=(8.4, 1.6 + 0.42 * len(comparisons)), layout="constrained")
+    axes = figure.subplots()
+    rows = range(len(comparisons))
+    found = list(comparisons.values())
+    steps = len(found[0].curve)
 
-        for plant, curve in {None: found.curve, **found.planted}.items():
-            # Losses that are equal have no place on a log scale: they are drawn at its foot.
-            apart = [max(abs(a.loss - b.loss), 1e-8) for a, b in zip(curve, found.expected, strict=True)]
-            if plant is None:
-                below.plot(apart, ".", color="#08306b", ms=4, label="difference of the two: rounding")
-            else:
-                below.plot(apart, lw=1, label=f"difference with a bug put in: {PLANTED_LABELS[plant]}")
-        limit = REFERENCES[name].limit
-        below.axhline(limit, color="#777777", lw=1, ls="--", label="the most that passes as rounding")
-        below.set(yscale="log", ylim=(5e-9, 50), xlabel="step")
-        below.set_ylabel("difference\nof the losses", fontsize=9)
-        for axes in (above, below):
-            axes.tick_params(labelsize=8)
-            axes.spines[["top", "right"]].set_visible(False)
+    # Losses that are equal have no place on a log scale.
+    ours = [max(differences(f.curve, f.expected).loss, 1e-8) for f in found]
+    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="as it is")
+    for plant in found[0].planted:
+        label, marker = PLANTED_LABELS[plant]
+        planted = [differences(f.planted[plant], f.expected).loss for f in found]
+        axes.plot(planted, rows, marker, color="#d6604d", mfc="white", ms=7, label=label)
 
-    # One legend below all panels: each label once.
-    lines = {line.get_label(): line for axes in figure.get_axes() for line in axes.get_lines()}
-    figure.legend(handles=list(lines.values()), fontsize=9, frameon=False, ncols=columns, loc="outside lower center")
+    axes.set_yticks(rows, [TITLES.get(name, name) for name in comparisons], fontsize=9)
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+    axes.set_xscale("log")
+    axes.set_xlim(1e-7, 20)
+    axes.set_xlabel("largest difference between the losses of a program and of this project (nats per token)")
+    axes.set_title(f"The same weights, the same text, {steps} training steps", fontsize=11)
+    axes.axvspan(1e-7, min(REFERENCES[name].limit for name in comparisons), color="#08306b", alpha=0.08, lw=0)
+    axes.text(1.2e-7, len(rows) - 0.6, "rounding of float32", fontsize=9, color="#08306b")
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(title="this project", fontsize=9, frameon=False, ncols=2, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=200)

@@ -108,7 +108,7 @@ def check_disk(cfg: TrainConfig, model: GPT, step: int, max_steps: int) -> None:
     size = 4 * model.num_params() + optim.state_bytes(model, cfg)
     free = free_bytes(cfg.run_dir)
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
-    fix = "use --keep 2, a larger --save-every or another --out-dir"
+    fix = "use --keep 1, a larger --save-every or another --out-dir"
     require(saves * size <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
 
 

@@ -61,7 +61,9 @@ def legend_texts(figure, title="Loss"):
 
 
 def run_labels(figure):
-    """The entries of the legend of the runs."""
+    """The entries of the legend of the runs, or the title that one run is."""
+    if not figure.legends:
+        return [figure.get_suptitle()]
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
@@ -174,6 +176,15 @@ def test_one_run(figure, tmp_path):
     assert find_panel(fig, "Gradient norm before clipping").get_yscale() == "log"
 
 
+def test_a_short_run_is_drawn_as_it_is(figure, tmp_path):
+    fig = figure(write_run(tmp_path / "run", 80))
+    last_loss = 3.5 + 7 * math.exp(-79 / 300)
+    assert run_labels(fig)[0].startswith(f"run: train {last_loss:.3f}, val 9.425 at step 50, ")
+    assert legend_texts(fig) == ["train", "val"]
+    lines = find_panel(fig, "Loss").lines
+    assert {len(line.get_xdata()): line.get_linestyle() for line in lines} == {2: "None", 80: "-"}  # val is points alone
+
+
 def test_a_spike_does_not_squash_the_rest(figure, tmp_path):
     run = write_run(tmp_path / "run", steps=3000)
     with open(run / "metrics.jsonl", "a") as f:
@@ -282,7 +293,7 @@ def test_a_name_that_the_font_lacks_is_a_number(figure, tmp_path, capsys):
 def test_twenty_runs_leave_the_panels_their_size(figure, tmp_path):
     runs = [write_run(tmp_path / f"a-rather-long-name-of-a-run-{i}", 60) for i in range(20)]
     heights, colors = [], []
-    for some in (runs[:1], runs):
+    for some in (runs[:2], runs):
         fig = figure(*some)
         fig.draw_without_rendering()
         heights.append([ax.get_position().height * fig.get_figheight() for ax in fig.axes])

@@ -31,7 +31,7 @@ _record8 = TrainConfig(
         vocab_size=50304, n_head=6, bias=False, tied_head=False, positions="rope", norm="rmsnorm", activation="relu2",
         qk_norm=True, zero_init_projections=True,
     ),
-    data_dir="data/fineweb", max_steps=4578, val_every=125, save_every=500,
+    data_dir="data/fineweb", max_steps=4578, val_every=125,
     optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record also splits Muon's work across ranks
     max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
     schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
@@ -81,8 +81,8 @@ PRESETS = {cfg.preset: cfg for cfg in (
         preset="finetune",
         data_dir="data/my", init_from="gpt2",
         total_batch_size=32_768, epochs=2, warmup_steps=5, max_lr=3e-5, min_lr=3e-6,
-        val_every=25, val_tokens=131_072, hellaswag_every=0, sample_every=50, sample_prompt="@val",
-        save_every=25, keep=1,
+        val_every=5, val_tokens=65_536, hellaswag_every=0, sample_every=20, sample_prompt="@val",
+        save_every=5, keep=1,
     ),
     # A check that the network learns at all: the loss on one batch, repeated, must collapse.
     TrainConfig(
@@ -98,7 +98,7 @@ PRESETS = {cfg.preset: cfg for cfg in (
         model=_small, data_dir="data/shakespeare",
         sequence_length=256, total_batch_size=4096, max_steps=80,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,
-        val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=40, keep=2,
+        val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=40,
         sample_every=80, sample_prompt="ROMEO:",
     ),
 )}
