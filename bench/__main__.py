@@ -40,6 +40,10 @@ BENCHES = {
         "How fast are samples and HellaSwag?",
         ["generate"],
     ),
+    "figures": (
+        "What do quickstart and a run of gpt2-124m look like?",
+        ["figures"],
+    ),
 }
 
 

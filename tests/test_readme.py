@@ -24,9 +24,10 @@ COMMAND = re.compile(SCRIPT + r"((?:(?! && |; | < )[^#|\n])*)")
 
 
 def find_commands(text):
-    """[script, argument, ...] of each command of a page, in an indented block or in inline code."""
+    """[script, argument, ...] of each command of a page, in a block or in inline code."""
     text = text.replace("\\\n", " ")
-    lines = re.findall(r"^    +(.*)", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [*blocks, *re.findall(r"^    +(.*)", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
     for script, arguments in COMMAND.findall("\n".join(lines)):
         if (ROOT / script).is_file():  # and not a script of another project
             yield [script, *shlex.split(arguments.replace("...", "x"))]

@@ -1,0 +1,105 @@
+"""Draws two of README's pictures into docs/: what quickstart learns, and what a run of gpt2-124m should look like.
+
+    python -m bench figures                     # trains quickstart into log/figures, unless it is there
+
+The third, docs/parity.png, is drawn by `python -m bench parity --plot`.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+import plots
+from lifecycle.reference import read_references
+from system.cli import print0
+
+BLUE, RED, GREY = "#08306b", "#c0392b", "#777777"
+# Where the samples stand in the picture, by the step of their checkpoint: step, loss. The curve is below them.
+SAMPLES = {10: (7, 8.3), 20: (25, 7.7), 80: (50, 7.0)}
+# A public run of gpt2-124m's recipe that went wrong, and cost $61: its val losses, by step.
+# https://debtirthasaha.github.io/blog/2026/gpt2-124m/
+WRONG_RUN = {250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19_072: 3.3969}
+
+
+@dataclass(frozen=True)
+class Args:
+    run: Path = Path("log/figures")
+    """Folder of the run of quickstart, with the checkpoints of all the steps that have a sample."""
+    docs: Path = Path("docs")
+    """Where the pictures go."""
+
+
+def new_axes() -> Any:
+    """Axes of a picture as wide as a README."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(8.4, 3.6), layout="constrained").subplots()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def sample(run: Path, step: int) -> str:
+    """The first lines that infer.py prints for the checkpoint of this step."""
+    command = ["infer.py", str(run / f"model_{step:05}.pt"), "ROMEO:", "--temperature", "0.8", "--seed", "2"]
+    text = subprocess.run([sys.executable, *command], check=True, capture_output=True, text=True).stdout
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[:5])
+
+
+def draw_quickstart(run: Path, path: Path) -> None:
+    """The losses, step by step, with samples of a few steps."""
+    curves = plots.read_curves(run)
+    axes = new_axes()
+    axes.plot(*curves["train_loss"], color=BLUE, lw=1.5, label="train")
+    axes.plot(*curves["val_loss"], "o", color=BLUE, mfc="white", ms=5, label="val")
+    val_losses = dict(zip(*curves["val_loss"], strict=True))
+    for step, place in SAMPLES.items():
+        axes.annotate(
+            f"after {step} steps:\n{sample(run, step)}", (step, val_losses[step]), place,
+            fontsize=9, va="bottom", arrowprops={"arrowstyle": "-", "color": GREY, "shrinkB": 5},
+        )  # fmt: skip
+    axes.text(1.2, 10.85, "it knows nothing: ln 50,304 = 10.83", fontsize=9)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 82), ylim=(4.6, 11.2))
+    axes.legend(loc="lower left", frameon=False)
+    axes.figure.savefig(path, dpi=200)
+
+
+def draw_expected(path: Path) -> None:
+    """The val losses of the public runs of gpt2-124m, and of one that went wrong."""
+    reference = read_references()[0]
+    after_start = reference.step > 0
+    steps = reference.step[after_start]
+    ranges = np.array([reference.expected_range(step) for step in steps])  # (N, 2)
+    axes = new_axes()
+    axes.fill_between(steps, ranges[:, 0], ranges[:, 1], color=BLUE, alpha=0.2, lw=0, label="on track")
+    axes.plot(steps, reference.low[after_start], color=BLUE, lw=1.5, label="two public runs of this recipe")
+    axes.plot(steps, reference.high[after_start], color=BLUE, lw=1.5)
+    wrong = np.array(list(WRONG_RUN.items()))  # (N, 2)
+    axes.plot(wrong[:, 0], wrong[:, 1], "o", color=RED, ms=5, label="a public run that went wrong, for $61")
+    axes.axhline(plots.OPENAI_124M["Loss"], color=GREY, ls=":", label="OpenAI's GPT-2 124M")
+    axes.annotate(
+        "step 250: off track", (250, WRONG_RUN[250]), (420, 6.6), color=RED, va="center",
+        arrowprops={"arrowstyle": "->", "color": RED, "shrinkB": 5},
+    )  # fmt: skip
+    axes.set(xscale="log", xlabel="step", ylabel="val loss (nats per token)", ylim=(2.9, 6.8))
+    axes.set_xticks([250, 500, 1000, 2000, 5000, 10_000, 19_072])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_formatter("")
+    axes.legend(loc="upper right", frameon=False)
+    axes.figure.savefig(path, dpi=200)
+
+
+def main(argv: list[str]) -> None:
+    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench figures")
+    if not args.run.exists():
+        flags = ["quickstart", "--save-every", "10", "--keep", "0", "--out-dir", str(args.run)]
+        subprocess.run([sys.executable, "train_gpt2.py", *flags], check=True)
+    for name, draw in (("quickstart", lambda path: draw_quickstart(args.run, path)), ("expected", draw_expected)):
+        draw(args.docs / f"{name}.png")
+        print0(f"wrote {args.docs / name}.png")
