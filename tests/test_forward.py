@@ -5,9 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model import softcap
 from training.forward import Forward, add_product_, chunk_loss, mean_loss, padded_columns
 
 OPTIONS = {
@@ -111,6 +113,20 @@ def test_the_compiled_loss_of_a_chunk_is_the_same():
         found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_of_the_softcap_has_the_bits_of_autograd():
+    """speedrun-124m's first update is the sign of each gradient: another rounding of those near 0 changes its curve."""
+    logits, targets = 8 * torch.randn(32, 512), torch.randint(512, (32,))
+    z = logits.clone().requires_grad_()
+    capped = softcap(z, 15.0)
+    normalizer = capped.logsumexp(-1, keepdim=True)
+    d_capped = (capped - normalizer).exp() - F.one_hot(targets, 512)
+    (expected,) = torch.autograd.grad(capped, z, d_capped.detach())
+
+    chunk_loss(logits, targets, 15.0, with_gradients=True, vocab_size=512)  # overwrites the logits
+
+    assert torch.equal(logits, expected)
 
 
 def test_a_sum_beyond_the_largest_float16_is_exact():

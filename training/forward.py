@@ -184,8 +184,11 @@ def chunk_loss(logits: Tensor, targets: Tensor, cap: float, with_gradients: bool
         one_hot = (columns == targets).float()  # (P,) == (R, 1) -> (R, P)
         d_logits = ((capped - normalizer).exp() - one_hot) * included  # (R, P)
         if cap:
-            # capped = z (1 + (z / cap)^2)^(-1/2), so d capped / d z = (1 + (z / cap)^2)^(-3/2)
-            d_logits = d_logits * (1 + (z / cap).square()).rsqrt() ** 3
+            # capped = (cap z) r with r = (z^2 + cap^2)^(-1/2), so by the product rule its derivative is cap r minus
+            # (cap z) r^3 z. Not simplified: these are the operations of autograd. speedrun-124m's first step is the
+            # sign of each gradient, at a rate of 0.7, so that another rounding of gradients near 0 changes the curve.
+            r = (z.square() + cap**2).rsqrt()
+            d_logits = cap * (d_logits * r) - d_logits * (cap * z) * r**3 * z
         logits.copy_(d_logits)
     return loss
 
