@@ -22,12 +22,15 @@ PROMPT_shakespeare = "ROMEO:"
 PROMPT_stdlib = "def "
 PROMPT = $(PROMPT_$(CORPUS))
 
-quickstart: install ## tokens, minutes of training, samples, curves; no GPU, no download (TRAIN_ARGS='--dtype float32')
+quickstart: install ## tokens, minutes of training, samples, curves; no GPU (TRAIN_ARGS='--dtype float32')
 	$(PY) fineweb.py --source $(CORPUS) --out data/$(CORPUS)
 	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --sample-every 0 --resume auto $(TRAIN_ARGS)
 	$(PY) infer.py log/quickstart $(PROMPT) --num-samples 4 --max-new-tokens 64
 	$(PY) plots.py log/quickstart
-	@echo 'next: open log/quickstart/curves.png; . .venv/bin/activate; python infer.py log/quickstart $(PROMPT)'
+	@echo 'next: . .venv/bin/activate'
+	@echo '      python infer.py log/quickstart $(PROMPT)'
+	@echo '      python train_gpt2.py quickstart --data-dir data/$(CORPUS) --max-steps 400 --out-dir log/longer'
+	@echo 'and look at log/quickstart/curves.png'
 
 test: install-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -350,13 +350,19 @@ def main() -> None:
     elif tokens < FEW_TOKENS:
         print0(f"warning: {tokens:,} tokens are too few to learn from; give {FEW_TOKENS:,} or more, in another --out")
     else:
-        preset = choose_preset(args, bool(paths))
-        data_dir = f"--data-dir {shlex.quote(str(out))}"
-        print_next(f"python train_gpt2.py {preset} {data_dir}")
-        if preset == "finetune":
-            flags = f"{data_dir} --out-dir {shlex.quote(f'log/{out.name}')} --sample-prompt @val"
-            print0("which downloads OpenAI's GPT-2; without a download, a small network from scratch:")
-            print0(f"      python train_gpt2.py quickstart {flags}")
+        print_next(*suggest_runs(choose_preset(args, bool(paths)), out))
+
+
+def suggest_runs(preset: str, out: Path) -> list[str]:
+    """The commands that train on these shards."""
+    command = f"python train_gpt2.py {preset} --data-dir {shlex.quote(str(out))}"
+    if preset.startswith("quickstart"):
+        return [f"{command} --out-dir {shlex.quote(f'log/{out.name}')}"]
+    if preset != "finetune":
+        return [command]
+    small = f"{suggest_runs('quickstart', out)[0]} --sample-prompt @val"
+    finetune = f"{command} --out-dir {shlex.quote(f'log/{out.name}-finetune')}"
+    return [f"{small}    # a small network, from scratch", f"{finetune}    # OpenAI's GPT-2, which it downloads"]
 
 
 def choose_preset(args: Args, is_local: bool) -> str:
@@ -369,4 +375,4 @@ def choose_preset(args: Args, is_local: bool) -> str:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="see -h (files are named after --source)")
+    run_cli(main, hint="files go after --source: python fineweb.py --source 'my/*.txt' --out data/my")

@@ -1,6 +1,6 @@
 """Sample text from a checkpoint, a run folder, a Hugging Face GPT-2 folder or a name on the Hub.
 
-    python infer.py log/quickstart "def main():"                        # one sample, printed as it is generated
+    python infer.py log/quickstart "ROMEO:"                             # one sample, printed as it is generated
     python infer.py gpt2 "Hello, I'm a language model," --num-samples 4 --temperature 0.8 --seed 42
     echo "Once upon a time" | python infer.py log/gpt2-124m - --temperature 0 --json
 
@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint='see -h; the model comes first, then the prompt in quotes: infer.py log/quickstart "ROMEO:"')
+    run_cli(main, hint='the model comes first, then the prompt in quotes: infer.py log/quickstart "ROMEO:"')

@@ -151,16 +151,16 @@ def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
     UserError if nothing is left."""
     require(paths, "give the folder of a run: python plots.py log/quickstart")
     curves_by_run, others = {}, []
-    for path in dict.fromkeys(Path(path).resolve() for path in paths):
+    fix = "give the folder of a run: python plots.py log/quickstart"
+    for path in map(Path, paths):
+        fix = describe_runs(path, "metrics.jsonl") or describe_runs(path.parent, "metrics.jsonl") or fix
+        require(path.exists(), f"there is no {path}; {fix}")
         curves = read_curves(path)
         if curves:
-            curves_by_run[path] = curves
+            curves_by_run[path.resolve()] = curves
         else:
             others.append(str(path))
-    problem = f"no run in {', '.join(others)}: no metrics.jsonl or other log there has a measured step"
-    fix = "give the folder of a run: python plots.py log/quickstart"
-    for other in map(Path, others):
-        fix = describe_runs(other, "metrics.jsonl") or describe_runs(other.parent, "metrics.jsonl") or fix
+    problem = f"no measured step in {', '.join(others)}"
     require(curves_by_run, f"{problem}; {fix}")
     if others:
         print0(f"skipped: {problem}")

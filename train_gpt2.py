@@ -39,7 +39,7 @@ import hellaswag
 from lifecycle import plan, resume
 from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
-from lifecycle.metrics import MetricsLogger, best_step, read_step
+from lifecycle.metrics import MetricsLogger, best_step, val_losses
 from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
@@ -167,10 +167,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     saver.finish(step)
 
     if stop.is_agreed:
-        fix = f"to resume: the same command with --resume {shlex.quote(str(cfg.run_dir))}"
-        print0(f"stopped by {stop.reason()} at step {step}, saved; {fix}")
+        print0(f"stopped by {stop.reason()} at step {step} of {max_steps}, saved in {cfg.run_dir}")
+        print_next(f"python train_gpt2.py --resume {shlex.quote(str(cfg.run_dir))}")
         return stop.reason()
-    print_result(cfg, step, stop.elapsed_s())
+    print_result(cfg, run.start, step, stop.elapsed_s())
     return ""
 
 
@@ -263,16 +263,26 @@ def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
     return f"everything before it is saved in {cfg.run_dir}; {fix}"
 
 
-def print_result(cfg: TrainConfig, step: int, seconds: float) -> None:
+def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
     """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them."""
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
     path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
-    what = "weights" if best is None else f"val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}, the lowest saved"
-    print0(f"done: {step} steps in {format_duration(seconds)}; {what}: {path}")
+    done = f"done: steps {start} to {step} in {format_duration(seconds)}"
+    losses = val_losses(cfg.run_dir)
+    if step in losses:
+        done += f"; val loss {losses[step]:.4f}"
+    if best is None:
+        print0(f"{done}; weights: {path}")
+    else:
+        print0(f"{done}; the lowest saved{'' if best == step else f', {losses[best]:.4f}'}: {path}")
+        lowest = min(losses, key=losses.__getitem__)
+        if losses[lowest] < losses[best]:
+            problem = f"the val loss was lower, {losses[lowest]:.4f}, at step {lowest}, which was not saved"
+            print0(f"warning: {problem}; --save-every {cfg.val_every} saves each step that is evaluated")
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
     # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.
     quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
-    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}; python infer.py {path} {quoted}")
+    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", f"python infer.py {path} {quoted}")
 
 
 def main() -> None:

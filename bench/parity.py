@@ -327,9 +327,9 @@ TITLES = {
 }
 # How its legend calls the planted errors, and how it marks them.
 PLANTED_LABELS: dict[PlantedError, tuple[str, str]] = {
-    "rate": ("with a learning rate 1% too high", "s"),
-    "decay": ("with weight decay on every weight", "^"),
-    "target": ("with each token as its own target", "D"),
+    "rate": ("the same with a bug: a learning rate 1% too high", "s"),
+    "decay": ("the same with a bug: weight decay on every weight", "^"),
+    "target": ("the same with a bug: each token as its own target", "D"),
 }
 
 
@@ -345,22 +345,22 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
 
     # Losses that are equal have no place on a log scale.
     ours = [max(differences(f.curve, f.expected).loss, 1e-8) for f in found]
-    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="as it is")
+    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="this project")
     for plant in found[0].planted:
         label, marker = PLANTED_LABELS[plant]
         planted = [differences(f.planted[plant], f.expected).loss for f in found]
         axes.plot(planted, rows, marker, color="#d6604d", mfc="white", ms=7, label=label)
 
     axes.set_yticks(rows, [TITLES.get(name, name) for name in comparisons], fontsize=9)
-    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+    axes.set_ylim(len(rows) - 0.5, -0.9)  # the first on top
     axes.set_xscale("log")
     axes.set_xlim(1e-7, 20)
     axes.set_xlabel("largest difference between the losses of a program and of this project (nats per token)")
-    axes.set_title(f"The same weights, the same text, {steps} training steps", fontsize=11)
+    axes.set_title(f"Programs of other projects and this one: same weights, same text, {steps} steps", fontsize=11)
     axes.axvspan(1e-7, min(REFERENCES[name].limit for name in comparisons), color="#08306b", alpha=0.08, lw=0)
-    axes.text(1.2e-7, len(rows) - 0.6, "rounding of float32", fontsize=9, color="#08306b")
+    axes.text(1.2e-7, -0.55, "rounding of float32", fontsize=9, color="#08306b")
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(title="this project", fontsize=9, frameon=False, ncols=2, loc="outside lower center")
+    figure.legend(fontsize=9, frameon=False, ncols=2, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)

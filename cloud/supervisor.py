@@ -235,7 +235,7 @@ def start(args: list[str]) -> None:
         sys.exit(supervisor.supervise())
     lock.close()
 
-    print0(f"started: {supervisor.nproc} process(es), run folder {out}, pid {pid}")
+    print0(f"started: {supervisor.nproc} process(es), run folder {out}, pid {pid}; this terminal may be closed")
     print0(f"follow:  tail -F {shlex.quote(str(link))}")
     stop_command = shlex.join([str(ROOT / "train.sh"), "stop", str(out)])
     print0(f"stop:    {stop_command}    # it saves; the same command resumes")

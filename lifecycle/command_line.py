@@ -16,9 +16,18 @@ from typing import Any
 import tyro
 
 from lifecycle.metrics import check_wandb
-from system.cli import env_rank, require, suggest
-from training.config import HELLASWAG_DATA, Mark, TrainConfig, as_flag, flag, flatten, has_mark
+from system.cli import UsageError, env_rank, require, suggest
+from system.usage import explain_usage
+from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, flatten, has_mark
 from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
+
+# The head of the help.
+EXAMPLES = """
+  python train_gpt2.py quickstart                                     # minutes on a CPU
+  python train_gpt2.py gpt2-124m --card 8xH100 --gpu-hour-usd 2.5     # predicts hours and dollars
+  python train_gpt2.py --resume log/quickstart                        # continues a run
+  torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m    # eight GPUs
+""".strip("\n")
 
 # What others call the recipes of presets: transformers its sizes, nanoGPT its files.
 OTHER_NAMES = {
@@ -57,43 +66,47 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     early_parser.add_argument("--epochs", nargs="?")
     early_parser.add_argument("--max-steps", "--max_steps", nargs="?")
     early, _ = early_parser.parse_known_args(flags)
-    if not has_preset and early.resume not in ("none", "auto"):
-        defaults = inherit_settings(TrainConfig.from_dict(read_saved_config(early.resume)), Path(early.resume))
+    if early.resume not in ("none", "auto"):
+        # A run continues in its own folder.
+        path = Path(early.resume)
+        run_dir = path if path.is_dir() else path.parent
+        if not has_preset:
+            defaults = inherit_settings(TrainConfig.from_dict(read_saved_config(early.resume)))
+        defaults = replace(defaults, out_dir=str(run_dir))
     if early.epochs and not early.max_steps:
         defaults = replace(defaults, max_steps=0)
 
+    values = f"Below, the flags with the values of {defaults.preset}. --help explains each."
+    description = f"{EXAMPLES}\n\n{describe_presets()}\n\n{values}"
     try:
-        cfg = tyro.cli(
-            TrainConfig,
-            default=defaults,
-            args=flags,
-            prog="train_gpt2.py [PRESET]",
-            description=f"{describe_presets()}\n\nBelow, the values of {defaults.preset}. --help explains each flag.",
-            compact_help="--help" not in flags,
-            console_outputs=env_rank() == 0 and not explain_foreign_flags(flags),  # which say it all
-        )
-    except SystemExit as e:
-        # tyro has said what is wrong with a value; of a flag that does not exist it can only say that.
-        otherwise = "see above" if all(map(is_known_flag, flags)) else OTHER_TRAINERS
-        for note in explain_foreign_flags(flags) or [otherwise]:
-            e.add_note(note)
+        with explain_usage(OTHER_TRAINERS):
+            cfg = tyro.cli(
+                TrainConfig,
+                default=defaults,
+                args=flags,
+                prog="train_gpt2.py [PRESET]",
+                description=description,
+                compact_help="--help" not in flags,
+                console_outputs=env_rank() == 0,
+            )
+    except UsageError as e:
         # torchrun ends rank 0, which reports the flag, as soon as another rank exits.
         if env_rank() > 0:
             time.sleep(3)
-        raise
+        foreign = explain_foreign_flags(flags)
+        raise UsageError("; ".join(foreign)) if foreign else e from None
     if cfg.tracker == "wandb":
         check_wandb()
     return cfg
 
 
-def inherit_settings(saved: TrainConfig, path: Path) -> TrainConfig:
-    """The settings of the run of a checkpoint (a file, or its folder), but for those of one start only."""
+def inherit_settings(saved: TrainConfig) -> TrainConfig:
+    """The settings of the run of a checkpoint, but for those of one start only."""
     of_one_start: dict[str, Any] = {
         field.name: field.default for field in fields(saved) if has_mark(field.name, Mark.PER_START)
     }
-    run_dir = path if path.is_dir() else path.parent
     rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
-    return replace(saved, **of_one_start, out_dir=str(run_dir), hellaswag_data=rows)
+    return replace(saved, **of_one_start, hellaswag_data=rows)
 
 
 # ------------------------------------------------------------------------- the flags of other trainers
@@ -154,23 +167,17 @@ FOREIGN_FLAGS = {
 }
 
 
-def is_known_flag(word: str) -> bool:
-    """Whether a word of the command line is a flag of this program, or none at all."""
-    if not word.startswith("--"):
-        return True
-    known = {as_flag(name, value) for name in flatten(TrainConfig()) for value in (True, False)}
-    return word.partition("=")[0].replace("_", "-") in known
-
-
 def explain_foreign_flags(words: list[str]) -> list[str]:
     """What the flags of other trainers on a command line are here, a sentence each."""
     sentences = []
+    known = {flag(name) for name in flatten(TrainConfig()) if name != "beta1"}  # which has no flag
     switches = [flag(name) for name, value in vars(TrainConfig()).items() if isinstance(value, bool)]
     for word in words:
         name, equals, _ = word.partition("=")
         switch = name.replace("_", "-")
-        if name in FOREIGN_FLAGS:
-            sentences.append(f"{name} is {FOREIGN_FLAGS[name]} here")
+        foreign = name if name in FOREIGN_FLAGS else name.replace("-", "_").replace("__", "--")
+        if foreign in FOREIGN_FLAGS and switch not in known:
+            sentences.append(f"{name} is {FOREIGN_FLAGS[foreign]} here")
         elif equals and switch in switches:
             sentences.append(f"switches take no value: {switch} or --no-{switch.removeprefix('--')}")
     return sentences

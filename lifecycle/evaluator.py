@@ -118,7 +118,7 @@ class Evaluator:
             columns.append(new_ids.tolist())
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
-        return "\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(texts, 1))
+        return "\n".join(f"--- step {step}, sample {i} of {len(texts)}\n{text}" for i, text in enumerate(texts, 1))
 
 
 def bits_per_byte(loss: float, bytes_per_target: float) -> float:

@@ -68,6 +68,12 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
+def val_losses(run_dir: Path) -> dict[int, float]:
+    """The val loss of each step of a run that was validated, on the data of the last one."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if isinstance(row.get("val_loss"), float)]
+    return {row["step"]: row["val_loss"] for row in rows if row.get("val_set") == rows[-1].get("val_set")}
+
+
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
     """The steps that --keep must not delete, because one of them is the best by val loss: the one with the lowest loss,
     and those that cannot be compared with it. These were measured on other data (`val_set`), or metrics.jsonl has no
@@ -118,7 +124,9 @@ class MetricsLogger:
         self.flops_per_token = run.model.flops_per_token(cfg.sequence_length)
         self.peak_flops = total_peak_flops(rt)
         self.start_time = time.monotonic()
-        self.average_s = 0.0
+        self.average_s = 0.0  # moving average of a step
+        self.evaluation_s = 0.0  # the last evaluation
+        self.last_time = time.monotonic()  # when the step before was logged
         if not rt.is_main:
             return
 
@@ -130,10 +138,14 @@ class MetricsLogger:
     def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
         """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
         the console. row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
-        # The moving average of the time of a step, for the ETA. The first steps compile, so it starts after them.
+        # For the ETA, the time of a step and of an evaluation. The first steps compile: the average starts after them.
         is_steady = row["step"] >= self.start + 3
         total_s = seconds + waited_s
         self.average_s = 0.9 * self.average_s + 0.1 * total_s if is_steady else total_s
+        now = time.monotonic()
+        if "val_loss" in row:
+            self.evaluation_s = max(0.0, now - self.last_time - total_s)
+        self.last_time = now
 
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
         tokens_per_second = self.cfg.total_batch_size / seconds
@@ -160,7 +172,9 @@ class MetricsLogger:
             parts.append(f"waited for data: {row['wait_ms']:.0f}ms")
         # The time of the first step is not representative. The step of this line is done, but not counted yet.
         if step > self.start:
-            eta_s = self.average_s * (self.max_steps - step - 1)
+            val_every = self.cfg.val_every
+            evaluations = math.ceil(self.max_steps / val_every) - step // val_every if val_every else 0
+            eta_s = self.average_s * (self.max_steps - step - 1) + self.evaluation_s * evaluations
             parts.append(f"eta: {format_duration(eta_s)}")
         if self.cfg.gpu_hour_usd:
             seconds = time.monotonic() - self.start_time

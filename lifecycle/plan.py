@@ -41,6 +41,8 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
 
+MIN_WIDTH = 512  # below, no card comes near the share of its peak that is assumed
+
 MANY_EPOCHS = 10
 
 
@@ -48,37 +50,33 @@ def print_plan(
     cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, B: int, step: int, max_steps: int
 ) -> None:
     """Print the facts of the run, and warn of what is likely a mistake. B: the micro-batch. Every rank must call it."""
-    T = cfg.sequence_length
+    T, net = cfg.sequence_length, model.config
     devices = describe_devices(rt.gather(machine.device_name(rt.device)))
-    print0(
-        f"{cfg.preset}: {model.num_params():,} parameters on {devices}, {dtype_name(rt.dtype)}, "
-        f"torch {torch.__version__}, seed {cfg.seed}"
-    )
+    print0(f"run        {cfg.preset}{f' from step {step}' if step else ''}, in {cfg.run_dir}")
+    shape = f"{net.n_layer} layers, {net.n_head} heads, {net.n_embd} channels, a context of {net.block_size}"
+    print0(f"network    {model.num_params():,} parameters: {shape}; seed {cfg.seed}")
+    print0(f"machine    {devices}, {dtype_name(rt.dtype)}, torch {torch.__version__}")
 
-    # The steps, and how each is split. Two runs that differ only in the optimizer look the same in all other lines.
+    # The steps, and how each is split.
     micro_steps = cfg.sequences_per_step // rt.world_size // B
-    split = f"{rt.world_size} x {micro_steps} x {B} x {T}"
-    total_tokens = max_steps * cfg.total_batch_size
-    print0(
-        f"steps {step} to {max_steps} of {cfg.total_batch_size:,} tokens "
-        f"(ranks x micro-steps x sequences x T: {split}); {total_tokens:,} tokens"
-    )
+    split = f"(ranks x micro-steps x sequences x T: {rt.world_size} x {micro_steps} x {B} x {T})"
+    print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens {split}")
     optimizers = []
     for name, groups in optim.parameter_groups(model, cfg).items():
         peaks = dict.fromkeys(f"{group['peak_lr']:g}" for group in groups)
         optimizers.append(f"{name} (peak rate {', '.join(peaks)})")
     warmup = f"{cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps"
-    print0(f"optimizer {' and '.join(optimizers)}; {warmup}")
+    print0(f"optimizer  {' and '.join(optimizers)}; {warmup}")
+    if periods := describe_periods(cfg):
+        print0(f"every      {periods}")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
 
     if not data:
-        return print0(f"data {cfg.data_dir}: this folder does not exist yet")
+        return print0(f"data       {cfg.data_dir}: this folder does not exist yet")
     epoch_tokens = data.order.sequences_per_epoch * T  # of whole sequences
-    epochs = total_tokens / epoch_tokens
-    print0(
-        f"data {cfg.data_dir}: {len(data.paths)} train shards, {epoch_tokens:,} tokens an epoch; {epochs:.2f} epochs"
-    )
+    epochs = max_steps * cfg.total_batch_size / epoch_tokens
+    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.paths)} shards, read {epochs:.2f} times")
     if epochs > MANY_EPOCHS and not cfg.overfit_single_batch:
         fix = "use more text, or a lower --max-steps"
         print0(f"warning: {epochs:.0f} epochs: the network will know this text by heart, and the val loss rise; {fix}")
@@ -86,6 +84,22 @@ def print_plan(
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
+
+
+def describe_periods(cfg: TrainConfig) -> str:
+    """250 steps val loss and HellaSwag, 500 a checkpoint (the newest 2 and the best stay)"""
+    kept = f"the newest {cfg.keep} and the best stay" if cfg.keep else "all stay"
+    actions = {
+        "val loss": cfg.val_every,
+        "HellaSwag": cfg.hellaswag_every,
+        "samples": cfg.sample_every,
+        f"a checkpoint ({kept})": cfg.save_every,
+    }
+    periods: dict[int, list[str]] = {}
+    for action, period in actions.items():
+        if period:
+            periods.setdefault(period, []).append(action)
+    return ", ".join(f"{period:,} steps {' and '.join(what)}" for period, what in periods.items())
 
 
 def describe_devices(names: list[str]) -> str:
@@ -208,6 +222,8 @@ def predict(cfg: TrainConfig) -> str:
     max_steps = max_steps or 1000
     step_s = predict_step_s(cfg, cards)
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
+    fix = "measure it there: --dry-run"
+    require(model.config.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
     state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
@@ -217,7 +233,7 @@ def predict(cfg: TrainConfig) -> str:
     unmeasured = [name for name in dict.fromkeys(cards) if not CARDS[name].is_measured]
     if unmeasured:
         accuracy = f"no run is published on {' or '.join(unmeasured)}: the share of its peak is a guess"
-    verdict = "fit, and leave the rest to activations" if needed_gb < gb else "do not fit: use a larger card"
+    verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
@@ -249,5 +265,5 @@ def describe_speed(cfg: TrainConfig, model: GPT, step_s: float, steps: int, gpus
         cost = format_cost(total_s, gpus, cfg.gpu_hour_usd)
     return (
         f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
-        f"{steps} steps take {format_duration(total_s)}; {cost}"
+        f"{steps:,} steps take {format_duration(total_s)}; {cost}"
     )

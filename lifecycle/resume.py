@@ -69,8 +69,8 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     check_ranks_agree(cfg, rt, saved, data)
     if saved:
         check_drift(cfg, saved, data)
-        announce_changes(cfg, saved, data)
         print0(f"resumed from {saved['model_file']}")
+        announce_changes(cfg, saved, data)
         announce_skipped(saved)
     is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
     if rt.is_main and not is_own:

@@ -116,9 +116,11 @@ class StopRequest:
             if self.signal is None:
                 self.signal_time = time.monotonic()
                 self.signal = signal.Signals(number[0]).name
-                second = f"another one, after {SECOND_SIGNAL_AFTER_S:g} s or more, ends it without saving"
-                print0(f"{self.signal}: asked to save and stop; {second}")
+                again = "Ctrl-C again" if self.signal == "SIGINT" else "another signal"
+                print0(f"\nstopping after this step, and saving; {again} ends the run at once, without saving")
+                if not self.first_step_is_done:
+                    print0("first, the compiler has to finish, which may take two minutes")
             elif time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
-                print0("ends now, without saving; --resume auto continues from the newest checkpoint, if there is one")
+                print0("ended without saving; --resume auto continues from the newest checkpoint, if there is one")
                 os._exit(128 + number[0])  # as a shell reports the signal
         os.close(pipe_end)

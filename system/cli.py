@@ -63,6 +63,10 @@ class UserError(Exception):
     """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
 
 
+class UsageError(UserError):
+    """A word of the command line that is not accepted."""
+
+
 class TransientError(UserError):
     """Something that may not come again: one message, too, but a program that restarts crashes restarts this."""
 
@@ -125,21 +129,18 @@ PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno
 
 def run_cli(main: Callable[[], object], hint: str = "see -h") -> None:
     """Run a script's `main` and exit. What the user can fix, a UserError or a path that cannot be used, becomes one
-    message and exit code 1, never a traceback. hint: what follows tyro's message about a command line that it does not
-    accept."""
+    message and exit code 1 or 2, never a traceback. hint: the end of a message about a word that is not accepted."""
+    from system.usage import explain_usage
+
     set_omp_wait_policy()
     make_streams_safe()
     try:
         sys.argv[1:] = read_words(sys.argv[1:])
-        main()
-    except SystemExit as e:
-        # tyro has printed which flag is wrong; a script may have added a note on what to write instead.
-        if e.code == 2:
-            notes = describe_typography(sys.argv[1:]) or getattr(e, "__notes__", [hint])
-            between = " " if len(notes) == 1 else "\n    "
-            reason = between.join(["the command line was not accepted:", *notes])
-            fail("user_error", reason, f"error: {reason}", code=2)
-        raise
+        with explain_usage(hint):
+            main()
+    except UsageError as e:
+        reason = describe_typography(sys.argv[1:]) or str(e)
+        fail("user_error", reason, f"error: {reason}", code=2)
     except KeyboardInterrupt:
         exit_process(130)  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:
@@ -172,7 +173,9 @@ def fail(status: str, reason: str, message: str, code: int = 1) -> None:
     write_status(status, reason)
     message = printable(message)
     with suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        # What to do gets a line of its own where a person reads it; a log keeps a message in one line.
+        is_long = len(message) > 100 and "\n" not in message and sys.stderr.isatty()
+        print(message.replace("; ", "\n  ") if is_long else message, file=sys.stderr, flush=True)
 
     # torchrun prints the text of this file last, as the cause. The format is that of its ErrorHandler.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -243,12 +246,12 @@ def read_words(words: list[str]) -> list[str]:
     return read
 
 
-def describe_typography(words: list[str]) -> list[str]:
-    """A sentence with the characters of a command line that somebody pasted from a document, if there are any."""
+def describe_typography(words: list[str]) -> str:
+    """A sentence with the characters of a command line that somebody pasted from a document, or ""."""
     # Dashes, spaces, invisible characters, quotation marks and the minus sign, by their Unicode categories.
     typographic = {c for c in "".join(words) if not c.isascii() and unicodedata.category(c) in "Pd Zs Cf Pi Pf Sm"}
     names = ", ".join(f"{unicodedata.name(c, '')} (U+{ord(c):04X})" for c in sorted(typographic))
-    return [f"it has characters of a document, {names}; type them anew: - and space"] if names else []
+    return f"the command has characters of a document, {names}; type them anew: - and space" if names else ""
 
 
 # ------------------------------------------------------------------------- which process this is
@@ -296,14 +299,19 @@ def print0(*args: object) -> None:
     """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
     full disk nor a reader that is gone ends a run."""
     if env_rank() == 0:
+        text = printable(" ".join(map(str, args)))
         with suppress(OSError):
-            print(printable(" ".join(map(str, args))), flush=True)
+            if "tqdm" in sys.modules:
+                sys.modules["tqdm"].tqdm.write(text)  # above a bar that is shown
+            else:
+                print(text)
+            sys.stdout.flush()
 
 
-def print_next(commands: str) -> None:
-    """Print what to type next, unless make has started this program: its target goes on by itself."""
+def print_next(*commands: str) -> None:
+    """Print what to type next, a command a line, unless make has started this program: its target goes on by itself."""
     if "MAKELEVEL" not in os.environ:
-        print0(f"next: {commands}")
+        print0("next:", "\n      ".join(commands))
 
 
 def progress_bar(items: Iterable, name: str, is_shown: bool) -> Iterable:

@@ -31,7 +31,7 @@ TABLE = """
 1 | train_gpt2.py gpt2-xl                                  | 'gpt2-xl'
 1 | train_gpt2.py quickstrat                               | did you mean quickstart
 1 | train_gpt2.py config/train_gpt2.py                     | did you mean gpt2-124m
-2 | train_gpt2.py quickstart --model.n-head 5              | see above
+2 | train_gpt2.py quickstart --model.n-head 5              | n_head 5 
 2 | infer.py log/none --start=Once                         | then the prompt in quotes
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
@@ -90,8 +90,8 @@ TABLE = """
 1 | infer.py OWNER/NAME                                    | 127.0.0.1:9
 1 | infer.py small/odd.pt Hello                            | 50256 tokens
 1 | plots.py none                                          | none
-1 | plots.py cut                                           | no run
-1 | plots.py .                                             | files/run
+1 | plots.py cut                                           | cut
+1 | plots.py .                                             | runs
 1 | plots.py run --out NEW/curves.docx                     | curves.docx
 2 | train_gpt2.py quickstart --seeed 1                     | --seeed
 2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3

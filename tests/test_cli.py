@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import tyro
 from helpers import ROOT
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -80,8 +81,15 @@ def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
 
 
 def test_a_bad_flag_and_an_interrupt_have_exit_codes(end):
-    code, _, status, _ = end(lambda: sys.exit(2))
-    assert code == 2 and status == "user_error"  # which nothing restarts
+    def main(text: str = ""):
+        """
+        Args:
+            text: a text.
+        """
+
+    code, printed, status, _ = end(lambda: tyro.cli(main, args=["--txt", "3"]))
+    assert (code, status) == (2, "user_error")  # which nothing restarts
+    assert printed == "error: no flag --txt; did you mean --text?\n"
 
     assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
     assert end(lambda: None)[0] == 0

@@ -105,7 +105,7 @@ def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
 def test_a_dry_run_of_a_resume_counts_what_is_left(tiny_args, trained_run, run_in_fork):
     flags = [*tiny_args, "--resume", "auto", "--out-dir", trained_run, "--max-steps", "20", "--dry-run"]
     out = run_in_fork("train_gpt2.py", "quickstart", *flags).stdout
-    assert "steps 12 to 20" in out and "\n8 steps take" in out
+    assert "12 to 20, each of" in out and "\n8 steps take" in out
 
 
 # ------------------------------------------------------------------------- --card
@@ -169,6 +169,6 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     train_gpt2.main()
     out = capsys.readouterr().out
     hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
-    assert f"19073 steps take 7h36m; ${2 * 1.5 * hours:.2f}" in out
+    assert f"19,073 steps take 7h36m; ${2 * 1.5 * hours:.2f}" in out
     assert "124,475,904 parameters on 2 x A100" in out and "MFU 50.0%" in out
     assert not list(tmp_path.iterdir())

@@ -78,7 +78,7 @@ def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
     assert_curves_close(load_curve(tmp_path / "two"), load_curve(one))
     one_scores, two_scores = ([m.get("hellaswag_acc") for m in load_metrics(tmp_path / run)] for run in ("one", "two"))
     assert one_scores == two_scores and one_scores[0] is not None
-    assert output.count("--- sample 3") == 1
+    assert output.count(", sample 3 of ") == 1
 
 
 def test_eval_only_prints_what_the_run_printed(tiny_args, one_run, tmp_path, run_ranks):

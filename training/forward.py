@@ -79,7 +79,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     # graphs at its buckets.
     torch._dynamo.config.recompile_limit = 16
     torch._dynamo.config.optimize_ddp = False
-    print0("the first step compiles, which takes a minute or two; --no-compile starts at once but then trains slower")
+    print0("compiling takes up to two minutes, at first; --no-compile starts at once, and trains slower")
     return Forward(model, compiles=True)
 
 

@@ -274,6 +274,7 @@ class CheckpointWriter:
             write(optim_path(self.run_dir, step), train)
             write(model_path(self.run_dir, step), model)
             self.saved_step = step
+            print0(f"saved {model_path(self.run_dir, step)}")
             self._delete_old(step)
             self.error = None
         except Exception as e:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model import GPT
-from system.cli import UserError, require
+from system.cli import UserError, print0, require
 from weights import checkpoint, convert, names
 
 
@@ -39,6 +39,8 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
         is_data = (path / "manifest.json").is_file()
         require(not is_data, f"{path} has shards of tokens; a model is in the folder of a run, such as log/quickstart")
         path = names.newest_model(path)
+        for damaged in names.damaged_models(path.parent):
+            print0(f"warning: {damaged} is damaged; the newest whole one is taken, {path}")
 
     # A file, whatever its suffix: reading it tells what it is.
     if path.is_file() or path.suffix == ".pt":
