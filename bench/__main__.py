@@ -40,10 +40,6 @@ BENCHES = {
         "How fast are samples and HellaSwag?",
         ["generate"],
     ),
-    "figures": (
-        "What do quickstart and a run of gpt2-124m look like?",
-        ["figures"],
-    ),
 }
 
 

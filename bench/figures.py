@@ -1,6 +1,6 @@
 """Draws two of README's pictures into docs/: what quickstart learns, and what a run of gpt2-124m should look like.
 
-    python -m bench figures                     # trains quickstart into log/figures, unless it is there
+    python -m bench.figures                     # trains quickstart into log/figures, unless it is there
 
 The third, docs/parity.png, is drawn by `python -m bench parity --plot`.
 """
@@ -16,7 +16,7 @@ import tyro
 
 import plots
 from lifecycle.reference import read_references
-from system.cli import print0
+from system.cli import print0, run_cli
 
 BLUE, RED, GREY = "#08306b", "#c0392b", "#777777"
 # Where the samples stand in the picture, by the step of their checkpoint: step, loss. The curve is below them.
@@ -95,11 +95,15 @@ def draw_expected(path: Path) -> None:
     axes.figure.savefig(path, dpi=200)
 
 
-def main(argv: list[str]) -> None:
-    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench figures")
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__, prog="python -m bench.figures")
     if not args.run.exists():
         flags = ["quickstart", "--save-every", "10", "--keep", "0", "--out-dir", str(args.run)]
         subprocess.run([sys.executable, "train_gpt2.py", *flags], check=True)
     for name, draw in (("quickstart", lambda path: draw_quickstart(args.run, path)), ("expected", draw_expected)):
         draw(args.docs / f"{name}.png")
         print0(f"wrote {args.docs / name}.png")
+
+
+if __name__ == "__main__":
+    run_cli(main)
