@@ -39,12 +39,12 @@ import hellaswag
 from lifecycle import plan, resume
 from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
-from lifecycle.metrics import MetricsLogger, best_step, val_losses
+from lifecycle.metrics import MetricsLogger
 from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
 from model import GPT
 from system import distributed
-from system.cli import TransientError, format_duration, print0, print_next
+from system.cli import TransientError, print0, print_next
 from system.distributed import Runtime
 from system.files import lock_folder
 from tokens.loader import to_device
@@ -54,7 +54,6 @@ from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 from training.schedule import set_learning_rates
 from weights import checkpoint
-from weights.names import complete_steps, model_path
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
@@ -170,7 +169,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         print0(f"stopped by {stop.reason()} at step {step} of {max_steps}, saved in {cfg.run_dir}")
         print_next(f"python train_gpt2.py --resume {shlex.quote(str(cfg.run_dir))}")
         return stop.reason()
-    print_result(cfg, run.start, step, stop.elapsed_s())
+    if rt.is_main:
+        plan.print_result(cfg, run.start, step, stop.elapsed_s())
     return ""
 
 
@@ -261,28 +261,6 @@ def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
     if rt.dtype == torch.float16:
         fix += ", or use --dtype float32 (bfloat16 on a newer card)"
     return f"everything before it is saved in {cfg.run_dir}; {fix}"
-
-
-def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
-    """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them."""
-    best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
-    path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
-    done = f"done: steps {start} to {step} in {format_duration(seconds)}"
-    losses = val_losses(cfg.run_dir)
-    if step in losses:
-        done += f"; val loss {losses[step]:.4f}"
-    if best is None:
-        print0(f"{done}; weights: {path}")
-    else:
-        print0(f"{done}; the lowest saved{'' if best == step else f', {losses[best]:.4f}'}: {path}")
-        lowest = min(losses, key=losses.__getitem__)
-        if losses[lowest] < losses[best]:
-            problem = f"the val loss was lower, {losses[lowest]:.4f}, at step {lowest}, which was not saved"
-            print0(f"warning: {problem}; --save-every {cfg.val_every} saves each step that is evaluated")
-    prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
-    # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.
-    quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
-    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", f"python infer.py {path} {quoted}")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""The plan of a run: what it will do, take and cost, printed before it starts.
+"""The plan of a run: what it will do, take and cost, printed before it starts; and its result, at the end.
 
     print_plan(cfg, rt, model, data, B, step, max_steps)
     check_disk(cfg, model, step, max_steps)
+    print_result(cfg, start, step, seconds)
     dry_run(cfg, rt, build, compute_gradients)      # --dry-run: measures a step on this machine
     print0(predict(cfg))                            # --card 8xH100: needs no GPU and no data, and takes a second
 
@@ -10,6 +11,7 @@ Called by train_gpt2.py. tests/test_plan.py compares the predictions with publis
 
 import json
 import math
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,12 +20,13 @@ from pathlib import Path
 
 import torch
 
+from lifecycle.metrics import best_step, val_losses
 from lifecycle.reference import read_references
 from lifecycle.resume import find_checkpoint, open_data, open_init_from
 from model import GPT
 from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
-from system.cli import format_cost, format_duration, print0, require
+from system.cli import format_cost, format_duration, print0, print_next, require
 from system.distributed import Runtime
 from system.files import atomic_write, free_bytes, lock_folder
 from system.machine import dtype_name
@@ -33,7 +36,7 @@ from training import optim
 from training.config import TrainConfig
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
-from weights.names import complete_steps
+from weights.names import complete_steps, model_path
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
 WEIGHT_AND_GRADIENT_BYTES = 8
@@ -136,6 +139,34 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
     }
     with atomic_write(cfg.run_dir / "config.json") as f:
         f.write(json.dumps(content, indent=2).encode() + b"\n")
+
+
+def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
+    """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them. For
+    rank 0."""
+    losses = val_losses(cfg.run_dir)
+    best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
+    path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
+    done = f"done: steps {start} to {step} in {format_duration(seconds)}"
+    if step in losses:
+        done += f"; val loss {losses[step]:.4f}"
+    if best is None:
+        print0(f"{done}; weights: {path}")
+    elif best == step:
+        print0(f"{done}, the lowest saved: {path}")
+    else:
+        print0(f"{done}; the lowest saved, {losses[best]:.4f}: {path}")
+
+    better = [s for s in losses if best is not None and losses[s] < losses[best]]
+    if better:
+        lowest = min(better, key=losses.__getitem__)
+        problem = f"the val loss was lower, {losses[lowest]:.4f}, at step {lowest}, which was not saved"
+        print0(f"warning: {problem}; --save-every {cfg.val_every} saves each step that is evaluated")
+
+    prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
+    # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.
+    quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
+    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", f"python infer.py {path} {quoted}")
 
 
 # ------------------------------------------------------------------------- without training
