@@ -1,6 +1,6 @@
 """Draws two of README's pictures into docs/: what quickstart learns, and what a run of gpt2-124m should look like.
 
-    python -m bench.figures                     # trains quickstart into log/figures, unless it is there
+    python -m bench.figures                     # trains quickstart twice, unless log/figures* is there
 
 The third, docs/parity.png, is drawn by `python -m bench parity --plot`.
 """
@@ -16,7 +16,7 @@ import tyro
 
 import plots
 from lifecycle.reference import read_references
-from system.cli import print0, run_cli
+from system.cli import run_cli
 
 BLUE, RED, GREY = "#08306b", "#c0392b", "#777777"
 # Where the samples stand in the picture, by the step of their checkpoint: step, loss. The curve is below them.
@@ -30,6 +30,8 @@ WRONG_RUN = {250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19
 class Args:
     run: Path = Path("log/figures")
     """Folder of the run of quickstart, with the checkpoints of all the steps that have a sample."""
+    longer: Path = Path("log/figures-longer")
+    """Folder of a run of quickstart over more steps."""
     docs: Path = Path("docs")
     """Where the pictures go."""
 
@@ -52,20 +54,25 @@ def sample(run: Path, step: int) -> str:
     return "\n".join(lines[:5])
 
 
-def draw_quickstart(run: Path, path: Path) -> None:
-    """The losses, step by step, with samples of a few steps."""
+def draw_quickstart(run: Path, longer: Path, path: Path) -> None:
+    """The losses, step by step, with samples of a few steps, and one of a longer run."""
     curves = plots.read_curves(run)
     axes = new_axes()
     axes.plot(*curves["train_loss"], color=BLUE, lw=1.5, label="train")
     axes.plot(*curves["val_loss"], "o", color=BLUE, mfc="white", ms=5, label="val")
     val_losses = dict(zip(*curves["val_loss"], strict=True))
+    box = {"fc": "white", "ec": GREY, "lw": 0.5, "boxstyle": "round,pad=0.4"}
+    how: dict[str, Any] = {"fontsize": 7.5, "family": "monospace", "va": "bottom", "bbox": box}
     for step, place in SAMPLES.items():
         axes.annotate(
-            f"after {step} steps:\n{sample(run, step)}", (step, val_losses[step]), place,
-            fontsize=9, va="bottom", arrowprops={"arrowstyle": "-", "color": GREY, "shrinkB": 5},
+            f"after {step} steps:\n\n{sample(run, step)}", (step, val_losses[step]), place,
+            arrowprops={"arrowstyle": "-", "color": GREY, "shrinkB": 5}, **how,
         )  # fmt: skip
-    axes.text(1.2, 10.85, "it knows nothing: ln 50,304 = 10.83", fontsize=9)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 82), ylim=(4.6, 11.2))
+    steps, losses = plots.read_curves(longer)["val_loss"]
+    last = f"{steps[-1]:.0f} steps of a longer run (val loss {losses[-1]:.2f}):"
+    axes.text(34, 9.3, f"after {last}\n\n{sample(longer, int(steps[-1]))}", **how)
+    axes.text(1.5, 10.9, "random guessing: ln 50,304 = 10.83", fontsize=8)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 82), ylim=(4.6, 11.6))
     axes.legend(loc="lower left", frameon=False)
     axes.figure.savefig(path, dpi=200)
 
@@ -76,33 +83,40 @@ def draw_expected(path: Path) -> None:
     after_start = reference.step > 0
     steps = reference.step[after_start]
     ranges = np.array([reference.expected_range(step) for step in steps])  # (N, 2)
-    axes = new_axes()
-    axes.fill_between(steps, ranges[:, 0], ranges[:, 1], color=BLUE, alpha=0.2, lw=0, label="on track")
-    axes.plot(steps, reference.low[after_start], color=BLUE, lw=1.5, label="two public runs of this recipe")
-    axes.plot(steps, reference.high[after_start], color=BLUE, lw=1.5)
     wrong = np.array(list(WRONG_RUN.items()))  # (N, 2)
-    axes.plot(wrong[:, 0], wrong[:, 1], "o", color=RED, ms=5, label="a public run that went wrong, for $61")
-    axes.axhline(plots.OPENAI_124M["Loss"], color=GREY, ls=":", label="OpenAI's GPT-2 124M")
-    axes.annotate(
-        "step 250: off track", (250, WRONG_RUN[250]), (420, 6.6), color=RED, va="center",
-        arrowprops={"arrowstyle": "->", "color": RED, "shrinkB": 5},
-    )  # fmt: skip
-    axes.set(xscale="log", xlabel="step", ylabel="val loss (nats per token)", ylim=(2.9, 6.8))
+    axes = new_axes()
+    axes.fill_between(steps, ranges[:, 0], ranges[:, 1], color=BLUE, alpha=0.25, lw=0)
+    axes.plot(steps, reference.low[after_start], color=BLUE, lw=1)
+    axes.plot(steps, reference.high[after_start], color=BLUE, lw=1)
+    axes.plot(wrong[:, 0], wrong[:, 1], "o", color=RED, ms=5)
+    axes.axhline(plots.OPENAI_124M["Loss"], color=GREY, ls=":")
+
+    # The lines are named where they are.
+    axes.text(265, 3.32, f"OpenAI's GPT-2 124M: {plots.OPENAI_124M['Loss']:.2f}", color=GREY, fontsize=9)
+    axes.text(540, 4.3, "two public runs\nof this recipe;\nshaded: on track", color=BLUE, fontsize=9, ha="right")
+    axes.text(1150, 5.0, "another run, for $61", color=RED, fontsize=9)
+    arrow = {"arrowstyle": "->", "color": RED, "shrinkB": 5}
+    place = {"fontsize": 9, "va": "center", "color": RED}
+    axes.annotate("step 250, 1.3% of the run: off track", (250, WRONG_RUN[250]), (420, 6.6), arrowprops=arrow, **place)
+    for loss, color in ((reference.low[-1], BLUE), (WRONG_RUN[19_072], RED)):
+        axes.text(20_500, loss, f"{loss:.2f}", color=color, fontsize=9, va="center")
+
+    axes.set(xscale="log", xlabel="step (log scale)", ylabel="val loss (nats per token)", ylim=(2.9, 6.8))
+    axes.set_xlim(225, 24_000)
     axes.set_xticks([250, 500, 1000, 2000, 5000, 10_000, 19_072])
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
-    axes.legend(loc="upper right", frameon=False)
     axes.figure.savefig(path, dpi=200)
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__, prog="python -m bench.figures")
-    if not args.run.exists():
-        flags = ["quickstart", "--save-every", "10", "--keep", "0", "--out-dir", str(args.run)]
-        subprocess.run([sys.executable, "train_gpt2.py", *flags], check=True)
-    for name, draw in (("quickstart", lambda path: draw_quickstart(args.run, path)), ("expected", draw_expected)):
-        draw(args.docs / f"{name}.png")
-        print0(f"wrote {args.docs / name}.png")
+    for run, steps, save_every in ((args.run, 80, 10), (args.longer, 400, 400)):
+        if not run.exists():
+            flags = f"quickstart --max-steps {steps} --save-every {save_every} --keep 0 --out-dir {run}"
+            subprocess.run([sys.executable, "train_gpt2.py", *flags.split()], check=True)
+    draw_quickstart(args.run, args.longer, args.docs / "quickstart.png")
+    draw_expected(args.docs / "expected.png")
 
 
 if __name__ == "__main__":

@@ -326,10 +326,10 @@ TITLES = {
     "result36": "modded-nanogpt's result 36\n(all in float32)",
 }
 # How its legend calls the planted errors, and how it marks them.
-PLANTED_LABELS: dict[PlantedError, tuple[str, str]] = {
-    "rate": ("the same with a bug: a learning rate 1% too high", "s"),
-    "decay": ("the same with a bug: weight decay on every weight", "^"),
-    "target": ("the same with a bug: each token as its own target", "D"),
+PLANTED_LABELS: dict[PlantedError, tuple[str, str, str]] = {
+    "rate": ("with a bug: a learning rate 1% too high", "s", "#c0392b"),
+    "decay": ("with a bug: weight decay on every weight", "^", "#d68910"),
+    "target": ("with a bug: each token as its own target", "D", "#7d3c98"),
 }
 
 
@@ -345,22 +345,22 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
 
     # Losses that are equal have no place on a log scale.
     ours = [max(differences(f.curve, f.expected).loss, 1e-8) for f in found]
-    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="this project")
+    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="as it is")
     for plant in found[0].planted:
-        label, marker = PLANTED_LABELS[plant]
+        label, marker, color = PLANTED_LABELS[plant]
         planted = [differences(f.planted[plant], f.expected).loss for f in found]
-        axes.plot(planted, rows, marker, color="#d6604d", mfc="white", ms=7, label=label)
+        axes.plot(planted, rows, marker, color=color, mfc="white", ms=7, label=label)
 
     axes.set_yticks(rows, [TITLES.get(name, name) for name in comparisons], fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.9)  # the first on top
     axes.set_xscale("log")
     axes.set_xlim(1e-7, 20)
-    axes.set_xlabel("largest difference between the losses of a program and of this project (nats per token)")
-    axes.set_title(f"Programs of other projects and this one: same weights, same text, {steps} steps", fontsize=11)
+    axes.set_xlabel(f"largest difference from this project's loss in {steps} steps (nats per token)")
+    axes.set_title("Same weights, same text: the losses are equal, up to rounding; a bug would show", fontsize=11)
     axes.axvspan(1e-7, min(REFERENCES[name].limit for name in comparisons), color="#08306b", alpha=0.08, lw=0)
     axes.text(1.2e-7, -0.55, "rounding of float32", fontsize=9, color="#08306b")
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(fontsize=9, frameon=False, ncols=2, loc="outside lower center")
+    figure.legend(title="this project", fontsize=9, frameon=False, ncols=2, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
