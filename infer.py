@@ -201,4 +201,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint='the model comes first, then the prompt in quotes: infer.py log/quickstart "ROMEO:"')
+    # nanoGPT's sample.py names both by flags.
+    run_cli(main, hint='it is python infer.py MODEL "PROMPT", without --out_dir, --init_from and --start')

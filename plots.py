@@ -47,6 +47,7 @@ OTHER_LOG_KEYS = {
     "train": "train_loss", "val": "val_loss", "hella": "hellaswag_acc_norm",
     "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
     "train_loss": "train_loss", "val_loss": "val_loss",
+    "acc_norm": "hellaswag_acc_norm",
     "loss": "train_loss", "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
 NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?|nan|inf)(?=\s)"
@@ -137,6 +138,7 @@ def read_other_log(path: Path) -> Iterator[dict[str, Any]]:
                     before_step[key] = float(evaluation[1])
 
             # A line begins with the step; what follows are names and numbers, with spaces or a colon between them.
+            line = line.replace("val loss", "val_loss")  # of this project's console
             step = re.match(r"(?:s:|step[: ]\s*)?(\d{1,18})(?:/\d+)? ", line)
             if step:
                 measured = re.findall(rf"\b([a-z_/]+)[ :]+{NUMBER}", line)

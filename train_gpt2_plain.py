@@ -343,4 +343,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, hint="see -h; docs/coming-from.md has the names of nanoGPT and the lecture")

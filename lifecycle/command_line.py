@@ -173,11 +173,13 @@ def explain_foreign_flags(words: list[str]) -> list[str]:
     known = {flag(name) for name in flatten(TrainConfig()) if name != "beta1"}  # which has no flag
     switches = [flag(name) for name, value in vars(TrainConfig()).items() if isinstance(value, bool)]
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         switch = name.replace("_", "-")
         foreign = name if name in FOREIGN_FLAGS else name.replace("-", "_").replace("__", "--")
         if foreign in FOREIGN_FLAGS and switch not in known:
             sentences.append(f"{name} is {FOREIGN_FLAGS[foreign]} here")
         elif equals and switch in switches:
-            sentences.append(f"switches take no value: {switch} or --no-{switch.removeprefix('--')}")
+            is_on = value.lower() not in ("false", "0", "no", "off")
+            here = switch if is_on else f"--no-{switch.removeprefix('--')}"
+            sentences.append(f"{word} is {here} here: switches take no value")
     return sentences

@@ -209,7 +209,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
 
     # Steps of one and of two micro-steps, as a whole one may take minutes. What the second adds is a micro-step; the
     # rest comes once a step: the ranks' average, clipping and the update. The first compiles; the fastest counts.
-    print0(f"measuring steps of one and two micro-steps of {B} x {cfg.sequence_length} random tokens")
+    tokens = f"{B} x {cfg.sequence_length} random tokens"
+    print0(f"measuring steps of one and two micro-steps of {tokens}; on a CPU that may take minutes")
     ids = torch.randint(min(cfg.model.vocab_size, 2**16), (2, B, cfg.sequence_length + 1))
     batch = ids.to(torch.uint16)
     seconds = {1: math.inf, 2: math.inf}

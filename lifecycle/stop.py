@@ -119,7 +119,7 @@ class StopRequest:
                 again = "Ctrl-C again" if self.signal == "SIGINT" else "another signal"
                 print0(f"\nstopping after this step, and saving; {again} ends the run at once, without saving")
                 if not self.first_step_is_done:
-                    print0("first, the compiler has to finish, which may take two minutes")
+                    print0("the first step has not ended yet; if it compiles, that may take two minutes")
             elif time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
                 print0("ended without saving; --resume auto continues from the newest checkpoint, if there is one")
                 os._exit(128 + number[0])  # as a shell reports the signal

@@ -301,7 +301,7 @@ def print0(*args: object) -> None:
     if env_rank() == 0:
         text = printable(" ".join(map(str, args)))
         with suppress(OSError):
-            if "tqdm" in sys.modules:
+            if "tqdm" in sys.modules and sys.stderr.isatty():
                 sys.modules["tqdm"].tqdm.write(text)  # above a bar that is shown
             else:
                 print(text)

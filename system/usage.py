@@ -61,7 +61,7 @@ def describe(refusal: Any, box: str, hint: str) -> str:
     if kind is _errors.InvalidChoice:
         return f"{flag} {refusal.value}: choose {' or '.join(refusal.choices)}"
     if kind is _errors.BadValue and refusal.reason == "too_few_values":
-        return f"{flag} needs a value"
+        return f"{flag} is missing; {hint}" if refusal.argument.is_positional() else f"{flag} needs a value"
     if kind is _errors.InstantiationFailure:
         message = refusal.message.splitlines()[0]
         value = re.search(r"'(.*)'", message)

@@ -32,7 +32,7 @@ TABLE = """
 1 | train_gpt2.py quickstrat                               | did you mean quickstart
 1 | train_gpt2.py config/train_gpt2.py                     | did you mean gpt2-124m
 2 | train_gpt2.py quickstart --model.n-head 5              | n_head 5 
-2 | infer.py log/none --start=Once                         | then the prompt in quotes
+2 | infer.py log/none --start=Once                         | MODEL "PROMPT"
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
 1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264

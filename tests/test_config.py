@@ -131,7 +131,7 @@ def test_flags_override_the_preset():
 
 @pytest.mark.parametrize("words, named", [
     ("--max_iters=100", "--max_iters is --max-steps here"), ("--batch_size 12", "--micro-batch-size"),
-    ("-e d12", "a preset"), ("-z 1", "--zero-stage"), ("--compile=1", "--compile or --no-compile"),
+    ("-e d12", "a preset"), ("-z 1", "--zero-stage"), ("--compile=1", "--compile=1 is --compile here"),
     ("--overfit_single_batch=0", "--no-overfit-single-batch"), ("--never_heard", "coming-from.md"),
 ])  # fmt: skip
 def test_the_flags_of_other_trainers_are_answered_by_name(words, named, run_in_fork):

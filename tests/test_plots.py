@@ -97,9 +97,12 @@ OTHER_LOGS = {
     "rank 1 sample 0: Hello, a model, step 3 | loss: 1.0rank 0 sample 1: Hello\n3 norms\n"
     "step   250 | loss: 5.950000 | lr 5.0000e-04 | norm: 0.7000 | dt: 19807.22ms | tok/sec: 26469.54\n"
     "step   251 | loss: nan | lr 5.0000e-04 | norm: nan | dt: 802.85ms | tok/sec: 653032.59\n",
-    "ours.log": "step     0/19073 | loss: 10.950100 | lr 1.0000e-06 | norm: 15.3700 | dt: 176.61ms | tok/sec: 297,788\n"
+    "ours.log": "step     0/19073 | val loss: 10.9500 | bits per byte: 3.5112\n"
+    "step     0/19073 | loss: 10.950100 | lr 1.0000e-06 | norm: 15.3700 | dt: 176.61ms | tok/sec: 297,788\n"
     "step 1: val 5.310, reference 5.209 to 5.385: on track\n"
-    "step     1/19073 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/sec: 653,033 | eta: 4h\n",
+    "step     1/19073 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/sec: 653,033 | eta: 4h\n"
+    "step   250/19073 | val loss: 5.9000 | bits per byte: 1.9130\n"
+    "step   250/19073 | hellaswag acc 0.25 acc_norm 0.2534 n 9\n",
     "modded.log": "import torch\nstep:0/4578 val_loss:10.9500 train_time:241ms step_avg:nanms\n"
     "step:0/4578 train_loss:10.9501 train_time:355ms\nstep:1/4578 train_loss:9.5000 t:1ms\n"
     "step:250/4578 val_loss:5.9000 train_time:35500ms step_avg:142.00ms\n",
@@ -118,10 +121,10 @@ def test_logs_of_other_programs_are_read(tmp_path, name, as_folder):
     curves = {key: [array.tolist() for array in curve] for key, curve in read.items()}
     steps, losses = curves["train_loss"]
     assert steps[:2] == [0, 1] and losses[:2] == pytest.approx([10.95, 9.5], abs=1e-3)
-    if name != "ours.log":
-        assert curves["val_loss"] == [[0, 250], [10.95, 5.9]]
-    if name in ("log.txt", "main.log", "2024-11-19-00-10-45.log"):
+    assert curves["val_loss"] == [[0, 250], [10.95, 5.9]]
+    if name != "modded.log":
         assert curves["hellaswag_acc_norm"] == [[250], [0.2534]]
+    if name in ("log.txt", "main.log", "2024-11-19-00-10-45.log"):
         assert steps[-1] == 251 and np.isnan(losses[-1])
     if "lr" in curves:
         assert curves["lr"][1][:2] == [1e-6, 2e-6] and curves["grad_norm"][1][:2] == [15.37, 2.0]

@@ -498,7 +498,7 @@ def choose_format(path: Path, as_text: bool = False) -> Format:
     if as_text:
         return TEXT
     suffix = split_suffixes(path)[0].lower()
-    known = f"{' '.join(FORMATS)} and, after these, {' '.join(COMPRESSIONS)}"
+    known = f"{' '.join(filter(None, FORMATS))}, and after these {' '.join(COMPRESSIONS)}"
     fix = "convert it to .jsonl, an object with a text per line; or, if it is plain text, add --as-text"
     require(suffix in FORMATS, f"cannot read {path}: its suffix {suffix} is not one of {known}; {fix}")
     return FORMATS[suffix]

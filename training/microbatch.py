@@ -78,7 +78,8 @@ def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
     if B != "auto" and B not in divisors:
         nearest = min(divisors, key=lambda divisor: abs(divisor - B))
         rule = f"does not divide the {share} sequences that each of {world_size} ranks takes per step"
-        raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {nearest} (or auto)")
+        steps = f"--total-batch-size {B * world_size * cfg.sequence_length}, for steps of this size"
+        raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {nearest} (or auto), or {steps}")
     return divisors
 
 

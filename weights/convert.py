@@ -395,7 +395,9 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
-    require(Path(path).is_file(), f"no file {path}")
+    inside = sorted(Path(path).glob("*.pt"))
+    fix = f"it is a folder; give its file: {inside[-1]}" if inside else "give a .pt file"
+    require(Path(path).is_file(), f"no file {path}; {fix}")
     refuse_other_formats(Path(path))
     with explain_errors(f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"):
         # torch names what it would call in a file; before version 1.6 its files were no zip archives, and it cannot.
