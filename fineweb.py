@@ -361,8 +361,7 @@ def suggest_runs(preset: str, out: Path) -> list[str]:
     if preset != "finetune":
         return [command]
     small = f"{suggest_runs('quickstart', out)[0]} --sample-prompt @val"
-    finetune = f"{command} --out-dir {shlex.quote(f'log/{out.name}-finetune')}"
-    return [f"{small}    # a small network, from scratch", f"{finetune}    # OpenAI's GPT-2, which it downloads"]
+    return [f"{small}    # a small network, from scratch", f"{command}    # OpenAI's GPT-2, which it downloads"]
 
 
 def choose_preset(args: Args, is_local: bool) -> str:

@@ -327,9 +327,9 @@ TITLES = {
 }
 # How its legend calls the planted errors, and how it marks them.
 PLANTED_LABELS: dict[PlantedError, tuple[str, str, str]] = {
-    "rate": ("with a bug: a learning rate 1% too high", "s", "#c0392b"),
-    "decay": ("with a bug: weight decay on every weight", "^", "#d68910"),
-    "target": ("with a bug: each token as its own target", "D", "#7d3c98"),
+    "rate": ("this project with a bug: a learning rate 1% too high", "s", "#c0392b"),
+    "decay": ("this project with a bug: weight decay on every weight", "^", "#d68910"),
+    "target": ("this project with a bug: each token as its own target", "D", "#7d3c98"),
 }
 
 
@@ -345,7 +345,7 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
 
     # Losses that are equal have no place on a log scale.
     ours = [max(differences(f.curve, f.expected).loss, 1e-8) for f in found]
-    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="as it is")
+    axes.plot(ours, rows, "o", color="#08306b", ms=9, label="this project, unchanged")
     for plant in found[0].planted:
         label, marker, color = PLANTED_LABELS[plant]
         planted = [differences(f.planted[plant], f.expected).loss for f in found]
@@ -361,6 +361,6 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     axes.text(1.2e-7, -0.55, "rounding of float32", fontsize=9, color="#08306b")
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(title="this project", fontsize=9, frameon=False, ncols=2, loc="outside lower center")
+    figure.legend(fontsize=9, frameon=False, ncols=2, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)

@@ -138,12 +138,12 @@ class MetricsLogger:
     def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
         """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
         the console. row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
-        # For the ETA, the time of a step and of an evaluation. The first steps compile: the average starts after them.
+        # For the ETA, the time of a step and of an evaluation, but for the first ones, which compile.
         is_steady = row["step"] >= self.start + 3
         total_s = seconds + waited_s
         self.average_s = 0.9 * self.average_s + 0.1 * total_s if is_steady else total_s
         now = time.monotonic()
-        if "val_loss" in row:
+        if "val_loss" in row and not (row["step"] == self.start and self.cfg.compile):
             self.evaluation_s = max(0.0, now - self.last_time - total_s)
         self.last_time = now
 

@@ -47,6 +47,7 @@ EAGER_SPEED = 0.69
 MIN_WIDTH = 512  # below, no card comes near the share of its peak that is assumed
 
 MANY_EPOCHS = 10
+MANY_DAYS = 60
 
 
 def print_plan(
@@ -232,7 +233,13 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     )
     steps = max_steps - first_step
     speed = describe_speed(cfg, model, step_s, steps, rt.world_size, total_peak_flops(rt))
-    print0(f"{speed}\nnext: the same command without --dry-run; for hours, ./train.sh in the background")
+    print0(speed)
+    if steps * step_s > MANY_DAYS * 86_400:
+        print0(f"this machine is too slow for {cfg.preset}: --card H100 predicts a faster one")
+    elif data is None:
+        print0(f"next: the data, {cfg.data_dir} (python fineweb.py -h)")
+    else:
+        print0("next: the same command without --dry-run; for hours, ./train.sh in the background")
 
 
 def predict(cfg: TrainConfig) -> str:

@@ -61,8 +61,7 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     logger = make_logger(tmp_path, start_step=6)
     row = {"train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
 
-    # The first step compiles: it says nothing about the time to go. The evaluation before it takes 10 s.
-    logger.last_time -= 70
+    # The first step compiles: it says nothing about the time to go.
     logger.log_step({"step": 6, "val_loss": 4.0} | row, seconds=60.0)
     assert "eta" not in capsys.readouterr().out
 
@@ -79,7 +78,7 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
         "524,288",
         "41.2%",
         "data: 250ms",
-        "2h34m",  # 7,201 steps and 29 evaluations
+        "2h30m",
         "$20.00",
     ):
         assert value in printed
@@ -87,6 +86,15 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     assert first["step"] == 6 and first["val_loss"] == 4.0
     values = {"step": 7, "train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25, "step_ms": 1000.0}
     assert second == values | {"wait_ms": 250.0, "tokens_per_second": 524288.0, "mfu": pytest.approx(0.4123)}
+
+
+def test_the_time_to_go_counts_evaluations(tmp_path, capsys):
+    logger = make_logger(tmp_path)
+    row = {"train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
+    logger.log_step({"step": 0, "val_loss": 9.0} | row, seconds=1.0)
+    logger.last_time -= 11  # an evaluation of 10 s, and a step
+    logger.log_step({"step": 250, "val_loss": 4.0} | row, seconds=1.0)
+    assert "eta: 2h00m" in capsys.readouterr().out  # 6,958 steps and 28 evaluations
 
 
 def test_a_full_disk_costs_lines_but_not_the_run(tmp_path, monkeypatch):

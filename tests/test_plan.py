@@ -90,7 +90,10 @@ def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
     assert set(calls) == {(1, 2, 33), (2, 2, 33), "the optimizer"}
     out = capsys.readouterr().out
     assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the rest
-    assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out
+    assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out and "too slow" not in out
+
+    plan.dry_run(replace(cfg, max_steps=2_000_000), replace(CPU, world_size=2), build, compute_gradients)
+    assert "too slow" in capsys.readouterr().out
 
 
 def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
@@ -99,6 +102,7 @@ def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
     flags = [*tiny_args, "--data-dir", "nowhere", "--dry-run", "--out-dir", run_dir]
     out = run_ranks(2, "train_gpt2.py", "quickstart", *flags)
     assert "2 x 1 x 4 x 32" in out and out.count("12 steps take") == 1
+    assert "next: the data, nowhere" in out
     assert not run_dir.exists()
 
 
