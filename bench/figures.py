@@ -71,7 +71,8 @@ def draw_quickstart(run: Path, longer: Path, path: Path) -> None:
     steps, losses = plots.read_curves(longer)["val_loss"]
     last = f"{steps[-1]:.0f} steps of a longer run (val loss {losses[-1]:.2f}):"
     axes.text(34, 9.3, f"after {last}\n\n{sample(longer, int(steps[-1]))}", **how)
-    axes.text(1.5, 10.9, "random guessing: ln 50,304 = 10.83", fontsize=8)
+    axes.text(1.5, 10.95, "random guessing among 50,304 tokens: ln 50,304 = 10.83", fontsize=8)
+    axes.set_title("make quickstart: 80 steps on a CPU", fontsize=11)
     axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 82), ylim=(4.6, 11.6))
     axes.legend(loc="lower left", frameon=False)
     axes.figure.savefig(path, dpi=200)
@@ -88,19 +89,20 @@ def draw_expected(path: Path) -> None:
     axes.fill_between(steps, ranges[:, 0], ranges[:, 1], color=BLUE, alpha=0.25, lw=0)
     axes.plot(steps, reference.low[after_start], color=BLUE, lw=1)
     axes.plot(steps, reference.high[after_start], color=BLUE, lw=1)
-    axes.plot(wrong[:, 0], wrong[:, 1], "o", color=RED, ms=5)
+    axes.plot(wrong[:, 0], wrong[:, 1], "o--", color=RED, ms=5, lw=0.8)
     axes.axhline(plots.OPENAI_124M["Loss"], color=GREY, ls=":")
 
     # The lines are named where they are.
     axes.text(265, 3.32, f"OpenAI's GPT-2 124M: {plots.OPENAI_124M['Loss']:.2f}", color=GREY, fontsize=9)
     axes.text(540, 4.3, "two public runs\nof this recipe;\nshaded: on track", color=BLUE, fontsize=9, ha="right")
-    axes.text(1150, 5.0, "another run, for $61", color=RED, fontsize=9)
+    axes.text(1150, 5.0, "a third run, for $61", color=RED, fontsize=9)
     arrow = {"arrowstyle": "->", "color": RED, "shrinkB": 5}
     place = {"fontsize": 9, "va": "center", "color": RED}
     axes.annotate("step 250, 1.3% of the run: off track", (250, WRONG_RUN[250]), (420, 6.6), arrowprops=arrow, **place)
     for loss, color in ((reference.low[-1], BLUE), (WRONG_RUN[19_072], RED)):
         axes.text(20_500, loss, f"{loss:.2f}", color=color, fontsize=9, va="center")
 
+    axes.set_title("A run that goes wrong shows it after 1.3% of its steps (runs of other people)", fontsize=11)
     axes.set(xscale="log", xlabel="step (log scale)", ylabel="val loss (nats per token)", ylim=(2.9, 6.8))
     axes.set_xlim(225, 24_000)
     axes.set_xticks([250, 500, 1000, 2000, 5000, 10_000, 19_072])

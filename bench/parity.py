@@ -355,7 +355,7 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.9)  # the first on top
     axes.set_xscale("log")
     axes.set_xlim(1e-7, 20)
-    axes.set_xlabel(f"largest difference from this project's loss in {steps} steps (nats per token)")
+    axes.set_xlabel(f"largest difference from this project's loss in {steps} steps, small network (nats per token)")
     axes.set_title("Same weights, same text: the losses are equal, up to rounding; a bug would show", fontsize=11)
     axes.axvspan(1e-7, min(REFERENCES[name].limit for name in comparisons), color="#08306b", alpha=0.08, lw=0)
     axes.text(1.2e-7, -0.55, "rounding of float32", fontsize=9, color="#08306b")
