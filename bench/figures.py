@@ -20,7 +20,7 @@ from system.cli import run_cli
 
 BLUE, RED, GREY = "#08306b", "#c0392b", "#777777"
 # Where the samples stand in the picture, by the step of their checkpoint: step, loss. The curve is below them.
-SAMPLES = {10: (7, 8.3), 20: (25, 7.7), 80: (50, 7.0)}
+SAMPLES = {10: (6.5, 8.0), 20: (23, 7.2), 80: (49, 6.5)}
 # A public run of gpt2-124m's recipe that went wrong, and cost $61: its val losses, by step.
 # https://debtirthasaha.github.io/blog/2026/gpt2-124m/
 WRONG_RUN = {250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19_072: 3.3969}
@@ -40,7 +40,7 @@ def new_axes() -> Any:
     """Axes of a picture as wide as a README."""
     from matplotlib.figure import Figure
 
-    axes = Figure(figsize=(8.4, 3.6), layout="constrained").subplots()
+    axes = Figure(figsize=(8.4, 4), layout="constrained").subplots()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
@@ -70,8 +70,8 @@ def draw_quickstart(run: Path, longer: Path, path: Path) -> None:
         )  # fmt: skip
     steps, losses = plots.read_curves(longer)["val_loss"]
     last = f"{steps[-1]:.0f} steps of a longer run (val loss {losses[-1]:.2f}):"
-    axes.text(34, 9.3, f"after {last}\n\n{sample(longer, int(steps[-1]))}", **how)
-    axes.text(1.5, 10.95, "random guessing among 50,304 tokens: ln 50,304 = 10.83", fontsize=8)
+    axes.text(42, 9.4, f"after {last}\n\n{sample(longer, int(steps[-1]))}", **how)
+    axes.text(1.5, 10.95, "random guessing: ln 50,304 = 10.83", fontsize=8)
     axes.set_title("make quickstart: 80 steps on a CPU", fontsize=11)
     axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 82), ylim=(4.6, 11.6))
     axes.legend(loc="lower left", frameon=False)
