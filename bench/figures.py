@@ -95,14 +95,14 @@ def draw_expected(path: Path) -> None:
     # The lines are named where they are.
     axes.text(265, 3.32, f"OpenAI's GPT-2 124M: {plots.OPENAI_124M['Loss']:.2f}", color=GREY, fontsize=9)
     axes.text(540, 4.3, "two public runs\nof this recipe;\nshaded: on track", color=BLUE, fontsize=9, ha="right")
-    axes.text(1150, 5.0, "a third run, for $61", color=RED, fontsize=9)
+    axes.text(1150, 5.0, "a third run, for $61, ended too high", color=RED, fontsize=9)
     arrow = {"arrowstyle": "->", "color": RED, "shrinkB": 5}
     place = {"fontsize": 9, "va": "center", "color": RED}
     axes.annotate("step 250, 1.3% of the run: off track", (250, WRONG_RUN[250]), (420, 6.6), arrowprops=arrow, **place)
     for loss, color in ((reference.low[-1], BLUE), (WRONG_RUN[19_072], RED)):
         axes.text(20_500, loss, f"{loss:.2f}", color=color, fontsize=9, va="center")
 
-    axes.set_title("A run that goes wrong shows it after 1.3% of its steps (runs of other people)", fontsize=11)
+    axes.set_title("A run that ended at 3.40 was too high at step 250 already (logs of other people)", fontsize=11)
     axes.set(xscale="log", xlabel="step (log scale)", ylabel="val loss (nats per token)", ylim=(2.9, 6.8))
     axes.set_xlim(225, 24_000)
     axes.set_xticks([250, 500, 1000, 2000, 5000, 10_000, 19_072])
