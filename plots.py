@@ -233,7 +233,8 @@ def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
     curve alone."""
     steps, values = run.curves[key]
     if key in EVALUATIONS:
-        ax.plot(steps, values, color=run.color, **EVALUATIONS[key])
+        # Of several runs, the markers of the first stand out behind the others, as its line does.
+        ax.plot(steps, values, color=run.color, **EVALUATIONS[key] | {"ms": 2 + 1.5 * run.width})
     elif key == "lr" or reach == 0:  # a learning rate has no noise
         ax.plot(*extremes(steps, values), color=run.color, lw=run.width)
     else:

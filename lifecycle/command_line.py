@@ -57,7 +57,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
     other_name = Path(preset).stem  # of config/train_gpt2.py
     meant = f"did you mean {OTHER_NAMES[other_name]}? " if other_name in OTHER_NAMES else suggest(preset, PRESETS)
-    require(preset in PRESETS, f"no preset {preset!r}; {meant}{known}")
+    require(preset in PRESETS, f"no preset {preset!r}; {meant.strip() or known}")
     defaults = PRESETS[preset]
 
     # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.

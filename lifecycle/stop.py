@@ -72,7 +72,9 @@ class StopRequest:
             self.raise_stopped()
 
     def reason(self) -> str:
-        """signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""
+        """Ctrl-C, signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""
+        if self.signal == "SIGINT":
+            return "Ctrl-C"
         if self.signal:
             return f"signal {self.signal}"
         return "the time limit" if self._is_over_limit() else "another rank"

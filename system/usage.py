@@ -86,6 +86,7 @@ def describe_unknown(tokens: list[str], box: str, hint: str) -> str:
     flags = [token for token in tokens if token.startswith("-")]
     if not flags:
         return f"unexpected {' '.join(tokens[:3])}{' ...' if len(tokens) > 3 else ''}; {hint}"
+    box = re.sub(r"\x1b\[[0-9;]*m", "", box)  # on a terminal, tyro colors it
     _, _, suggestions = box.partition("Perhaps you meant:")
     known = re.findall(r"(?<![\w-])--[\w.-]+", suggestions.partition("For full helptext")[0])
     similar = get_close_matches(flags[0].replace("_", "-"), known, n=1)

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import pty
 import shlex
 import subprocess
 import sys
@@ -93,6 +94,16 @@ def test_a_bad_flag_and_an_interrupt_have_exit_codes(end):
 
     assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
     assert end(lambda: None)[0] == 0
+
+
+def test_a_terminal_gets_the_same_suggestion():
+    """There tyro colors what it prints."""
+    terminal, end_of_program = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end_of_program)
+    done = subprocess.run([sys.executable, "infer.py", "log/x", "--temperatur", "1"], cwd=ROOT, **streams)
+    os.close(end_of_program)
+    assert done.returncode == 2 and b"did you mean --temperature?" in os.read(terminal, 10_000)
+    os.close(terminal)
 
 
 @pytest.mark.parametrize("error, is_shown", [("KeyboardInterrupt", False), ("ZeroDivisionError", True)])
