@@ -42,8 +42,8 @@ OTHER_NAMES = {
 
 
 def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainConfig:
-    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError, or SystemExit after tyro's message for a bad flag
-    or the help that was asked for.
+    """[PRESET] [--flag value ...] -> TrainConfig. Raises UserError (for a bad flag UsageError), or SystemExit after
+    the help that was asked for.
 
     `--resume PATH` without a preset starts from the config saved there, which read_saved_config(PATH) returns, so only
     changes need flags.

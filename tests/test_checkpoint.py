@@ -17,7 +17,7 @@ from lifecycle.metrics import best_steps
 from model import GPT, GPTConfig
 from system.cli import UserError
 from weights import checkpoint, names
-from weights.open_model import open_model
+from weights.open_model import open_and_describe, open_model
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
@@ -101,6 +101,16 @@ def test_only_a_complete_step_counts(tmp_path):
         with pytest.raises(UserError, match="damaged or truncated"):
             open_model(tmp_path / "model_00002.pt")
     assert open_model(tmp_path).config == SMALL
+
+
+def test_a_damaged_checkpoint_that_is_passed_over_is_named(tmp_path, capsys):
+    """In the description, which infer.py prints on stderr: stdout has the text alone."""
+    save(tmp_path, 1)
+    capsys.readouterr()
+    (tmp_path / "model_00002.pt").write_bytes(b"PK")
+    _, description = open_and_describe(tmp_path)
+    assert "model_00001.pt" in description and "model_00002.pt is damaged" in description
+    assert capsys.readouterr().out == ""
 
 
 def test_the_newest_model_is_found_by_number(tmp_path):

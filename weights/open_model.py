@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model import GPT
-from system.cli import UserError, print0, require
+from system.cli import UserError, require
 from weights import checkpoint, convert, names
 
 
@@ -31,6 +31,7 @@ def open_model(name: str | Path) -> GPT:
 def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     """What open_model returns, and in words what was opened: log/gpt2-124m/model_12000.pt, step 12,000 of 19,073."""
     path = Path(name)
+    damaged: list[Path] = []  # beside the checkpoint that is taken
 
     # A folder.
     if path.is_dir() and not convert.is_on_hub(name):
@@ -39,13 +40,12 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
         is_data = (path / "manifest.json").is_file()
         require(not is_data, f"{path} has shards of tokens; a model is in the folder of a run, such as log/quickstart")
         path = names.newest_model(path)
-        for damaged in names.damaged_models(path.parent):
-            print0(f"warning: {damaged} is damaged; the newest whole one is taken, {path}")
+        damaged = names.damaged_models(path.parent)
 
     # A file, whatever its suffix: reading it tells what it is.
     if path.is_file() or path.suffix == ".pt":
         model, facts = checkpoint.load(path)
-        return model, describe_step(path, facts)
+        return model, describe_step(path, facts) + "".join(f"; {other.name} is damaged" for other in damaged)
 
     # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is mistyped.
     is_mistyped = "/" in str(name) and path.parent.is_dir()
