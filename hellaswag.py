@@ -432,7 +432,7 @@ def main() -> None:
     if args.per_example and rt.is_main:
         write_per_example(args.per_example, examples, losses)
     result = summarize(losses, examples)
-    speed = f"{result['n'] / seconds:.1f} examples/s on {rt.device}"
+    speed = f"{result['n'] / seconds:.1f} examples/s on {rt.device} in {machine.dtype_name(rt.dtype)}"
     print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
     print0(describe_score(result))
 

@@ -45,7 +45,7 @@ ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
 
-    # The comment beside a field, or the docstring below it, is its help text (python train_gpt2.py --help).
+    # The comment beside a field, or the docstring below it, is its help text (python train_gpt2.py -h).
 
     block_size: int = 1024  # longest sequence, in tokens
     vocab_size: int = VOCAB_SIZE  # rows of the token embedding

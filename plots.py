@@ -33,7 +33,7 @@ import tyro
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
 from system.files import atomic_write
-from weights.names import describe_runs
+from weights.names import describe_nearby, describe_runs
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -68,7 +68,7 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
 SMOOTHED_FROM = 200  # steps; the curves of shorter runs are drawn as they are
 FAINT_STYLE: dict[str, Any] = {"alpha": 0.3, "lw": 0.7, "zorder": 1}
 BOLD_WIDTH = 1.6  # of the last run, which lies on top
-WIDEST = 3.2  # of the first of several runs, so that it can be seen behind another with the same curve
+WIDEST = 2.8  # of the first of several runs, so that it can be seen behind another with the same curve
 # What the legend calls the last values of a run.
 LAST_VALUES = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
 
@@ -152,10 +152,9 @@ def read_runs(paths: Sequence[str | Path]) -> dict[Path, Curves]:
     """The curves of each of these runs, once. What is no run, as some of log/*, is left out, with a message. Raises
     UserError if nothing is left."""
     require(paths, "give the folder of a run: python plots.py log/quickstart")
-    curves_by_run, others = {}, []
-    fix = "give the folder of a run: python plots.py log/quickstart"
+    curves_by_run, others, fix = {}, [], ""
     for path in map(Path, paths):
-        fix = describe_runs(path, "metrics.jsonl") or describe_runs(path.parent, "metrics.jsonl") or fix
+        fix = describe_runs(path, "metrics.jsonl") or describe_nearby(path, "metrics.jsonl")
         require(path.exists(), f"there is no {path}; {fix}")
         curves = read_curves(path)
         if curves:
@@ -215,22 +214,26 @@ def extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return steps[starts].repeat(2), np.stack([low, high], axis=1).ravel()
 
 
-def moving_median(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
-    """The median of the values at most `reach` steps away, at each step or at 1,000 of them: a spike or a NaN leaves no
-    trace. The first steps reach back only to the first one, and as far ahead: the curve begins at its value.
-    (N,), (N,) -> (n,), (n,)."""
+def smooth(steps: np.ndarray, values: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the middle half of the values at most `reach` steps away, at each step or at 1,000 of them: smoother
+    than a median, and as there a spike or a NaN leaves no trace. The first steps reach back only to the first one, and
+    as far ahead: the curve begins at its value. (N,), (N,) -> (n,), (n,)."""
     centers = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]
     reaches = np.minimum(reach, centers - steps[0])
     firsts = np.searchsorted(steps, centers - reaches)
     ends = np.searchsorted(steps, centers + reaches, side="right")
-    with warnings.catch_warnings(action="ignore"):  # a median of only NaNs stays NaN
-        medians = [np.nanmedian(values[first:end]) for first, end in zip(firsts, ends, strict=True)]
-    return centers, np.array(medians)
+    means = []
+    for first, end in zip(firsts, ends, strict=True):
+        near = values[first:end]
+        near = np.sort(near[~np.isnan(near)])
+        cut = (len(near) + 1) // 4  # on each side; of three, the median is left
+        means.append(near[cut : len(near) - cut].mean() if len(near) else np.nan)
+    return centers, np.array(means)
 
 
 def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
-    """Draw a curve; one with a value at every step faintly and, over it, its moving median. reach: see that; 0: the
-    curve alone."""
+    """Draw a curve; one with a value at every step faintly and, over it, smoothed. reach: see `smooth`; 0: the curve
+    alone."""
     steps, values = run.curves[key]
     if key in EVALUATIONS:
         # Of several runs, the markers of the first stand out behind the others, as its line does.
@@ -239,7 +242,7 @@ def plot_curve(ax, run: PlottedRun, key: str, reach: int) -> None:
         ax.plot(*extremes(steps, values), color=run.color, lw=run.width)
     else:
         ax.plot(*extremes(steps, values), color=run.color, **FAINT_STYLE)
-        ax.plot(*moving_median(steps, values, reach), color=run.color, lw=run.width)
+        ax.plot(*smooth(steps, values, reach), color=run.color, lw=run.width)
 
 
 def drawn_points(lines: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -289,8 +292,12 @@ def use_log_scale(ax) -> None:
     ax.yaxis.set_major_formatter("{x:g}")
     if len(y) and y.max() < 1000 * y.min():  # with more powers of ten, their own labels are enough
         ax.yaxis.set_minor_formatter("{x:g}")
+        ax.set_ylim(y[y > 0].min() / 1.2, y.max() * 1.2)
     else:
         ax.yaxis.set_minor_formatter("")
+
+
+NORM = "Gradient norm before clipping"
 
 
 class Panel(NamedTuple):
@@ -307,7 +314,7 @@ PANELS = [
     Panel("Loss", "cross-entropy (nats per token)", ("val_loss", "train_loss"), fit_loss, is_wide=True),
     Panel("HellaSwag", "accuracy (acc_norm)", ("hellaswag_acc_norm",), fit_to_curves, is_wide=True),
     Panel("Learning rate", "learning rate (peak: --max-lr)", ("lr",), fit_from_zero),
-    Panel("Gradient norm before clipping", "global L2 norm (log scale)", ("grad_norm",), use_log_scale),
+    Panel(NORM, "global L2 norm (log scale)", ("grad_norm",), use_log_scale),
     Panel("Speed", "tokens per second", ("tokens_per_second",), fit_speed),
 ]
 
@@ -336,7 +343,7 @@ def style_lines(keys: set[str], color: Any, reach: int) -> list[Any]:
         lines.append(Line2D([], [], color=color, label="train", lw=BOLD_WIDTH))
     elif "train_loss" in keys:
         lines.append(Line2D([], [], color=color, label="train, each step", **FAINT_STYLE))
-        lines.append(Line2D([], [], color=color, label=f"train, median of {2 * reach + 1:,} steps", lw=BOLD_WIDTH))
+        lines.append(Line2D([], [], color=color, label=f"train, smoothed over {2 * reach + 1:,} steps", lw=BOLD_WIDTH))
     if "val_loss" in keys:
         lines.append(Line2D([], [], color=color, label="val", **EVALUATIONS["val_loss"]))
     return lines
@@ -379,8 +386,8 @@ def describe_run(run: PlottedRun, reach: int) -> str:
         if key in run.curves:
             steps, values = run.curves[key]
             if key not in EVALUATIONS and reach:
-                steps, values = moving_median(steps, values, reach)
-                word += " (median)"
+                steps, values = smooth(steps, values, reach)
+                word += " (smoothed)"
             is_earlier = key in EVALUATIONS and steps[-1] < last_step - 1
             ends.append(f"{word} {values[-1]:#.4g}" + (f" at step {steps[-1]:,}" if is_earlier else ""))
     return f"{run.name}: {', '.join([*ends, f'step {last_step:,}'])}"
@@ -480,7 +487,7 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
     figure = Figure(layout="constrained", dpi=110)
 
-    # The x axis, and how many steps to each side a median covers: runs of different lengths are smoothed alike.
+    # The x axis, and how many steps to each side smoothing covers: runs of different lengths are smoothed alike.
     last_step = max(int(steps[-1]) for curves in curves_by_run.values() for steps, _ in curves.values())
     reach = last_step // 80 if last_step > SMOOTHED_FROM else 0
 
@@ -498,15 +505,21 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
         axes[panel.title].set_xlim(0, max(1, last_step) * 1.01)
         draw_panel(axes[panel.title], panel, runs, references, reach)
 
-    # The run as a title, or one legend of the runs, below the panels, for which the figure grows.
+    clips = {metrics.read_config(folder_of(path)).get("grad_clip") for path in curves_by_run}
+    if NORM in axes and len(clips) == 1 and (clip := clips.pop()):
+        axes[NORM].axhline(clip, color=GREY, ls=":", lw=1.2, label=f"--grad-clip {clip:g}")
+        axes[NORM].legend(fontsize=9)
+
+    # The run as a title, or one legend of the runs, above the panels, for which the figure grows.
     labels = [describe_run(run, reach) for run in runs]
+    print0("\n".join(labels))
     if len(runs) == 1:
         figure.suptitle(labels[0])
         figure.set_size_inches(12, sum(heights) + 0.5)
         return figure
     lines = [Line2D([], [], color=run.color, lw=1.5 * run.width) for run in runs]
     columns = 2 if max(map(len, labels)) < 80 else 1
-    figure.legend(lines, labels, fontsize=9, ncols=columns, loc="outside lower center", frameon=False)
+    figure.legend(lines, labels, fontsize=9, ncols=columns, loc="outside upper center", frameon=False)
     rows = math.ceil(len(runs) / columns)
     figure.set_size_inches(12, sum(heights) + 0.5 + 0.2 * rows)
     return figure

@@ -72,6 +72,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         return ""
 
     # What can fail is tried before anything is compiled: room on the disk, the rows of HellaSwag.
+    plan.print_plan(cfg, rt, model, run.data, step, max_steps)
     if rt.is_main:
         plan.check_disk(cfg, model, step, max_steps)
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
@@ -81,8 +82,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     if saved:
         resume.load_state(rt, saved, optimizers, scaler)
     del saved  # it is mapped from its file
-
-    plan.print_plan(cfg, rt, model, run.data, B, step, max_steps)
     if rt.is_main:
         plan.write_config(cfg, rt, max_steps)
 
@@ -252,6 +251,9 @@ def build(
         forward = make_forward(model, cfg, rt)
         shards = rt.world_size if cfg.zero_stage == 1 else 1
         B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg, shards))
+        micro_steps = cfg.sequences_per_step // rt.world_size // B
+        split = f"{rt.world_size} x {micro_steps} x {B} x {cfg.sequence_length}"
+        print0(f"batch      {split} tokens (ranks x micro-steps x sequences x T)")
         return forward, wrap_in_ddp(forward, rt), optimizers, scaler, B
 
 

@@ -69,11 +69,13 @@ def draw_quickstart(run: Path, longer: Path, path: Path) -> None:
             arrowprops={"arrowstyle": "-", "color": GREY, "shrinkB": 5}, **how,
         )  # fmt: skip
     steps, losses = plots.read_curves(longer)["val_loss"]
-    last = f"{steps[-1]:.0f} steps of a longer run (val loss {losses[-1]:.2f}):"
+    last = f"{steps[-1]:.0f} steps, not in this picture (val loss {losses[-1]:.2f}):"
+    how["bbox"] = box | {"ls": "--"}
     axes.text(42, 9.4, f"after {last}\n\n{sample(longer, int(steps[-1]))}", **how)
+    axes.text(80.8, val_losses[80], f"{val_losses[80]:.2f}", fontsize=9, color=BLUE, va="center")
     axes.text(1.5, 10.95, "random guessing: ln 50,304 = 10.83", fontsize=8)
     axes.set_title("make quickstart: 80 steps on a CPU", fontsize=11)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 82), ylim=(4.6, 11.6))
+    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(-0.5, 84), ylim=(4.6, 11.6))
     axes.legend(loc="lower left", frameon=False)
     axes.figure.savefig(path, dpi=200)
 
@@ -93,7 +95,8 @@ def draw_expected(path: Path) -> None:
     axes.axhline(plots.OPENAI_124M["Loss"], color=GREY, ls=":")
 
     # The lines are named where they are.
-    axes.text(265, 3.32, f"OpenAI's GPT-2 124M: {plots.OPENAI_124M['Loss']:.2f}", color=GREY, fontsize=9)
+    openai = f"OpenAI's GPT-2 124M, trained on other text: {plots.OPENAI_124M['Loss']:.2f}"
+    axes.text(265, 3.36, openai, color=GREY, fontsize=9)
     axes.text(540, 4.3, "two public runs\nof this recipe;\nshaded: on track", color=BLUE, fontsize=9, ha="right")
     axes.text(1150, 5.0, "a third run, for $61, ended too high", color=RED, fontsize=9)
     arrow = {"arrowstyle": "->", "color": RED, "shrinkB": 5}
@@ -104,7 +107,7 @@ def draw_expected(path: Path) -> None:
 
     axes.set_title("A run that ended at 3.40 was too high at step 250 already (logs of other people)", fontsize=11)
     axes.set(xscale="log", xlabel="step (log scale)", ylabel="val loss (nats per token)", ylim=(2.9, 6.8))
-    axes.set_xlim(225, 24_000)
+    axes.set_xlim(225, 26_000)
     axes.set_xticks([250, 500, 1000, 2000, 5000, 10_000, 19_072])
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")

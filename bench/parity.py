@@ -322,8 +322,8 @@ TITLES = {
     "nanogpt": "nanoGPT\n(no bias, exact GELU)",
     "llm.c": "llm.c's PyTorch script",
     "ddp-basemodel-train": "DDP-BASEMODEL-TRAIN\n(with GPT-2's network)",
-    "record8": "modded-nanogpt's record 8\n(all in float32)",
-    "result36": "modded-nanogpt's result 36\n(all in float32)",
+    "record8": "modded-nanogpt's record 8\n(record8-124m, in float32)",
+    "result36": "modded-nanogpt's result 36\n(speedrun-124m, in float32)",
 }
 # How its legend calls the planted errors, and how it marks them.
 PLANTED_LABELS: dict[PlantedError, tuple[str, str, str]] = {
@@ -356,7 +356,7 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlim(1e-7, 20)
     axes.set_xlabel(f"largest difference from this project's loss in {steps} steps, small network (nats per token)")
-    axes.set_title("Same weights, same text: the losses are equal, up to rounding; a bug would show", fontsize=11)
+    axes.set_title("Same weights, same text: equal losses, up to rounding; a bug would show", fontsize=11)
     axes.axvspan(1e-7, min(REFERENCES[name].limit for name in comparisons), color="#08306b", alpha=0.08, lw=0)
     axes.text(1.2e-7, -0.55, "rounding of float32", fontsize=9, color="#08306b")
     axes.grid(axis="x", alpha=0.25)

@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from lifecycle.metrics import check_wandb
-from system.cli import UsageError, env_rank, require, suggest
+from system.cli import UsageError, env_rank, suggest
 from system.usage import explain_usage
 from training.config import HELLASWAG_DATA, Mark, TrainConfig, flag, flatten, has_mark
 from training.presets import OTHER_TRAINERS, PRESETS, describe_presets
@@ -57,7 +57,8 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     known = f"presets: {', '.join(PRESETS)}; {OTHER_TRAINERS}"
     other_name = Path(preset).stem  # of config/train_gpt2.py
     meant = f"did you mean {OTHER_NAMES[other_name]}? " if other_name in OTHER_NAMES else suggest(preset, PRESETS)
-    require(preset in PRESETS, f"no preset {preset!r}; {meant.strip() or known}")
+    if preset not in PRESETS:
+        raise UsageError(f"no preset {preset!r}; {meant.strip() or known}")
     defaults = PRESETS[preset]
 
     # Three flags decide on the defaults of the others, so they are read first; tyro reports one without a value.
@@ -76,7 +77,7 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
     if early.epochs and not early.max_steps:
         defaults = replace(defaults, max_steps=0)
 
-    values = f"Below, the flags with the values of {defaults.preset}. --help explains each."
+    values = f"Below, the flags with the values of {defaults.preset}; a period of 0 steps turns an action off."
     description = f"{EXAMPLES}\n\n{describe_presets()}\n\n{values}"
     try:
         with explain_usage(OTHER_TRAINERS):
@@ -86,7 +87,6 @@ def parse(argv: list[str], read_saved_config: Callable[[str], dict]) -> TrainCon
                 args=flags,
                 prog="train_gpt2.py [PRESET]",
                 description=description,
-                compact_help="--help" not in flags,
                 console_outputs=env_rank() == 0,
             )
     except UsageError as e:

@@ -22,7 +22,7 @@ from lifecycle.resume import describe_files
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT, VOCAB_SIZE, Sampler, stream
-from system import distributed
+from system import distributed, machine
 from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
 from tokens import tokenizer
@@ -270,7 +270,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
     bytes_per_target = count_bytes_per_target(val_data, cfg)
-    data = f"{tokens:,} tokens of {val_data.paths[0]}"
+    data = f"{tokens:,} tokens of {val_data.paths[0]} in {machine.dtype_name(rt.dtype)}"
     print0(f"{cfg.init_from} on {data} | {describe_loss(loss, bytes_per_target)}")
     score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:

@@ -1,6 +1,6 @@
 """The plan of a run: what it will do, take and cost, printed before it starts; and its result, at the end.
 
-    print_plan(cfg, rt, model, data, B, step, max_steps)
+    print_plan(cfg, rt, model, data, step, max_steps)
     check_disk(cfg, model, step, max_steps)
     print_result(cfg, start, step, seconds)
     dry_run(cfg, rt, build, compute_gradients)      # --dry-run: measures a step on this machine
@@ -29,7 +29,6 @@ from system.cards import CARDS, find_cards, total_peak_flops
 from system.cli import format_cost, format_duration, print0, print_next, require
 from system.distributed import Runtime
 from system.files import atomic_write, free_bytes, lock_folder
-from system.machine import dtype_name
 from tokens.loader import Loader
 from tokens.shards import read_manifest
 from training import optim
@@ -50,28 +49,22 @@ MANY_EPOCHS = 10
 MANY_DAYS = 60
 
 
-def print_plan(
-    cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, B: int, step: int, max_steps: int
-) -> None:
-    """Print the facts of the run, and warn of what is likely a mistake. B: the micro-batch. Every rank must call it."""
+def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, step: int, max_steps: int) -> None:
+    """Print the facts of the run, and warn of what is likely a mistake. Every rank must call it."""
     T, net = cfg.sequence_length, model.config
     devices = describe_devices(rt.gather(machine.device_name(rt.device)))
     print0(f"run        {cfg.preset}{f' from step {step}' if step else ''}, in {cfg.run_dir}")
     shape = f"{net.n_layer} layers, {net.n_head} heads, {net.n_embd} channels, a context of {net.block_size}"
     print0(f"network    {model.num_params():,} parameters: {shape}; seed {cfg.seed}")
-    print0(f"machine    {devices}, {dtype_name(rt.dtype)}, torch {torch.__version__}")
-
-    # The steps, and how each is split.
-    micro_steps = cfg.sequences_per_step // rt.world_size // B
-    split = f"(ranks x micro-steps x sequences x T: {rt.world_size} x {micro_steps} x {B} x {T})"
-    print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens {split}")
+    print0(f"machine    {devices}, {rt.precision}, torch {torch.__version__}")
+    print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens")
     optimizers = []
     for name, groups in optim.parameter_groups(model, cfg).items():
         peaks = dict.fromkeys(f"{group['peak_lr']:g}" for group in groups)
         optimizers.append(f"{name} (peak rate {', '.join(peaks)})")
     warmup = f"{cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps"
     print0(f"optimizer  {' and '.join(optimizers)}; {warmup}")
-    if periods := describe_periods(cfg):
+    if periods := describe_periods(cfg, max_steps):
         print0(f"every      {periods}")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
@@ -90,20 +83,21 @@ def print_plan(
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
 
 
-def describe_periods(cfg: TrainConfig) -> str:
-    """250 steps val loss and HellaSwag, 500 a checkpoint (the newest 2 and the best stay)"""
+def describe_periods(cfg: TrainConfig, max_steps: int) -> str:
+    """250 steps val loss and HellaSwag, 500 a checkpoint (the newest 2 and the best stay); at the end samples"""
     kept = f"the newest {cfg.keep} and the best stay" if cfg.keep else "all stay"
+    checkpoint = f"a checkpoint ({kept})" if cfg.save_every < max_steps else "a checkpoint"
     actions = {
         "val loss": cfg.val_every,
         "HellaSwag": cfg.hellaswag_every,
         "samples": cfg.sample_every,
-        f"a checkpoint ({kept})": cfg.save_every,
+        checkpoint: cfg.save_every or max_steps,
     }
-    periods: dict[int, list[str]] = {}
+    at: dict[str, list[str]] = {}
     for action, period in actions.items():
         if period:
-            periods.setdefault(period, []).append(action)
-    return ", ".join(f"{period:,} steps {' and '.join(what)}" for period, what in periods.items())
+            at.setdefault(f"{period:,} steps" if period < max_steps else "at the end", []).append(action)
+    return ", ".join(f"{when} {' and '.join(what)}" for when, what in at.items())
 
 
 def describe_devices(names: list[str]) -> str:
@@ -201,8 +195,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     rt = distributed.choose_precision(rt, cfg.dtype)
     saved = find_checkpoint(cfg) if cfg.resume != "none" else None
     first_step = saved["step"] if saved else 0
+    print_plan(cfg, rt, model, data, first_step, max_steps)
     _, forward, optimizers, scaler, B = build(model, cfg, rt)
-    print_plan(cfg, rt, model, data, B, first_step, max_steps)
 
     def now() -> float:
         rt.synchronize()  # work on a GPU is queued

@@ -29,8 +29,8 @@ from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
 from tokens.shards import find_shards
-from training import schedule, zero
-from training.config import Mark, TrainConfig, as_flag, changed_settings, has_mark, shapes_result
+from training import optim, schedule
+from training.config import Mark, TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
 from weights import checkpoint, convert, names
@@ -213,7 +213,7 @@ def train_state(
         "step": step,
         "max_steps": run.max_steps,
         "data": run.data_id,
-        "optimizers": [zero.copy_state(optimizer, run.rt) for optimizer in optimizers],
+        "optimizers": [optim.copy_state(optimizer, run.rt) for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "dtype": machine.dtype_name(run.rt.dtype),
         "config": run.cfg.to_dict(),
@@ -230,7 +230,7 @@ def load_state(
     """Load what train_state returned. Raises UserError if the state does not fit."""
     problem = f"the train state of step {saved['step']} does not fit this run"
     with explain_out_of_memory(rt), explain_errors(problem, "start a new run from its weights with --init-from"):
-        zero.load_state(optimizers, saved["optimizers"])
+        optim.load_state(optimizers, saved["optimizers"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
 
@@ -315,7 +315,7 @@ def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> N
     for name, (before, after) in changes.items():
         shapes_nothing = has_mark(name, Mark.PER_START) or has_mark(name, Mark.PER_RANK)
         if not shapes_nothing and name not in ("max_steps", "epochs"):
-            print0(f"resume: {name}: {before} -> {after}")
+            print0(f"resume: {flag(name)} {before} -> {after}")
     if saved["data"] != data.fingerprint():
         print0(f"resume: the shards in {cfg.data_dir} are not those the run was trained on, in their order")
     for name, now in machine.versions().items():

@@ -9,6 +9,7 @@ Called by lifecycle/metrics.py and lifecycle/plan.py. Importing it imports no to
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, NamedTuple
 
 from system.cli import require
@@ -86,9 +87,12 @@ def find_cards(text: str) -> list[str]:
     for part in text.split("+"):
         # Every text matches.
         count, asked = re.fullmatch(r"\s*(?:([1-9]\d{0,3})\s*x)?(.*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
-        known = short_name(asked) in names
-        require(known, f"--card {text!r}: {asked!r} is not known; write one of {', '.join(CARDS)}, as in 8xH100")
-        found += int(count or 1) * [names[short_name(asked)]]
+        name = short_name(asked)
+        meant = names.get(next(iter(get_close_matches(name, names, n=1)), ""))
+        question = f"did you mean {meant}? " if meant else ""
+        known = f"known are {', '.join(CARDS)}; 8xH100 is eight of a kind"
+        require(name in names, f"--card {text}: no card {asked!r}; {question}{known}")
+        found += int(count or 1) * [names[name]]
     return found
 
 

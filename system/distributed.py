@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import TransientError, UserError, check_rank_variables, env_number, env_rank, print0, require
+from system.cli import TransientError, UserError, check_rank_variables, env_number, env_rank, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -49,10 +49,16 @@ class Runtime:
     rank: int = 0  # among all processes
     world_size: int = 1
     slow_group: dist.ProcessGroup | None = None  # None for a single rank
+    dtype_reason: str = ""  # why this precision
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def precision(self) -> str:
+        """bfloat16 (the fastest that it has)"""
+        return f"{machine.dtype_name(self.dtype)} ({self.dtype_reason})"
 
     def autocast(self) -> torch.autocast:
         """The context in which the model's forward pass runs."""
@@ -154,7 +160,7 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
 
 def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | None = None) -> Runtime:
     """The Runtime `rt` with the precision that all ranks use: the one of --dtype, else the one that a resumed run was
-    saved in, else the fastest that every rank has. Prints which and why.
+    saved in, else the fastest that every rank has.
 
     All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
     lacks the one of --dtype. Every rank must call it.
@@ -174,13 +180,12 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
         # The slowest of the CPUs decides.
         speedup = min(rt.gather(machine.bfloat16_speedup()))
         chosen = "bfloat16" if speedup >= machine.MIN_BFLOAT16_SPEEDUP else "float32"
-        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 on this CPU"
+        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 here"
     else:
-        chosen, reason = usable[0], "the fastest that this machine has"
-    print0(f"precision: {chosen} ({reason})")
+        chosen, reason = usable[0], "the fastest that it has"
     if dtype_flag == "float32":
         torch.set_float32_matmul_precision("highest")  # without TF32
-    return replace(rt, dtype=getattr(torch, chosen))
+    return replace(rt, dtype=getattr(torch, chosen), dtype_reason=reason)
 
 
 def share_cores(ranks_here: int) -> None:

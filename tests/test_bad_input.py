@@ -28,9 +28,9 @@ from weights import checkpoint
 
 # 1: one line on stderr begins with "error:". 2: the parser does not know a word, or there is no such network.
 TABLE = """
-1 | train_gpt2.py gpt2-xl                                  | 'gpt2-xl'
-1 | train_gpt2.py quickstrat                               | did you mean quickstart
-1 | train_gpt2.py config/train_gpt2.py                     | did you mean gpt2-124m
+2 | train_gpt2.py gpt2-xl                                  | 'gpt2-xl'
+2 | train_gpt2.py quickstrat                               | did you mean quickstart
+2 | train_gpt2.py config/train_gpt2.py                     | did you mean gpt2-124m
 2 | train_gpt2.py quickstart --model.n-head 5              | n_head 5 
 2 | infer.py log/none --start=Once                         | MODEL "PROMPT"
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0

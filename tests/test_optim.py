@@ -8,7 +8,7 @@ import torch
 from helpers import CPU, choices, same_bits
 
 from model import GPT, GPTConfig
-from training import master_weights, optim, schedule, zero
+from training import master_weights, optim, schedule
 from training.config import Recipe, TrainConfig
 from training.presets import PRESETS
 
@@ -116,13 +116,13 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     for step in range(first_step):
         take_step(a, optimizers_a, cfg, step)
     saved = {name: tensor.clone() for name, tensor in master_weights.float32_state_dict(a).items()}
-    states = [zero.copy_state(optimizer, CPU) for optimizer in optimizers_a]
+    states = [optim.copy_state(optimizer, CPU) for optimizer in optimizers_a]
     for step in (1, 2):
         take_step(a, optimizers_a, cfg, step)
 
     b = GPT.from_state_dict(SMALL, saved)
     optimizers_b = optim.build_optimizers(b, cfg, CPU)
-    zero.load_state(optimizers_b, states)
+    optim.load_state(optimizers_b, states)
     for step in (1, 2):
         take_step(b, optimizers_b, cfg, step)
 
@@ -137,14 +137,14 @@ def test_a_loaded_state_keeps_this_runs_settings():
     take_step(model, optimizers, BASE, step=0)
     state = optimizers[0].state_dict()
     _, others = build(dataclasses.replace(BASE, weight_decay=0.3))
-    zero.load_state(others, [state])
+    optim.load_state(others, [state])
     assert {group["weight_decay"] for group in others[0].param_groups} == {0.3, 0.0}
 
     with pytest.raises(ValueError):
-        zero.load_state(optimizers, [state, state])
+        optim.load_state(optimizers, [state, state])
     state["state"][0] = state["state"][0] | {"exp_avg": torch.zeros(2, 16)}
     with pytest.raises(ValueError, match="parameter 0"):
-        zero.load_state(optimizers, [state])
+        optim.load_state(optimizers, [state])
 
 
 # ------------------------------------------------------------------------- master weights

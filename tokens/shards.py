@@ -65,8 +65,8 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     if not data_dir.is_absolute() and (root / data_dir).is_dir():
         fix = f"there is one in this project: cd {shlex.quote(str(root))}"
     if not data_dir.is_dir():
-        beside = [path.name for path in data_dir.parent.glob("*") if path.is_dir()]
-        raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(data_dir.name, beside)}{fix}")
+        beside = [str(path) for path in data_dir.parent.glob("*") if path.is_dir()]
+        raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(str(data_dir), beside)}{fix}")
 
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []

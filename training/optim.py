@@ -3,9 +3,12 @@
     optimizers = build_optimizers(model, cfg, rt)     # [AdamW], or [AdamW, Muon]
     for optimizer in optimizers:
         optimizer.step()
+    state = copy_state(optimizers[0], rt)             # for a checkpoint: whole, on rank 0
+    load_state([optimizers[0]], [state])              # on any number of ranks
 
-Called by train_gpt2.py. The algorithms are torch's AdamW and training/muon.py; training/zero.py shards them over the
-ranks. To add an optimizer: its name in Recipe.optimizer (training/config.py), and its entry in OPTIMIZERS.
+Called by train_gpt2.py, the last two by lifecycle/resume.py. The algorithms are torch's AdamW and training/muon.py;
+training/zero.py shards them over the ranks. To add an optimizer: its name in Recipe.optimizer (training/config.py), and
+its entry in OPTIMIZERS.
 """
 
 from collections.abc import Callable
@@ -16,10 +19,10 @@ from torch import nn
 
 from model import GPT
 from system.distributed import Runtime
+from system.machine import copy_to_host
 from training.config import Recipe, TrainConfig
 from training.master_weights import add_master_weights, master_weight, update_through_master_weights
 from training.muon import Muon
-from training.zero import ShardedOptimizer
 
 # What a parameter is, which decides on its optimizer, rate and weight decay.
 EMBEDDING = "embedding"  # the weight of an nn.Embedding; a tied head is one
@@ -123,9 +126,42 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
         facts = OPTIMIZERS[name]
         arguments = {"lr": cfg.max_lr, **facts.arguments(cfg)}  # the schedule sets every group's rate before each step
         if cfg.zero_stage == 1 and rt.world_size > 1:
+            from training.zero import ShardedOptimizer
+
             optimizer: torch.optim.Optimizer = ShardedOptimizer(groups, facts.optimizer_class, rt, **arguments)
         else:
             optimizer = facts.optimizer_class(groups, **arguments)
         update_through_master_weights(optimizer, model)
         optimizers.append(optimizer)
     return optimizers
+
+
+# ------------------------------------------------------------------------- the state, as a checkpoint has it
+
+
+def copy_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict[str, Any] | None:
+    """A copy of an optimizer's whole state on rank 0, in host memory; None on the others. Every rank must call it."""
+    # A sharded state is gathered, which makes the copy: a second one would be 12 GB for GPT-2 1558M.
+    if hasattr(optimizer, "gather_state"):
+        return optimizer.gather_state()
+    return copy_to_host(optimizer.state_dict()) if rt.is_main else None
+
+
+def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
+    """Load the state dicts of these optimizers, from any --zero-stage and number of ranks. Settings such as weight
+    decay stay those of this run. Raises ValueError, among others, if the state is not of these parameters."""
+    for optimizer, state in zip(optimizers, states, strict=True):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, tensors in state["state"].items():
+            # AdamW's step count is a single number; all else has the shape of its parameter.
+            if any(t.numel() != 1 and t.shape != params[i].shape for t in tensors.values()):
+                raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
+
+        # The tensors are mapped from the checkpoint's file, which could not be deleted while they are in use.
+        if params and params[0].device.type == "cpu":
+            state = {"state": copy_to_host(state["state"])}
+
+        # The groups of this run. Optimizer.state_dict is called on the class, because a sharded optimizer's own raises
+        # an error.
+        own_groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+        optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})

@@ -1,11 +1,10 @@
-"""ZeRO-1: each rank keeps the optimizer's state of its share of the parameters (Rajbhandari et al. 2020); and the state
-of any optimizer, sharded or not, as a checkpoint has it.
+"""ZeRO-1: each rank keeps the optimizer's state of its share of the parameters (Rajbhandari et al. 2020).
 
     optimizer = ShardedOptimizer(groups, torch.optim.AdamW, rt, lr=6e-4)
-    state = copy_state(optimizer, rt)       # whole, on rank 0
-    load_state([optimizer], [state])        # on any number of ranks
+    state = optimizer.gather_state()        # whole, on rank 0
+    optimizer.load_state_dict(state)        # on any number of ranks
 
-Called by training/optim.py for --zero-stage 1, and by lifecycle/resume.py.
+Called by training/optim.py for --zero-stage 1. What it imports takes more than a second, so it is imported when needed.
 """
 
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from system.distributed import Runtime
-from system.machine import copy_to_host
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
@@ -90,31 +88,3 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
         # It also keeps the whole state in `self.state`, of which nothing is used; no method drops it.
         self.state.clear()
-
-
-def copy_state(optimizer: torch.optim.Optimizer, rt: Runtime) -> dict[str, Any] | None:
-    """A copy of an optimizer's whole state on rank 0, in host memory; None on the others. Every rank must call it."""
-    # A sharded state is gathered, which makes the copy: a second one would be 12 GB for GPT-2 1558M.
-    if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.gather_state()
-    return copy_to_host(optimizer.state_dict()) if rt.is_main else None
-
-
-def load_state(optimizers: list[torch.optim.Optimizer], states: list[dict]) -> None:
-    """Load the state dicts of these optimizers, from any --zero-stage and number of ranks. Settings such as weight
-    decay stay those of this run. Raises ValueError, among others, if the state is not of these parameters."""
-    for optimizer, state in zip(optimizers, states, strict=True):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, tensors in state["state"].items():
-            # AdamW's step count is a single number; all else has the shape of its parameter.
-            if any(t.numel() != 1 and t.shape != params[i].shape for t in tensors.values()):
-                raise ValueError(f"the state of parameter {i} does not fit its shape {list(params[i].shape)}")
-
-        # The tensors are mapped from the checkpoint's file, which could not be deleted while they are in use.
-        if params and params[0].device.type == "cpu":
-            state = {"state": copy_to_host(state["state"])}
-
-        # The groups of this run. Optimizer.state_dict is called on the class, because a sharded optimizer's own raises
-        # an error.
-        own_groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
-        optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from system.cli import UserError, require
+from system.cli import UserError, require, suggest
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -70,14 +70,20 @@ def newest_model(run_dir: Path) -> Path:
     raise UserError(f"{problem}; {describe_runs(run_dir) or 'a run saves when it is stopped, and at its end'}")
 
 
-def describe_nearby(path: Path) -> str:
+def find_runs(folder: Path, files: str = "model_*.pt") -> list[str]:
+    """The runs in a folder, which are its folders with such files."""
+    return list(dict.fromkeys(str(path.parent) for path in sorted(folder.glob(f"*/{files}"))))
+
+
+def describe_nearby(path: Path, files: str = "model_*.pt") -> str:
     """What a message about a missing file or folder can add: the runs beside it, or where to look for them."""
-    return describe_runs(path.parent) or f"look into {path.parent}"
+    meant = suggest(str(path), find_runs(path.parent, files))
+    return meant + (describe_runs(path.parent, files) or f"look into {path.parent}")
 
 
 def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
-    """The runs in a folder that have such files, for a message about one that was not found; "" if there are none."""
-    runs = dict.fromkeys(str(path.parent) for path in sorted(folder.glob(f"*/{files}")))
+    """The runs in a folder, for a message about one that was not found; "" if there are none."""
+    runs = find_runs(folder, files)
     return f"{folder} has the runs {', '.join(runs)}" if runs else ""
 
 
