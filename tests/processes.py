@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,9 @@ def run_in_child(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = (open(stream, "w", closefd=False) for stream in (1, 2))
+
+    # Tests that are run in the background of a shell ignore Ctrl-C, and so would their processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     # The folder and the environment, in place of those of the server.
     os.chdir(folder)
