@@ -250,14 +250,15 @@ def validate(
 
 
 def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., ScoreHellaswag | None]) -> None:
-    """--eval-only: print val loss and HellaSwag of the weights named by --init-from, as a run reports them. Every rank
-    must call it. make_scorer: hellaswag.py's.
+    """--eval-only: print val loss and HellaSwag of the weights named by --resume or --init-from, as a run reports them.
+    Every rank must call it. make_scorer: hellaswag.py's.
 
     For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
     (acc_norm). Raises UserError without weights or data."""
-    fix = "add --init-from gpt2, a run folder or a model_*.pt"
-    require(cfg.init_from != "scratch", f"--eval-only needs trained weights: {fix}")
-    model = open_model(cfg.init_from).to(rt.device)
+    weights = {"none": cfg.init_from, "auto": str(cfg.run_dir)}.get(cfg.resume, cfg.resume)
+    fix = "add --resume log/RUN, for its own data, or --init-from gpt2 or another model"
+    require(weights != "scratch", f"--eval-only needs trained weights: {fix}")
+    model = open_model(weights).to(rt.device)
     rt = distributed.choose_precision(rt, cfg.dtype)
 
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
@@ -271,7 +272,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     tokens = num_val_sequences(val_data, cfg) * T
     bytes_per_target = count_bytes_per_target(val_data, cfg)
     data = f"{tokens:,} tokens of {val_data.paths[0]} in {machine.dtype_name(rt.dtype)}"
-    print0(f"{cfg.init_from} on {data} | {describe_loss(loss, bytes_per_target)}")
+    print0(f"{weights} on {data} | {describe_loss(loss, bytes_per_target)}")
     score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
         score = score_hellaswag(model, rt, lambda: None)

@@ -81,10 +81,10 @@ def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
     assert output.count(", sample 3 of ") == 1
 
 
-def test_eval_only_prints_what_the_run_printed(tiny_args, one_run, tmp_path, run_ranks):
+def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
     """And leaves nothing behind. 32 sequences do not divide evenly by 3 sequences a batch."""
     before = sorted(tmp_path.rglob("*"))
-    command = ["train_gpt2.py", "quickstart", *tiny_args, "--init-from", one_run, "--eval-only"]
+    command = ["train_gpt2.py", "--resume", one_run, "--eval-only"]
 
     output = run_ranks(2, *command, "--micro-batch-size", "3", "--out-dir", tmp_path / "other")
 
