@@ -160,7 +160,7 @@ class TrainConfig(Recipe):
     gpu_hour_usd: PerStart[PerRank[float]] = 0.0  # price of one GPU-hour, for the cost estimates
     dry_run: PerStart[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
     card: PerStart[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
-    eval_only: PerStart[bool] = False  # print val loss and HellaSwag of the weights of --resume or --init-from, then exit
+    eval_only: PerStart[bool] = False  # print val loss and HellaSwag of --resume's or --init-from's weights, then exit
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
