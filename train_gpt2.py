@@ -95,12 +95,12 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     check_alone = partial(stop.check_alone, rt)
     batches = run.data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, check_alone)
 
+    row: dict[str, Any] = {}  # becomes the line of metrics.jsonl for a step
     refused_steps = 0
     with saver, suppress(Stopped):  # [stop] Stopped leaves the loop, on all ranks at the same place
         stop.check(rt)  # a signal that came during the start
         while True:
-            # `row` becomes the line of metrics.jsonl for this step.
-            row: dict[str, Any] = {"step": step}
+            row = {"step": step}
 
             # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
             if step == max_steps or (step > run.start and is_due(step, cfg.save_every, max_steps)):
@@ -162,6 +162,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
             step += 1
             stop.first_step_is_done = True
+    if stop.is_agreed and len(row) > 1:
+        metrics.write(row)  # [stop] what was measured before a step that was not done
     saver.finish(step)
 
     if stop.is_agreed:

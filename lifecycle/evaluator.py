@@ -56,6 +56,8 @@ class Evaluator:
         self.forward, self.B, self.val_data = forward, B, val_data
         self.score_hellaswag = score_hellaswag
         self.reference = choose_reference(cfg, run.max_steps) if val_data else None
+        is_judged = self.reference or not cfg.stop_off_track
+        require(is_judged, "--stop-off-track: there are no public runs to compare this one with; leave it out")
         self.bytes_per_target = 0.0
         if val_data:
             self.bytes_per_target = count_bytes_per_target(val_data, cfg)
@@ -89,6 +91,8 @@ class Evaluator:
             verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
                 print0(verdict)
+                if cfg.stop_off_track and "off track" in verdict:
+                    stop.request("--stop-off-track")
             results["val_set"] = self.val_set
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.

@@ -1,4 +1,4 @@
-"""Stop a run cleanly: a signal or --time-limit requests it, and all ranks agree on the step.
+"""Stop a run cleanly: a signal, --time-limit or --stop-off-track requests it, and all ranks agree on the step.
 
     stop = StopRequest("3h50m")
     with stop.handle_signals():
@@ -33,12 +33,13 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether and why this rank was asked to stop: by a signal, or because --time-limit, counted from here, is over. A
-    limit of 0 means no limit."""
+    """Whether and why this rank was asked to stop: by a signal, by `request`, or because --time-limit, counted from
+    here, is over. A limit of 0 means no limit."""
 
     def __init__(self, time_limit: str = ""):
         self.signal: str | None = None  # the name of the first signal that came
         self.signal_time = 0.0
+        self.requested = ""  # the reason that `request` was given
         self.limit_s = parse_duration(time_limit) or math.inf
         self.first_step_is_done = False  # before, the limit does not count: every start does at least one step
         self.is_agreed = False  # whether the ranks have stopped
@@ -48,9 +49,13 @@ class StopRequest:
         """Seconds since the start."""
         return time.monotonic() - self.start_time
 
+    def request(self, reason: str) -> None:
+        """Ask for a stop, of all ranks if one does."""
+        self.requested = reason
+
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self.signal is not None or self._is_over_limit()
+        return self.signal is not None or self.requested != "" or self._is_over_limit()
 
     def _is_over_limit(self) -> bool:
         return self.first_step_is_done and self.elapsed_s() > self.limit_s
@@ -72,11 +77,14 @@ class StopRequest:
             self.raise_stopped()
 
     def reason(self) -> str:
-        """Ctrl-C, signal SIGTERM, or the time limit; a rank that was not asked itself was stopped by another."""
+        """Ctrl-C, signal SIGTERM, the time limit, or what `request` was given; a rank that was not asked itself was
+        stopped by another."""
         if self.signal == "SIGINT":
             return "Ctrl-C"
         if self.signal:
             return f"signal {self.signal}"
+        if self.requested:
+            return self.requested
         return "the time limit" if self._is_over_limit() else "another rank"
 
     @contextmanager

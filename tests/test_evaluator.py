@@ -15,6 +15,7 @@ from lifecycle import evaluator
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT
+from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
@@ -22,6 +23,7 @@ from tokens.tokenizer import EOT, encoding
 from training.forward import Forward
 from training.presets import PRESETS
 from weights import checkpoint
+from weights.names import complete_steps
 
 
 def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
@@ -99,6 +101,23 @@ def validate_once(words, monkeypatch, capsys) -> str:
 def test_a_run_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
     output = validate_once(f"gpt2-124m {flags}", monkeypatch, capsys)
     assert "off track" in output and "on fineweb-edu" in output
+
+
+def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch, capsys):
+    """With its loss in metrics.jsonl, and to be resumed; without public runs the flag is refused."""
+    flags = ["--stop-off-track", "--val-every", "4", "--max-steps", "12"]
+    with pytest.raises(UserError, match="no public runs"):
+        train_quickstart(tiny_args, tmp_path / "run", *flags)
+
+    never = SimpleNamespace(judge=lambda step, loss: f"step {step}: " + ("off track" if step == 8 else "on track"))
+    monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: never)
+    run = train_quickstart(tiny_args, tmp_path / "run", *flags)
+    assert "stopped by --stop-off-track at step 8 of 12" in capsys.readouterr().out
+    assert sorted(load_curve(run)) == list(range(9)) and load_curve(run)[8][1] is not None
+    assert complete_steps(run)[-1] == 8
+
+    train_quickstart(tiny_args, run, *flags[1:], "--resume", "auto")
+    assert complete_steps(run)[-1] == 12
 
 
 @pytest.mark.parametrize("flags, named", [

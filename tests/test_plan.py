@@ -1,6 +1,7 @@
 """The plan before a run: steps, data, disk, time and money; what --dry-run measures and --card predicts."""
 
 import json
+import re
 import statistics
 import subprocess
 from dataclasses import replace
@@ -119,19 +120,17 @@ EAGER = replace(PRESETS["gpt2-124m"], compile=False)
 VIDEO = replace(PRESETS["gpt2-124m"], total_batch_size=16_384)
 XL = replace(PRESETS["gpt2-1558m"], total_batch_size=2**20)
 RECORD8, SPEEDRUN = PRESETS["record8-124m"], PRESETS["speedrun-124m"]
-LONGER = replace(RECORD8, model=replace(RECORD8.model, block_size=2048), sequence_length=2048)
 # 621k tokens/s a B200 and 128k an L40S: modded-nanogpt's track 3, 20260501_muonsq and 20260504_muloco_normuonh.
 FITTED = [
     (SPEEDRUN, "H200", 1071), (VIDEO, "A100-80GB", 90), (EAGER, "H100", 1574), (SPEEDRUN, "8xB200", 105.5),
     (SPEEDRUN, "4xL40S", 1024),
 ]  # fmt: skip
-# 202k tokens/s an A100 of four: track 3, 20260509_contra_muon_split_cooldown. The two 4090s are tyler-romero's.
+# docs/renting.md has these as a table, with their sources.
 CHECKED = [
-    (PRESETS["llmc-124m"], "8xH100", 138), (RECORD8, "8xH100", 142), (SPEEDRUN, "8xH200", 144),
-    (SPEEDRUN, "8xH100", 155), (EAGER, "2xH100", 755), (EAGER, "8xA100-40GB", 566), (RECORD8, "A100-80GB", 2359),
-    (RECORD8, "8xA100-80GB", 262), (PRESETS["untied-124m"], "2xA100-40GB", 755), (PRESETS["llmc-124m"], "8xA100", 300),
-    (XL, "8xH100", 2700), (LONGER, "A100-80GB", 2689), (PRESETS["gpt2-124m"], "2x4090", 2372),
-    (SPEEDRUN, "4xA100", 649),
+    (PRESETS["llmc-124m"], "8xH100", 138), (RECORD8, "8xH100", 142), (SPEEDRUN, "8xH100", 155),
+    (SPEEDRUN, "8xH200", 144), (EAGER, "2xH100", 755), (XL, "8xH100", 2700), (PRESETS["llmc-124m"], "8xA100", 300),
+    (SPEEDRUN, "4xA100", 649), (EAGER, "8xA100", 477), (RECORD8, "A100", 2359),
+    (PRESETS["untied-124m"], "2xA100-40GB", 755), (PRESETS["gpt2-124m"], "2x4090", 2372),
 ]  # fmt: skip
 
 
@@ -141,10 +140,19 @@ def step_s(cfg, text, **changes):
 
 def test_published_runs_are_within_the_stated_error():
     errors = [abs(step_s(cfg, cards) * 1e3 / ms - 1) for cfg, cards, ms in CHECKED]
-    assert errors[0] < 0.15  # llm.c's
-    assert statistics.median(errors) < 0.15 and max(errors) < 0.40
+    assert statistics.median(errors) < 0.15 and max(errors) < 0.25
     for cfg, cards, ms in FITTED:
         assert step_s(cfg, cards) * 1e3 == pytest.approx(ms, rel=0.02)
+
+
+def test_the_table_of_published_runs_is_this_one():
+    page = (ROOT / "docs/renting.md").read_text()
+    rows = re.findall(r"^\| .* \| ([\d,]+) \| ([\d,]+) \| ([+-]\d+%) \|$", page, re.MULTILINE)
+    expected = []
+    for cfg, cards, ms in CHECKED:
+        predicted_ms = step_s(cfg, cards) * 1e3
+        expected.append((f"{ms:,}", f"{predicted_ms:,.0f}", f"{predicted_ms / ms - 1:+.0%}"))
+    assert rows == expected
 
 
 def test_the_time_follows_cards_and_settings():

@@ -299,7 +299,7 @@ def test_drift_is_refused_by_name_or_accepted(tiny_args, tiny_data, trained_run,
     capsys.readouterr()
     train_quickstart(tiny_args, trained_run, *flags, "--val-every", "5")
     output = capsys.readouterr().out
-    assert "val_every: 4 -> 5" in output
+    assert "--val-every 4 -> 5" in output
     assert re.search(r"step 12 .* 3\.000e-04 to 3\.5", output)  # from the end of 12 steps to almost that of 13
 
     # Nor do the data change unnoticed.
