@@ -73,7 +73,8 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, s
         return print0(f"data       {cfg.data_dir}: this folder does not exist yet")
     epoch_tokens = data.order.sequences_per_epoch * T  # of whole sequences
     epochs = max_steps * cfg.total_batch_size / epoch_tokens
-    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.paths)} shards, read {epochs:.2f} times")
+    shards = f"{len(data.paths)} shard{'s' if len(data.paths) > 1 else ''}"
+    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {shards}, read {epochs:.2f} times")
     if epochs > MANY_EPOCHS and not cfg.overfit_single_batch:
         fix = "use more text, or a lower --max-steps"
         print0(f"warning: {epochs:.0f} epochs: the network will know this text by heart, and the val loss rise; {fix}")

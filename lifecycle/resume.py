@@ -32,7 +32,7 @@ from tokens.shards import find_shards
 from training import optim, schedule
 from training.config import Mark, TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
-from training.presets import is_network_from_init
+from training.presets import PRESETS, is_network_from_init
 from weights import checkpoint, convert, names
 from weights.open_model import open_model
 
@@ -86,10 +86,11 @@ def announce_skipped(saved: dict[str, Any]) -> None:
     """Print which newer weights of the folder the run does not continue from, because they lack their optim_*.pt."""
     folder = saved["model_file"].parent
     incomplete = set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder))
-    for step in sorted(incomplete):
-        if step > saved["step"]:
-            path = names.model_path(folder, step)
-            print0(f"not from {path}, which has no complete optim_*.pt beside it: its steps are trained again")
+    skipped = {names.model_path(folder, step): "has no complete optim_*.pt beside it" for step in incomplete}
+    skipped |= dict.fromkeys(names.damaged_models(folder), "is damaged")
+    for path, reason in sorted(skipped.items()):
+        if path > saved["model_file"]:
+            print0(f"not from {path}, which {reason}: its steps are trained again")
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -140,9 +141,9 @@ def refuse_to_overwrite(cfg: TrainConfig, saved: dict[str, Any] | None, newest: 
 
 
 def free_folder(run_dir: Path) -> Path:
-    """A folder beside this one that does not exist yet: log/quickstart-2."""
+    """This folder or, if it exists, one beside it that does not: log/quickstart-2."""
     numbered = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in numbered if not folder.exists())
+    return next(folder for folder in itertools.chain([run_dir], numbered) if not folder.exists())
 
 
 def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
@@ -166,8 +167,9 @@ def open_init_from(cfg: TrainConfig) -> GPT:
     # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
     actual, wanted = vars(model.config), vars(cfg.model)
     differing = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
-    different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in differing)
-    is_free = not different or is_network_from_init(cfg)
+    typed = [name for name in differing if wanted[name] != getattr(PRESETS[cfg.preset].model, name)]
+    different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in typed or differing)
+    is_free = not differing or is_network_from_init(cfg)
     require(is_free, f"in --init-from {cfg.init_from}, {different}; drop the --model flags")
     return model
 
@@ -296,12 +298,11 @@ def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
     is_network = old.model != cfg.model
     if changed and (is_network or not cfg.allow_drift):
         problem = f"the checkpoint of step {saved['step']} was made with other settings"
-        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(free_folder(cfg.run_dir)))}"
-        start = f"or start another run, with your other flags: python train_gpt2.py {cfg.preset} {folders}"
-        otherwise = "" if is_network else ", or continue anyway with --allow-drift"
-        raise UserError(
-            f"{problem}: {'; '.join(changed)}. Restore them: {' '.join(changed.values())}; {start}{otherwise}"
-        )
+        go_on = "" if is_network else "to go on with the new ones: --allow-drift; "
+        out_dir = shlex.quote(str(free_folder(cfg.run_dir)))
+        start = f"to start another run: all its flags, without --resume, with --out-dir {out_dir}"
+        restore = f"to restore them: {' '.join(changed.values())}"
+        raise UserError(f"{problem}: {'; '.join(changed)}; {go_on}{restore}; {start}")
 
 
 def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
@@ -333,4 +334,5 @@ def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> N
     after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
     if step < max_steps and (old_steps != max_steps or before != after):
         length = f"{old_steps} steps become {max_steps}; " if old_steps != max_steps else ""
-        print0(f"resume: {length}the learning rate at step {step} moves from {before:.3e} to {after:.3e}")
+        rate = f"stays at {before:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}"
+        print0(f"resume: {length}the learning rate at step {step} {rate}")

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 
 # Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
@@ -85,6 +86,13 @@ def suggest(name: str, names: Iterable[str]) -> str:
     """For a message about a name that does not exist: "did you mean NAME? ", or "" if none of `names` is similar."""
     similar = get_close_matches(name, list(names), n=1)
     return f"did you mean {similar[0]}? " if similar else ""
+
+
+def suggest_path(path: Path, paths: Iterable[Path]) -> str:
+    """The same for a path: only its last part is compared."""
+    by_name = {other.name: other for other in paths}
+    similar = get_close_matches(path.name, by_name, n=1)
+    return f"did you mean {by_name[similar[0]]}? " if similar else ""
 
 
 def raise_if_transient(error: Exception) -> None:

@@ -140,12 +140,30 @@ def test_the_flags_of_other_trainers_are_answered_by_name(words, named, run_in_f
     assert done.returncode == 2 and named in done.stderr.splitlines()[-1]
 
 
+def tyro_flags() -> set[str]:
+    """The flags that the command line takes, but for those of the help."""
+    words = tyro.extras.get_parser(TrainConfig)._option_string_actions
+    return {word for word in words if word.startswith("--") and not word.startswith("--help")}
+
+
 def test_foreign_flags_lead_to_flags_that_exist_and_are_documented():
     page = (ROOT / "docs/coming-from.md").read_text()
-    ours = set(tyro.extras.get_parser(TrainConfig)._option_string_actions)
+    ours = tyro_flags()
     for foreign, here in FOREIGN_FLAGS.items():
         assert re.search(rf"(`| |\"){foreign}\b", page), foreign
         assert here.split()[0].strip(",") in ours or not here.startswith("--"), here
+
+
+def test_the_help_has_every_flag(capsys):
+    """Each once, with its comment, and nothing that only presets set."""
+    with pytest.raises(SystemExit) as ending:
+        parse_words("quickstart --max-steps 7 -h")
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    ours = {word.replace("--no-", "--").replace(".no-", ".") for word in tyro_flags()}
+    assert ending.value.code is None or ending.value.code == 0
+    assert sorted(word.replace("[no-]", "") for word in shown) == sorted(ours)
+    assert "  --max-lr 0.01" in "\n".join(lines) and "The optimizer" in lines
 
 
 def test_a_bad_flag_is_reported_by_rank_0_alone(capsys, monkeypatch):

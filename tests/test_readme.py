@@ -52,7 +52,7 @@ def parse_only(cli):
 
 @pytest.mark.parametrize("command", sorted({shlex.join(c) for text in PAGES.values() for c in find_commands(text)}))
 def test_the_script_understands_the_command(command, monkeypatch):
-    script, *args = shlex.split(command.replace("PRESET", "gpt2-124m"))
+    script, *args = shlex.split(command.replace("PRESET", "gpt2-124m").replace("$rate", "1e-3"))
     if script == "./train.sh":
         if args and (args[0] in ("stop", "--help") or args[0].endswith(".pt")):
             return

@@ -269,7 +269,7 @@ def test_another_batch_size_says_where_the_data_continue(tiny_args, trained_run,
 
 
 def test_a_refusal_names_the_flags_that_restore(tiny_args, trained_run):
-    with pytest.raises(UserError, match=r"Restore them: --shuffle --max-lr 0.003 "):
+    with pytest.raises(UserError, match=r"--allow-drift; to restore them: --shuffle --max-lr 0.003 "):
         train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-lr", "1", "--no-shuffle")
 
 

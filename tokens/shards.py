@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, require, suggest
+from system.cli import UserError, explain_errors, require, suggest_path
 from system.files import atomic_write, refuse_placeholder
 from tokens import documents, sources
 from tokens.documents import Chunk
@@ -65,8 +65,8 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     if not data_dir.is_absolute() and (root / data_dir).is_dir():
         fix = f"there is one in this project: cd {shlex.quote(str(root))}"
     if not data_dir.is_dir():
-        beside = [str(path) for path in data_dir.parent.glob("*") if path.is_dir()]
-        raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest(str(data_dir), beside)}{fix}")
+        beside = [path for path in data_dir.parent.glob("*") if path.is_dir()]
+        raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest_path(data_dir, beside)}{fix}")
 
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []

@@ -12,8 +12,9 @@ Every module of a run takes its settings from it; training/presets.py has the pr
         PerRank[...]      ranks may have different values: paths, what rank 0 alone uses, time-limit
         PerStart[...]     holds for one start: a resumed run does not inherit it
 
-Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag, and the comment beside or above it is
-its help. A field marked Suppress is set by presets alone, and has no flag.
+Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag. The comment beside or above it is its
+help, in which a comment that stands alone heads a group. A field marked Suppress is set by presets alone, and has no
+flag.
 """
 
 import dataclasses
