@@ -55,14 +55,20 @@ install_packages() {
     fi
     rm -f .venv/.pip-succeeded
     {
-        .venv/bin/python -m pip install --disable-pip-version-check "$@" && touch .venv/.pip-succeeded
+        .venv/bin/python -m pip install --disable-pip-version-check "$@" 2>&1 && touch .venv/.pip-succeeded
     } | while read -r line; do
         echo "$line" >> .venv/install.log
         case $line in
-            "Downloading "*" MB)" | "Installing collected"*) echo "  $line" | sed -E 's/(-[^-]+)-[^ ]* /\1 /' | cut -c 1-100 ;;
+            "Downloading "*" MB)") echo "  $line" | sed -E 's/(-[^-]+)-[^ ]* /\1 /' ;;
+            "Installing collected"*) echo "  installing these and smaller ones" ;;
+            "WARNING: Retrying"*) echo "  an index of packages does not answer: trying again, or without it" ;;
+            WARNING* | *"no space"* | *"No space"*) echo "$line" >&2 ;;
         esac
     done
-    [ -e .venv/.pip-succeeded ]
+    [ -e .venv/.pip-succeeded ] || {
+        tail -n 20 .venv/install.log >&2
+        return 1
+    }
 }
 
 make_venv() {

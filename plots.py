@@ -194,7 +194,9 @@ def choose_reference(run: Path) -> Reference | None:
     config = metrics.read_config(run)
     if not config:
         return read_references()[0]
-    found = find_reference(config.get("preset"), config.get("resolved_max_steps"), config.get("total_batch_size"))
+    # The plain trainer has one recipe, gpt2-124m's.
+    max_steps = config.get("resolved_max_steps", config.get("max_steps"))
+    found = find_reference(config.get("preset", "gpt2-124m"), max_steps, config.get("total_batch_size"))
     if not found:
         print0(f"{run}: no public run has its preset, steps and tokens per step")
     return found

@@ -99,12 +99,14 @@ def sequence_starts(num_tokens: int, T: int) -> range:
     return range(0, num_tokens - T, T)
 
 
-def find_enough_shards(cfg: Config, split: str, needed: int) -> list[Path]:
-    """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed."""
+def find_enough_shards(cfg: Config, split: str, needed: int, per_pass: int = 1) -> list[Path]:
+    """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed, of
+    which a forward pass of all ranks takes per_pass."""
     paths = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
     found = sum(len(sequence_starts(shards.count_tokens(path), cfg.sequence_length)) for path in paths)
     problem = f"the {split} shards in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
-    fix = f"use more text, or a smaller --sequence-length, or --val-tokens of {found * cfg.sequence_length} at most"
+    most = found // per_pass * per_pass * cfg.sequence_length
+    fix = f"use more text, or a smaller --sequence-length, or --val-tokens {most}"
     require(found >= needed, f"{problem}; {fix}")
     return paths
 
@@ -230,7 +232,7 @@ def train(cfg: Config) -> None:
         is_readable = 1 <= prompt_tokens <= context
         require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
     train_shards = find_enough_shards(cfg, "train", needed=1)
-    val_shards = find_enough_shards(cfg, "val", needed=cfg.val_tokens // T) if cfg.val_every else []
+    val_shards = find_enough_shards(cfg, "val", cfg.val_tokens // T, B * world_size) if cfg.val_every else []
     out_dir = Path(cfg.out_dir)
     is_free = not out_dir.exists() or not any(out_dir.iterdir())
     fix = f"use --out-dir {out_dir}-2, or rm -r {out_dir}"
@@ -258,6 +260,11 @@ def train(cfg: Config) -> None:
     if world_size > 1:
         dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         forward = nn.parallel.DistributedDataParallel(forward)
+
+    # What plots.py and people read about the run.
+    if rank == 0:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
 
     batches = read_batches(train_shards, B, T, rank, world_size, device)
     for step in range(cfg.max_steps + 1):
@@ -329,13 +336,17 @@ def train(cfg: Config) -> None:
 def write_row(out_dir: Path, row: dict[str, float]) -> None:
     """Append a line to metrics.jsonl, which plots.py draws. Only rank 0 writes."""
     if env_rank() == 0:
-        out_dir.mkdir(parents=True, exist_ok=True)
         with open(out_dir / "metrics.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
-    train(tyro.cli(Config, description=__doc__, console_outputs=env_rank() == 0))
+    cfg = tyro.cli(Config, description=__doc__, console_outputs=env_rank() == 0)
+    try:
+        train(cfg)
+    except KeyboardInterrupt:
+        print0("\nended, and nothing is saved: this trainer saves at its end alone")
+        raise
 
     # Leave the other ranks only now: DDP, which `train` has let go of, may hang if its group ends first.
     if dist.is_initialized():
@@ -343,4 +354,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="see -h; docs/coming-from.md has the names of nanoGPT and the lecture")
+    run_cli(main, hint="see -h; nanoGPT's names are in docs/coming-from.md; to resume, use train_gpt2.py")

@@ -233,6 +233,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         print0(f"this machine is too slow for {cfg.preset}: --card H100 predicts a faster one")
     elif data is None:
         print0(f"next: the data, {cfg.data_dir} (python fineweb.py -h)")
+    elif saved is None and complete_steps(cfg.run_dir):
+        print0(f"next: the same command without --dry-run, with another --out-dir: {cfg.run_dir} has a run")
     else:
         print0("next: the same command without --dry-run; for hours, ./train.sh in the background")
 

@@ -336,10 +336,12 @@ def progress_bar(items: Iterable, name: str, is_shown: bool) -> Iterable:
 def format_duration(seconds: float) -> str:
     """4d07h, 1h02m, 3m20s or 12s: the two largest units are enough to plan by."""
     s = int(seconds)
-    if s >= 86400:
-        return f"{s // 86400}d{s % 86400 // 3600:02d}h"
-    if s >= 3600:
-        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    if s >= 86400 - 1800:
+        hours = round(s / 3600)
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if s >= 3600 - 30:
+        minutes = round(s / 60)
+        return f"{minutes // 60}h{minutes % 60:02d}m"
     if s >= 60:
         return f"{s // 60}m{s % 60:02d}s"
     return f"{s}s"

@@ -267,7 +267,8 @@ def test_a_cost_is_that_of_all_gpus():
 
 
 @pytest.mark.parametrize("seconds, text", [
-    (59.9, "59s"), (60, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (3720, "1h02m"), (86400, "1d00h"), (93784, "1d02h"),
+    (59.9, "59s"), (60, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (3720, "1h02m"), (86400, "1d00h"),
+    (93784, "1d02h"), (20575, "5h43m"), (103468, "1d05h"), (3599, "1h00m"), (86399, "1d00h"),
 ])  # fmt: skip
 def test_a_duration_shows_its_two_largest_units(seconds, text):
     assert format_duration(seconds) == text

@@ -181,6 +181,6 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     train_gpt2.main()
     out = capsys.readouterr().out
     hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
-    assert f"19,073 steps take 7h36m; ${2 * 1.5 * hours:.2f}" in out
+    assert f"19,073 steps take 7h37m; ${2 * 1.5 * hours:.2f}" in out
     assert "124,475,904 parameters on 2 x A100" in out and "MFU 50.0%" in out
     assert not list(tmp_path.iterdir())

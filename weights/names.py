@@ -67,7 +67,8 @@ def newest_model(run_dir: Path) -> Path:
     others = run_dir / "ckpt.pt"
     fix = f"nanoGPT's {others} first: python hub.py import {shlex.quote(str(others))} OUT_DIR"
     require(not others.is_file(), f"{problem}; {fix}")
-    raise UserError(f"{problem}; {describe_runs(run_dir) or 'a run saves when it is stopped, and at its end'}")
+    when = "train_gpt2.py saves when it is stopped, and at its end; train_gpt2_plain.py at its end alone"
+    raise UserError(f"{problem}; {describe_runs(run_dir) or when}")
 
 
 def find_runs(folder: Path, files: str = "model_*.pt") -> list[str]:
