@@ -300,6 +300,7 @@ def use_log_scale(ax) -> None:
 
 
 NORM = "Gradient norm before clipping"
+LOSS_END = "Loss, last third"  # beside the losses of several runs, which differ there by little
 
 
 class Panel(NamedTuple):
@@ -380,6 +381,24 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def draw_loss_end(ax, runs: list[PlottedRun], last_step: int, reach: int) -> None:
+    """The losses of the last third of the steps, on a scale of their own."""
+    for run in runs:
+        for key in {"val_loss", "train_loss"} & run.curves.keys():
+            plot_curve(ax, run, key, reach)
+    x, y = drawn_points([line for line in ax.lines if line.get_alpha() is None])  # not the faint ones
+    y = y[x >= 2 / 3 * last_step]
+    if len(y):
+        padding = max(0.05 * (y.max() - y.min()), 1e-3)
+        ax.set_ylim(y.min() - padding, y.max() + padding)
+    ax.set_xlim(2 / 3 * last_step, 1.01 * last_step)
+    ax.set(title=LOSS_END, xlabel="step")
+    ax.xaxis.set_major_formatter("{x:,.10g}")
+    ax.locator_params(axis="x", nbins=4)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def describe_run(run: PlottedRun, reach: int) -> str:
     """The name of a run and the ends of its lines, as they are drawn: "quickstart: train 5.537, val 5.601, step 80"."""
     ends = []
@@ -438,10 +457,12 @@ def drawable_names(figure, names: list[str]) -> list[str]:
     return drawable
 
 
-def arrange(panels: list[Panel]) -> list[list[str]]:
+def arrange(panels: list[Panel], has_loss_end: bool) -> list[list[str]]:
     """The titles of the panels by row and column: a row for each wide panel and one for the rest, which share its
-    COLUMNS evenly."""
+    COLUMNS evenly. has_loss_end: beside the loss, its end takes a third of the row."""
     rows = [[panel.title] for panel in panels if panel.is_wide]
+    if has_loss_end and rows[0] == ["Loss"]:
+        rows[0] = ["Loss", "Loss", LOSS_END]
     narrow = [panel.title for panel in panels if not panel.is_wide]
     if narrow:
         rows.append(narrow)
@@ -485,12 +506,14 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
     measured = {key for curves in curves_by_run.values() for key in curves}
     panels = [panel for panel in PANELS if measured.intersection(panel.metrics)]
     require(panels, f"nothing of what was measured has a panel here: {', '.join(sorted(measured))}")
-    grid: list[Any] = arrange(panels)
+    last_steps = [max(int(steps[-1]) for steps, _ in curves.values()) for curves in curves_by_run.values()]
+    last_step = max(last_steps)
+    at_end = [step for step in last_steps if step > max(10, 2 / 3 * last_step)]
+    grid: list[Any] = arrange(panels, has_loss_end=len(at_end) > 1)
     heights = [5.2 if "Loss" in row else 3.4 for row in grid]  # inches
     figure = Figure(layout="constrained", dpi=110)
 
-    # The x axis, and how many steps to each side smoothing covers: runs of different lengths are smoothed alike.
-    last_step = max(int(steps[-1]) for curves in curves_by_run.values() for steps, _ in curves.values())
+    # How many steps to each side smoothing covers: runs of different lengths are smoothed alike.
     reach = last_step // 80 if last_step > SMOOTHED_FROM else 0
 
     references = []
@@ -506,6 +529,8 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
     for panel in panels:
         axes[panel.title].set_xlim(0, max(1, last_step) * 1.01)
         draw_panel(axes[panel.title], panel, runs, references, reach)
+    if LOSS_END in axes:
+        draw_loss_end(axes[LOSS_END], runs, last_step, reach)
 
     clips = {metrics.read_config(folder_of(path)).get("grad_clip") for path in curves_by_run}
     if NORM in axes and len(clips) == 1 and (clip := clips.pop()):

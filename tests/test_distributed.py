@@ -105,7 +105,8 @@ def test_a_rank_that_waits_for_others_ends_at_a_signal(rank_0_of_2, number):
     rank = rank_0_of_2(find_free_port())
     time.sleep(0.5)
     rank.wait_until(lambda: not rank.send(number), seconds=20)
-    assert rank.wait().exit_code == -number
+    # Before the rank has begun to wait, Python raises KeyboardInterrupt.
+    assert rank.wait().exit_code in {-number, 1 if number == signal.SIGINT else -number}
 
 
 def test_a_port_in_use_is_one_message(rank_0_of_2):

@@ -94,7 +94,7 @@ def test_the_time_to_go_counts_evaluations(tmp_path, capsys):
     logger.log_step({"step": 0, "val_loss": 9.0} | row, seconds=1.0)
     logger.last_time -= 11  # an evaluation of 10 s, and a step
     logger.log_step({"step": 250, "val_loss": 4.0} | row, seconds=1.0)
-    assert "eta: 2h00m" in capsys.readouterr().out  # 6,958 steps and 28 evaluations
+    assert "eta: 2h01m" in capsys.readouterr().out  # 6,958 steps and 28 evaluations
 
 
 def test_a_full_disk_costs_lines_but_not_the_run(tmp_path, monkeypatch):

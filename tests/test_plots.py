@@ -263,13 +263,21 @@ def test_runs_of_different_lengths_are_smoothed_alike(figure, tmp_path):
     assert np.abs(long[1][inside] - expected).max() < 0.1
 
 
+def test_the_ends_of_several_losses_have_a_scale_of_their_own(figure, tmp_path):
+    long, other, short = (write_run(tmp_path / name, steps) for name, steps in (("a", 300), ("b", 280), ("c", 100)))
+    end = find_panel(figure(long, other), plots.LOSS_END)
+    assert end.get_xlim()[0] == pytest.approx(2 / 3 * 299) and end.get_ylim()[1] < 8 < 3.5 + 7 * math.exp(-100 / 300)
+    assert all(ax.get_title() != plots.LOSS_END for ax in figure(long, short).axes)
+
+
 def test_a_run_has_one_colour(figure, tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 300, 1, KEYS[:-1])]
     fig = figure(*runs, runs[0])  # the same folder twice is one run
     colors = [[line.get_color() for line in fig.legends[0].get_lines()]]
     for ax in fig.axes:
         drawn = [line.get_color() for line in ax.lines if len(line.get_xdata()) > 2]
-        colors.append(list(dict.fromkeys(drawn)))
+        if ax.get_title() != plots.LOSS_END:
+            colors.append(list(dict.fromkeys(drawn)))
     assert len(colors[0]) == 2 and colors[0] == colors[1] == colors[3] == colors[4]
     assert colors[2] == colors[0][:1]  # only one run has HellaSwag, and it keeps its colour
 
