@@ -32,6 +32,7 @@ from system.cli import (  # before all packages: it says what this Python lacks
 import tyro
 
 from system.files import free_bytes, lock_folder
+from system.usage import optional
 from tokens import shards, sources
 from tokens.documents import (
     COMPRESSIONS,
@@ -51,29 +52,29 @@ SOURCE_HELP = f"""{", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])}; a Hu
 
 @dataclass(frozen=True)
 class Args:
-    source: Annotated[tuple[str, ...], tyro.conf.arg(help=SOURCE_HELP)] = ("fineweb-edu",)
-    out: str | None = None
+    source: Annotated[tuple[str, ...], tyro.conf.arg(help=SOURCE_HELP, metavar="SOURCE [FILE ...]")] = ("fineweb-edu",)
+    out: Annotated[str | None, optional("FOLDER")] = None
     """Folder for the shards; default data/NAME."""
-    shard_size: float | None = None
+    shard_size: Annotated[float | None, optional("TOKENS")] = None
     """Tokens per shard; default 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, rounded to one
     digit, at most 100,000,000: even small sources get several shards, the first of which is val."""
     format: Literal["npy", "bin"] = "npy"
     """npy as in build-nanogpt, bin as in llm.c."""
-    limit_tokens: float | None = None
+    limit_tokens: Annotated[float | None, optional("TOKENS")] = None
     """Stop after this many tokens, such as 1e9; default 1e10 for climbmix, else all."""
-    subset: str | None = None
+    subset: Annotated[str | None, optional("NAME")] = None
     """Of a Hub dataset: a configuration; or, with a slash, the start of the paths of its files, as in sample/10BT/."""
-    split: str | None = None
+    split: Annotated[str | None, optional("NAME")] = None
     """Split of the configuration; default train."""
     text_column: str = "text"
     """Column (parquet, csv) or field (jsonl, json) that holds the text."""
-    ids_column: str | None = None
+    ids_column: Annotated[str | None, optional("NAME")] = None
     """Column or field (parquet, jsonl, json) that holds lists of GPT-2's token ids, in place of text to tokenize."""
-    split_on: str | None = None
+    split_on: Annotated[str | None, optional("TEXT")] = None
     """Plain text files: a new document begins after each of these, as in --split-on '<|endoftext|>'."""
     as_text: bool = False
     """Read files as plain text, whatever their suffix."""
-    verify: str | None = None
+    verify: Annotated[str | None, optional("FOLDER")] = None
     """Only check this folder of shards."""
 
 

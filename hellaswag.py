@@ -31,6 +31,7 @@ from typing import Annotated, Literal, NamedTuple
 from system import cli
 from system.cli import UserError, explain_errors, print0, progress_bar, require
 from system.files import atomic_write
+from system.usage import optional
 
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
@@ -367,14 +368,14 @@ def tree_mask(parts: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Args:
-    model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = ""
+    model: Annotated[str, tyro.conf.arg(aliases=["-m"], metavar="MODEL", help_behavior_hint="")] = ""
     """Run folder, .pt file, Hugging Face folder or name (gpt2, OWNER/NAME); without it, download the rows."""
     data: Path = DEFAULT_PATH
     """The file of rows to download to or to score: a JSON object a line, with "ctx" (text), "endings" (four texts) and
     "label" (the index of the right one)."""
     limit: int = 0
     """Score only this many rows from the start; 0 means all."""
-    per_example: Path | None = None
+    per_example: Annotated[Path | None, optional("FILE")] = None
     """Write the index, label, predictions and losses of each row to this .jsonl file."""
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"
     """cuda, mps or cpu; auto takes the first of these that is available."""

@@ -48,7 +48,7 @@ RANGES = {
 class Args:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)."""
-    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[PROMPT]")] = ""
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = ""
     """Text to continue; - reads standard input (without a final newline)."""
     max_new_tokens: int = 64
     """Generate so many tokens; a token is about 4 characters of English."""

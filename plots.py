@@ -33,6 +33,7 @@ import tyro
 from lifecycle import metrics
 from lifecycle.reference import DATASETS, Reference, find_reference, read_references
 from system.files import atomic_write
+from system.usage import optional
 from weights.names import describe_nearby, describe_runs
 
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
@@ -556,9 +557,9 @@ def draw_figure(curves_by_run: dict[Path, Curves], reference: bool):
 
 
 def main(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], optional("RUN [RUN ...]")],
     reference: bool = False,
-    out: Path | None = None,
+    out: Annotated[Path | None, optional("IMAGE")] = None,
     tensorboard: bool = False,
 ):
     """Draw the curves of runs.

@@ -1,7 +1,9 @@
-"""What is wrong with a command line, in one message in place of tyro's box.
+"""What tyro says of a command line, in the words of this project: what is wrong with it, in one message in place of
+tyro's box, and a flag's help.
 
     with explain_usage("see -h"):
         main()                      # calls tyro.cli; raises UsageError for a word that tyro does not accept
+    out: Annotated[str | None, optional("FOLDER")] = None
 
 Called by system/cli.py. It uses a part of tyro that may change with any version; requirements.txt pins one.
 """
@@ -14,12 +16,19 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
+import tyro
 from tyro import _errors
 
 from system.cli import UsageError
 
+
 # What a type of Python calls a text that it cannot read.
 NO_NUMBER = {"invalid literal for int": "a whole number", "could not convert string to float": "a number"}
+
+
+def optional(metavar: str) -> Any:
+    """For a flag whose own words say what holds without it: its help does not add (default: None)."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @contextmanager
