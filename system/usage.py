@@ -21,7 +21,6 @@ from tyro import _errors
 
 from system.cli import UsageError
 
-
 # What a type of Python calls a text that it cannot read.
 NO_NUMBER = {"invalid literal for int": "a whole number", "could not convert string to float": "a number"}
 
