@@ -56,6 +56,7 @@ class Evaluator:
         self.forward, self.B, self.val_data = forward, B, val_data
         self.score_hellaswag = score_hellaswag
         self.reference = choose_reference(cfg, run.max_steps) if val_data else None
+        self.off_track = 0  # how many evaluations in a row
         is_judged = self.reference or not cfg.stop_off_track
         require(is_judged, "--stop-off-track: there are no public runs to compare this one with; leave it out")
         self.bytes_per_target = 0.0
@@ -91,7 +92,8 @@ class Evaluator:
             verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
                 print0(verdict)
-                if cfg.stop_off_track and "off track" in verdict:
+                self.off_track = self.off_track + 1 if "off track" in verdict else 0
+                if cfg.stop_off_track and self.off_track == 2:
                     stop.request("--stop-off-track")
             results["val_set"] = self.val_set
 

@@ -104,12 +104,13 @@ def test_a_run_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
 
 
 def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch, capsys):
-    """With its loss in metrics.jsonl, and to be resumed; without public runs the flag is refused."""
-    flags = ["--stop-off-track", "--val-every", "4", "--max-steps", "12"]
+    """At the second loss in a row, with this loss in metrics.jsonl, and to be resumed; without public runs the flag is
+    refused."""
+    flags = ["--stop-off-track", "--val-every", "2", "--max-steps", "12"]
     with pytest.raises(UserError, match="no public runs"):
         train_quickstart(tiny_args, tmp_path / "run", *flags)
 
-    never = SimpleNamespace(judge=lambda step, loss: f"step {step}: " + ("off track" if step == 8 else "on track"))
+    never = SimpleNamespace(judge=lambda step, loss: f"step {step}: " + ("off track" if step in (2, 6, 8) else "on track"))
     monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: never)
     run = train_quickstart(tiny_args, tmp_path / "run", *flags)
     assert "stopped by --stop-off-track at step 8 of 12" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import json
 import re
-import statistics
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
@@ -140,7 +139,7 @@ def step_s(cfg, text, **changes):
 
 def test_published_runs_are_within_the_stated_error():
     errors = [abs(step_s(cfg, cards) * 1e3 / ms - 1) for cfg, cards, ms in CHECKED]
-    assert statistics.median(errors) < 0.15 and max(errors) < 0.25
+    assert sum(error < 0.15 for error in errors) == 9 and max(errors) < 0.25
     for cfg, cards, ms in FITTED:
         assert step_s(cfg, cards) * 1e3 == pytest.approx(ms, rel=0.02)
 

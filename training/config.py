@@ -155,7 +155,7 @@ class TrainConfig(Recipe):
     resume: PerStart[PerRank[str]] = "none"
     allow_drift: PerStart[bool] = False  # resume even if settings that shape the result have changed
     skip_bad_steps: PerStart[int] = 0  # non-finite steps to skip before stopping, counted from each start
-    stop_off_track: PerStart[bool] = False  # save and stop when the val loss is not that of the preset's public runs
+    stop_off_track: PerStart[bool] = False  # save and stop after two val losses in a row that no public run had
     time_limit: PerStart[PerRank[str]] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
     # where else the curves go; wandb needs: pip install wandb
     tracker: PerRank[Literal["none", "tensorboard", "wandb"]] = "none"
