@@ -110,8 +110,8 @@ def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch
     with pytest.raises(UserError, match="no public runs"):
         train_quickstart(tiny_args, tmp_path / "run", *flags)
 
-    never = SimpleNamespace(judge=lambda step, loss: f"step {step}: " + ("off track" if step in (2, 6, 8) else "on track"))
-    monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: never)
+    runs = SimpleNamespace(judge=lambda step, loss: "off track" if step in (2, 6, 8) else "on track")
+    monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: runs)
     run = train_quickstart(tiny_args, tmp_path / "run", *flags)
     assert "stopped by --stop-off-track at step 8 of 12" in capsys.readouterr().out
     assert sorted(load_curve(run)) == list(range(9)) and load_curve(run)[8][1] is not None
