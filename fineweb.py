@@ -126,11 +126,16 @@ def describe_source(args: Args, name: str, paths: dict[Path, str], previous: Man
     formats = [choose_format(Path(file["path"]), args.as_text) for file in source["files"]]
     have_ids = {format.read is read_token_file for format in formats}
     require(len(have_ids) == 1, f"{name} has files of token ids (.bin), and others; give one kind")
-    is_split = len(paths) > 1 and any(path.name == "val.bin" for path in paths)
-    fix = "give train.bin alone, whose first shard becomes the validation split"
-    require(not is_split, f"val.bin, nanoGPT's validation split, would be trained on; {fix}")
+    is_split = list(paths.values()) == sources.NANOGPT_FILES
+    has_val = len(paths) > 1 and any(path.name == "val.bin" for path in paths)
+    fix = "give the train.bin beside it alone, and both are read"
+    require(is_split or not has_val, f"val.bin, nanoGPT's validation split, would be trained on; {fix}")
+    is_free = args.shard_size is None or not is_split
+    require(is_free, "--shard-size: with nanoGPT's val.bin, a shard has as many tokens as that; leave it out")
 
     # How the files are read.
+    if is_split:
+        source["val_tokens"] = sources.count_tokens_in_shards(next(iter(paths)))
     if args.ids_column:
         source["ids_column"] = args.ids_column
     elif have_ids == {True}:
@@ -159,7 +164,9 @@ def plan_manifest(args: Args, source: dict) -> Manifest:
     """The manifest of a folder that is yet to be filled."""
     # The default size of a shard, rounded to one digit, such as "4e+07".
     shard_tokens = args.shard_size
-    if shard_tokens is None:
+    if "val_tokens" in source:
+        shard_tokens = source["val_tokens"]
+    elif shard_tokens is None:
         largest: float = shards.SHARD_TOKENS
         source_bytes = sum(file["bytes"] or 0 for file in source["files"])
         if source_bytes:  # else the Hub does not say
@@ -334,6 +341,8 @@ def main() -> None:
         args = replace(args, limit_tokens=sources.find_dataset(args.source[0]).limit_tokens)
     out = Path(args.out or f"data/{name}")
     source = describe_source(args, name, paths, shards.read_manifest(out))
+    if list(paths.values()) == sources.NANOGPT_FILES:
+        print0("val.bin is the validation split, in a shard of its own; train.bin is for training")
     try:
         with lock_folder(out):
             manifest = fill_folder(args, out, name, paths, source)

@@ -354,4 +354,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="see -h; nanoGPT's names are in docs/coming-from.md; to resume, use train_gpt2.py")
+    run_cli(main, hint="see -h; docs/coming-from.md has nanoGPT's names")

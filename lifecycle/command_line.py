@@ -176,23 +176,23 @@ FOREIGN_FLAGS = {
     "--num_iterations": "--max-steps",
     "--batch_size": "--micro-batch-size (and --total-batch-size, in tokens, is the batch of a step)",
     "--block_size": "--sequence-length, for a small network with --model.block-size,",
-    "--gradient_accumulation_steps": "not needed (it follows from --total-batch-size)",
+    "--gradient_accumulation_steps": "not needed here, as it follows from --total-batch-size",
     "--learning_rate": "--max-lr (with quickstart, which trains with Muon, also --optimizer adamw --schedule cosine)",
     "--lr": "--max-lr",
     "--learning_rate_decay_frac": "--min-lr, a rate,",
-    "--decay_lr": "not needed (--schedule ends at --max-steps; a constant rate is --schedule trapezoid --cooldown 0)",
-    "--lr_decay_iters": "not needed (--schedule ends at --max-steps)",
+    "--decay_lr": "--schedule, which ends at --max-steps; at a constant rate with trapezoid --cooldown 0,",
+    "--lr_decay_iters": "not needed here, as --schedule ends at --max-steps",
     "--warmup_iters": "--warmup-steps",
     "--beta1": "a setting of the presets (training/presets.py)",
     "--beta2": "fixed at 0.95",
-    "--dropout": "missing (there is no dropout; leave it out, and watch the val loss)",
+    "--dropout": "there is no dropout here; leave it out, and watch the val loss",
     "--eval_interval": "--val-every",
     "--val_loss_every": "--val-every",
     "--eval_iters": "--val-tokens, in tokens,",
-    "--log_interval": "not needed (every step is logged)",
+    "--log_interval": "not needed here, as every step is logged",
     "--always_save_checkpoint": "--save-every",
     "--save_every_niter": "--save-every",
-    "--backend": "not needed (NCCL on GPUs, gloo on CPUs)",
+    "--backend": "not needed here: NCCL on GPUs, gloo on CPUs",
     "--dataset": "--data-dir",
     "--input_bin": "--data-dir",
     "--input_train_bin": "--data-dir",
@@ -240,7 +240,8 @@ def explain_foreign_flags(words: list[str]) -> list[str]:
         if name.startswith("--") and foreign not in FOREIGN_FLAGS and not get_close_matches(switch, known, cutoff=0.7):
             foreign = next(iter(get_close_matches(foreign, long_names, n=1, cutoff=0.8)), "")  # a mistyped one
         if foreign in FOREIGN_FLAGS and switch not in known:
-            sentences.append(f"{name} is {FOREIGN_FLAGS[foreign]} here")
+            here = FOREIGN_FLAGS[foreign]
+            sentences.append(f"{name} is {here} here" if here.startswith("-") else f"{name}: {here}")
         elif equals and switch in switches:
             is_on = value.lower() not in ("false", "0", "no", "off")
             here = switch if is_on else f"--no-{switch.removeprefix('--')}"

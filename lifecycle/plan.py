@@ -85,7 +85,7 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, s
 
 
 def describe_periods(cfg: TrainConfig, max_steps: int) -> str:
-    """250 steps val loss, HellaSwag; 500 steps a checkpoint (the newest 2 and the best stay); at the end samples"""
+    """250 steps val loss, HellaSwag, a checkpoint (the newest 2 and the best stay); at the end samples"""
     kept = f"the newest {cfg.keep} and the best stay" if cfg.keep else "all stay"
     checkpoint = f"a checkpoint ({kept})" if cfg.save_every < max_steps else "a checkpoint"
     actions = {

@@ -46,7 +46,7 @@ RECIPES = {
         model.n_layer=12 model.n_head=12 model.n_embd=768 model.vocab_size=50304 model.block_size=1024
         model.tied_head=True total_batch_size=524288 sequence_length=1024 total_steps=19073 max_lr=6e-4 min_lr=6e-5
         warmup_steps=715 schedule=cosine optimizer=adamw beta1=0.9 beta2=0.95 weight_decay=0.1 grad_clip=1.0
-        val_every=250 hellaswag_every=250 save_every=500 keep=2 val_tokens=10485760""",
+        val_every=250 hellaswag_every=250 save_every=250 keep=2 val_tokens=10485760""",
     # GPT-2 medium, large and XL with the rates of GPT-3's table 2.1
     "gpt2-350m": f"{LARGER} model.n_layer=24 model.n_head=16 model.n_embd=1024 max_lr=3e-4 min_lr=3e-5",
     "gpt2-774m": f"{LARGER} model.n_layer=36 model.n_head=20 model.n_embd=1280 max_lr=2.5e-4 min_lr=2.5e-5",
@@ -54,7 +54,7 @@ RECIPES = {
     # llm.c discussion 481
     "llmc-124m": """
         total_batch_size=524288 max_lr=6e-4 min_lr=0 warmup_steps=700 weight_decay=0.1 recompute=False zero_stage=1
-        val_every=250 save_every=500 sample_every=20000 hellaswag_every=250 total_steps=19645 schedule=cosine
+        val_every=250 save_every=250 sample_every=20000 hellaswag_every=250 total_steps=19645 schedule=cosine
         optimizer=adamw""",
     # DDP-BASEMODEL-TRAIN
     "untied-124m": """

@@ -144,12 +144,26 @@ def mixed_source(tmp_path):
     return ["--source", *files, "--shard-size", 8000]
 
 
-def test_nanogpts_validation_split_is_not_trained_on(tmp_path):
-    paths = [write_token_file(tmp_path / name, [*range(0, 50_000, 97), EOT]) for name in ("train.bin", "val.bin")]
-    with pytest.raises(UserError, match=r"val\.bin.*train\.bin alone"):
-        run_fineweb("--source", *paths, "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    run_fineweb("--source", paths[0], "--out", tmp_path / "out", "--shard-size", 100)
+@pytest.mark.parametrize("last", [[EOT], []])
+def test_nanogpts_validation_split_stays_one(tmp_path, capsys, last):
+    """Both files named, in any order, or train.bin alone."""
+    ids = {"train.bin": [*range(0, 50_000, 97), EOT] * 3, "val.bin": [*range(5, 50_000, 197), *last]}
+    train, val = [write_token_file(tmp_path / "nano" / name, content) for name, content in ids.items()]
+    for number, sources in enumerate([(train,), (train, val), (val, train)]):
+        out = tmp_path / f"out{number}"
+        run_fineweb("--source", *sources, "--out", out)
+        assert "val.bin is the validation split" in capsys.readouterr().out
+        first, *rest = shards.shard_files(out)
+        assert first.name.endswith("val_000000.npy")
+        # In a shard, <|endoftext|> begins a document.
+        assert shards.read_shard(first).tolist() == [EOT, *range(5, 50_000, 197)]
+        assert np.concatenate([shards.read_shard(path) for path in rest]).tolist() == [EOT, *ids["train.bin"][:-1]]
+
+    other = write_token_file(tmp_path / "nano" / "other.bin", ids["train.bin"])
+    for sources, message in (((val, other), "would be trained on"), ((train, "--shard-size", 100), "leave it out")):
+        with pytest.raises(UserError, match=message):
+            run_fineweb("--source", *sources, "--out", tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("source", ["mixed_source", "ids_source", "token_files_source"])

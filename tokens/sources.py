@@ -34,6 +34,7 @@ from system.huggingface import open_hub
 from tokens import documents
 from tokens.documents import Chunk
 from tokens.prefetch import prefetch
+from tokens.tokenizer import EOT
 
 
 class HubDataset(NamedTuple):
@@ -78,7 +79,34 @@ def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
     for pattern in names:
         for path in find_files(pattern):
             files[path] = path.name
+    files = with_val_first(files)
     return find_common_name(list(files)), files
+
+
+# What nanoGPT's prepare.py writes: its validation split, then what it trains on.
+NANOGPT_FILES = ["val.bin", "train.bin"]
+
+
+def with_val_first(files: dict[Path, str]) -> dict[Path, str]:
+    """nanoGPT's train.bin after the val.bin beside it, so that the first shard is its validation split. Other files
+    stay as they are."""
+    by_name = {path.name: path for path in files}
+    if "train.bin" in by_name and by_name.keys() <= set(NANOGPT_FILES):
+        val = by_name["train.bin"].with_name("val.bin")
+        if val.is_file() and by_name.get("val.bin", val) == val:
+            return {val: val.name, by_name["train.bin"]: "train.bin"}
+    return files
+
+
+def count_tokens_in_shards(path: Path) -> int:
+    """How many tokens the shards have of one of NANOGPT_FILES: in these, <|endoftext|> ends a document, which in a
+    shard it begins. Raises UserError for an empty file."""
+    size = path.stat().st_size
+    require(size >= 2, f"{path} is empty; move it away, and the first shard becomes the validation split")
+    with open(path, "rb") as f:
+        f.seek(size - 2)
+        last = int.from_bytes(f.read(2), "little")
+    return size // 2 + (last != EOT)
 
 
 def is_on_hub(name: str) -> bool:

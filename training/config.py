@@ -135,7 +135,7 @@ class TrainConfig(Recipe):
     sample_every: int = 250  # steps between samples
     # text to continue; @val: the first words of the val split
     sample_prompt: PerRank[str] = "Hello, I'm a language model,"
-    save_every: int = 500  # steps between checkpoints; 0: only at the end
+    save_every: int = 250  # steps between checkpoints; 0: only at the end
     keep: int = 2  # newest checkpoints to keep, besides the best by val loss; 0: all
 
     # Hardware. None of this changes the result beyond rounding.

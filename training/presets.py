@@ -98,7 +98,7 @@ PRESETS = {cfg.preset: cfg for cfg in (
         model=_small, data_dir="data/shakespeare",
         sequence_length=256, total_batch_size=4096, max_steps=80,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,
-        val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=40,
+        val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=10,
         sample_every=80, sample_prompt="ROMEO:",
     ),
 )}
