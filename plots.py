@@ -268,9 +268,15 @@ def fit_to_curves(ax) -> None:
 
 
 def fit_loss(ax) -> None:
-    """A loss that goes to 0 is on a log scale, where one sees how far it has come."""
-    _, y = drawn_points(ax.lines)
-    if np.any((y > 0) & (y < 0.1)):
+    """Losses that all go to 0 are on a log scale, where one sees how far they have come."""
+    lowest: dict[Any, float] = {}
+    for line in ax.lines:
+        _, y = drawn_points([line])
+        positive = y[y > 0]
+        if len(positive):
+            color = line.get_color()
+            lowest[color] = min(lowest.get(color, math.inf), positive.min())
+    if lowest and max(lowest.values()) < 0.1:
         use_log_scale(ax)
     else:
         fit_to_curves(ax)
@@ -376,6 +382,8 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
         color = runs[0].color if len(runs) == 1 else "black"
         ax.legend(handles=style_lines(drawn, color, reach) + others, fontsize=9)
     ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
+    if ax.get_yscale() == "log" and "log" not in panel.y_label:
+        ax.set_ylabel(f"{panel.y_label}, log scale")
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.locator_params(axis="x", nbins=9 if panel.is_wide else 4)  # 1,000,000 takes room
     ax.grid(alpha=0.25)

@@ -168,7 +168,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
     if stop.is_agreed:
         print0(f"stopped by {stop.reason()} at step {step} of {max_steps}, saved in {cfg.run_dir}")
-        print_next(f"python train_gpt2.py --resume {shlex.quote(str(cfg.run_dir))}")
+        eager = "" if cfg.compile else " --no-compile"
+        print_next(f"python train_gpt2.py --resume {shlex.quote(str(cfg.run_dir))}{eager}")
         return stop.reason()
     if rt.is_main:
         plan.print_result(cfg, run.start, step, stop.elapsed_s())

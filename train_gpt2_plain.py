@@ -254,6 +254,9 @@ def train(cfg: Config) -> None:
     network = f"{model.num_params():,} parameters on {device}"
     print0(f"{network}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
 
+    if cfg.warmup_steps > cfg.max_steps:
+        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {cfg.max_steps} steps: the rate never reaches its peak")
+
     # `forward` is the same network as training calls it. DDP gives every rank rank 0's weights, and averages the
     # gradients over the ranks during a backward pass. So all make the same update, and their weights stay equal.
     forward: Any = torch.compile(model) if cfg.compile else model
