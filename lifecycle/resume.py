@@ -86,11 +86,11 @@ def announce_skipped(saved: dict[str, Any]) -> None:
     """Print which newer weights of the folder the run does not continue from, because they lack their optim_*.pt."""
     folder = saved["model_file"].parent
     incomplete = set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder))
-    skipped = {names.model_path(folder, step): "has no complete optim_*.pt beside it" for step in incomplete}
-    skipped |= dict.fromkeys(names.damaged_models(folder), "is damaged")
-    for path, reason in sorted(skipped.items()):
-        if path > saved["model_file"]:
-            print0(f"not from {path}, which {reason}: its steps are trained again")
+    skipped = dict.fromkeys(incomplete, "has no complete optim_*.pt beside it")
+    skipped |= {names.step_of(path): "is damaged" for path in names.damaged_models(folder)}
+    for step, reason in sorted(skipped.items()):
+        if step > saved["step"]:
+            print0(f"not from {names.model_path(folder, step)}, which {reason}: its steps are trained again")
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -167,7 +167,8 @@ def open_init_from(cfg: TrainConfig) -> GPT:
     # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
     actual, wanted = vars(model.config), vars(cfg.model)
     differing = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
-    typed = [name for name in differing if wanted[name] != getattr(PRESETS[cfg.preset].model, name)]
+    preset = PRESETS.get(cfg.preset, cfg)
+    typed = [name for name in differing if wanted[name] != getattr(preset.model, name)]
     different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in typed or differing)
     is_free = not differing or is_network_from_init(cfg)
     require(is_free, f"in --init-from {cfg.init_from}, {different}; drop the --model flags")

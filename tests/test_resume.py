@@ -19,7 +19,7 @@ from system.cli import UserError
 from system.files import lock_folder
 from tokens.loader import Loader
 from weights import checkpoint
-from weights.names import latest_step
+from weights.names import latest_step, model_path
 from weights.open_model import open_model
 
 # ------------------------------------------------------------------------- stopped and resumed
@@ -175,6 +175,16 @@ def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_fai
         expect_failure("train_gpt2.py", *flags, mentions=[str(trained_run)])
         expect_failure("train_gpt2.py", *flags, "--check", mentions=["in use"])  # before train.sh restarts anything
     assert latest_step(trained_run) == 12
+
+
+def test_a_newer_step_that_is_damaged_is_named_by_a_fork(tiny_args, trained_run, tmp_path, capsys):
+    """In the run's own folder it is refused, because it would be overwritten."""
+    model_path(trained_run, 12).write_bytes(b"PK")
+    with pytest.raises(UserError, match="is damaged"):
+        train_quickstart(tiny_args, trained_run, "--resume", trained_run)
+    capsys.readouterr()
+    train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run)
+    assert f"not from {model_path(trained_run, 12)}, which is damaged" in capsys.readouterr().out
 
 
 def test_a_newer_step_without_its_optimizer_is_named(tiny_args, trained_run, capsys):

@@ -88,6 +88,13 @@ def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
     return f"{folder} has the runs {', '.join(runs)}" if runs else ""
 
 
+def step_of(path: Path) -> int:
+    """The step of a file that is named like a checkpoint's."""
+    match = CHECKPOINT_FILE.fullmatch(path.name)
+    assert match
+    return int(match["step"])
+
+
 def damaged_models(run_dir: str | Path) -> list[Path]:
     """The files named like a step's weights that were not written to their end. Nothing here leaves one: a model file
     gets its name when it is complete."""
