@@ -341,7 +341,7 @@ def main() -> None:
         args = replace(args, limit_tokens=sources.find_dataset(args.source[0]).limit_tokens)
     out = Path(args.out or f"data/{name}")
     source = describe_source(args, name, paths, shards.read_manifest(out))
-    if list(paths.values()) == sources.NANOGPT_FILES:
+    if "val_tokens" in source:
         print0("val.bin is the validation split, in a shard of its own; train.bin is for training")
     try:
         with lock_folder(out):

@@ -359,6 +359,15 @@ def style_lines(keys: set[str], color: Any, reach: int) -> list[Any]:
     return lines
 
 
+def style_axes(ax, title: str, ticks: int) -> None:
+    """What all panels have in common. ticks: of the steps, where 1,000,000 takes room."""
+    ax.set(title=title, xlabel="step")
+    ax.xaxis.set_major_formatter("{x:,.10g}")
+    ax.locator_params(axis="x", nbins=ticks)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Reference], reach: int) -> None:
     """The curves of one panel, and the figures of others beside them."""
     drawn = set()
@@ -381,13 +390,10 @@ def draw_panel(ax, panel: Panel, runs: list[PlottedRun], references: list[Refere
         others, _ = ax.get_legend_handles_labels()
         color = runs[0].color if len(runs) == 1 else "black"
         ax.legend(handles=style_lines(drawn, color, reach) + others, fontsize=9)
-    ax.set(title=panel.title, ylabel=panel.y_label, xlabel="step")
+    style_axes(ax, panel.title, ticks=9 if panel.is_wide else 4)
+    ax.set_ylabel(panel.y_label)
     if ax.get_yscale() == "log" and "log" not in panel.y_label:
         ax.set_ylabel(f"{panel.y_label}, log scale")
-    ax.xaxis.set_major_formatter("{x:,.10g}")
-    ax.locator_params(axis="x", nbins=9 if panel.is_wide else 4)  # 1,000,000 takes room
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def draw_loss_end(ax, runs: list[PlottedRun], last_step: int, reach: int) -> None:
@@ -401,11 +407,7 @@ def draw_loss_end(ax, runs: list[PlottedRun], last_step: int, reach: int) -> Non
         padding = max(0.05 * (y.max() - y.min()), 1e-3)
         ax.set_ylim(y.min() - padding, y.max() + padding)
     ax.set_xlim(2 / 3 * last_step, 1.01 * last_step)
-    ax.set(title=LOSS_END, xlabel="step")
-    ax.xaxis.set_major_formatter("{x:,.10g}")
-    ax.locator_params(axis="x", nbins=4)
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
+    style_axes(ax, LOSS_END, ticks=4)
 
 
 def describe_run(run: PlottedRun, reach: int) -> str:

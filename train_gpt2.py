@@ -71,8 +71,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""
 
-    # What can fail is tried before anything is compiled: room on the disk, the rows of HellaSwag.
     plan.print_plan(cfg, rt, model, run.data, step, max_steps)
+
+    # What can fail is tried before anything is compiled: room on the disk, the rows of HellaSwag.
     if rt.is_main:
         plan.check_disk(cfg, model, step, max_steps)
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None

@@ -144,19 +144,19 @@ def mixed_source(tmp_path):
     return ["--source", *files, "--shard-size", 8000]
 
 
-@pytest.mark.parametrize("last", [[EOT], []])
-def test_nanogpts_validation_split_stays_one(tmp_path, capsys, last):
+@pytest.mark.parametrize("first, last", [([], [EOT]), ([], []), ([EOT], []), ([EOT, EOT], [EOT, EOT])])
+def test_nanogpts_validation_split_stays_one(tmp_path, capsys, first, last):
     """Both files named, in any order, or train.bin alone."""
-    ids = {"train.bin": [*range(0, 50_000, 97), EOT] * 3, "val.bin": [*range(5, 50_000, 197), *last]}
+    ids = {"train.bin": [*range(0, 50_000, 97), EOT] * 3, "val.bin": [*first, *range(5, 50_000, 197), *last]}
     train, val = [write_token_file(tmp_path / "nano" / name, content) for name, content in ids.items()]
     for number, sources in enumerate([(train,), (train, val), (val, train)]):
         out = tmp_path / f"out{number}"
         run_fineweb("--source", *sources, "--out", out)
         assert "val.bin is the validation split" in capsys.readouterr().out
-        first, *rest = shards.shard_files(out)
-        assert first.name.endswith("val_000000.npy")
+        val_shard, *rest = shards.shard_files(out)
+        assert val_shard.name.endswith("val_000000.npy")
         # In a shard, <|endoftext|> begins a document.
-        assert shards.read_shard(first).tolist() == [EOT, *range(5, 50_000, 197)]
+        assert shards.read_shard(val_shard).tolist() == [EOT, *range(5, 50_000, 197)]
         assert np.concatenate([shards.read_shard(path) for path in rest]).tolist() == [EOT, *ids["train.bin"][:-1]]
 
     other = write_token_file(tmp_path / "nano" / "other.bin", ids["train.bin"])

@@ -111,9 +111,9 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         step = latest_step(path)
         problem = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
         fix = "to start a new run from weights, use --init-from FILE (convert build-nanogpt's with hub.py import)"
-        if (path / "ckpt.pt").is_file():
-            newest_model(path)  # raises the error that says what to do with nanoGPT's file
         if step is None:
+            if (path / "ckpt.pt").is_file():
+                newest_model(path)  # raises the error that says what to do with nanoGPT's file
             raise UserError(f"{problem}; {fix}")
         path = model_path(path, step)
 
