@@ -83,13 +83,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     if saved:
         resume.load_state(rt, saved, optimizers, scaler)
     del saved  # it is mapped from its file
-    if rt.is_main:
-        plan.write_config(cfg, rt, max_steps)
 
     # The evaluations, the log and the checkpoints.
     evaluator = Evaluator(run, forward, B, score_hellaswag)
     metrics = MetricsLogger(run)
     saver = Saver(run, optimizers, scaler, metrics)
+    if rt.is_main:
+        plan.write_config(cfg, rt, max_steps)
 
     # This rank's batches, which a thread reads ahead [speed]: (micro_steps, B, T + 1) tokens for each step from here
     # on. [stop] A single rank may stop at once, also within a step. Several agree on it after their gradients.

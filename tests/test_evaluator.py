@@ -109,6 +109,7 @@ def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch
     flags = ["--stop-off-track", "--val-every", "2", "--max-steps", "12"]
     with pytest.raises(UserError, match="no public runs"):
         train_quickstart(tiny_args, tmp_path / "run", *flags)
+    assert list((tmp_path / "run").iterdir()) == []
 
     runs = SimpleNamespace(judge=lambda step, loss: "off track" if step in (2, 6, 8) else "on track")
     monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: runs)

@@ -47,9 +47,6 @@ BIN_MAGIC, BIN_VERSION = documents.LLMC_SHARD, 1  # llm.c: dataloader.h
 BIN_HEADER_WORDS = 256  # of int32
 
 
-# Shards on the Hub that somebody has made of a source.
-READY_MADE = {"fineweb-edu": "kjj0/finewebedu10B-gpt2", "fineweb": "kjj0/fineweb10B-gpt2"}
-
 # ------------------------------------------------------------------------- which files
 
 
@@ -60,9 +57,9 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     source = data_dir.name if is_known else "FILES"
     fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
     if data_dir.name in sources.HUB_DATASETS:
-        if data_dir.name in READY_MADE:
-            command = f"python hub.py pull-data {READY_MADE[data_dir.name]} {shlex.quote(str(data_dir))}"
-            fix += f"; this pulls a ready-made one: {command}"
+        ready_made = sources.HUB_DATASETS[data_dir.name].ready_made
+        if ready_made:
+            fix += f"; this pulls a ready-made one: python hub.py pull-data {ready_made} {shlex.quote(str(data_dir))}"
         fix += "; a full-size run needs 60 GB of disk (a first run without: make quickstart)"
     if data_dir.is_file():
         out = shlex.quote(f"data/{data_dir.stem}")

@@ -44,18 +44,20 @@ class HubDataset(NamedTuple):
 
     folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
     limit_tokens: of the default --limit-tokens.
+    ready_made: a repository with shards that somebody has made of it.
     """
 
     repo: str
     folder: str | None
     licence: str = ""
     limit_tokens: int | None = None
+    ready_made: str = ""
 
 
 FINEWEB, FINEWEB_EDU, ODC_BY = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
 HUB_DATASETS = {
-    "fineweb-edu": HubDataset(FINEWEB_EDU, "sample/10BT/", ODC_BY),
-    "fineweb": HubDataset(FINEWEB, "sample/10BT/", ODC_BY),
+    "fineweb-edu": HubDataset(FINEWEB_EDU, "sample/10BT/", ODC_BY, ready_made="kjj0/finewebedu10B-gpt2"),
+    "fineweb": HubDataset(FINEWEB, "sample/10BT/", ODC_BY, ready_made="kjj0/fineweb10B-gpt2"),
     "fineweb-edu-100bt": HubDataset(FINEWEB_EDU, "sample/100BT/", ODC_BY),
     "fineweb-100bt": HubDataset(FINEWEB, "sample/100BT/", ODC_BY),
     # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
