@@ -20,6 +20,7 @@ The exit codes of every script, which train.sh and other programs may rely on:
 torchrun exits with 1 whatever the code of its ranks, so a training run also writes its status to a file: write_status.
 """
 
+import argparse
 import atexit
 import errno
 import json
@@ -37,6 +38,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 
 # Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
 # this module before torch and tyro.
@@ -70,6 +72,31 @@ class UsageError(UserError):
 
 class TransientError(UserError):
     """Something that may not come again: one message, too, but a program that restarts crashes restarts this."""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, and a default beside each flag."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, with three differences: a word that it does not accept is one line (UsageError, exit code 2), a flag
+    may be spelled with underscores, and is never abbreviated."""
+
+    def __init__(self, description: str | None = None, **options: Any):
+        options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
+        super().__init__(description=description, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see -h")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        words = sys.argv[1:] if args is None else list(args)
+        end = words.index("--") if "--" in words else len(words)
+        for i, word in enumerate(words[:end]):
+            if word.startswith("--"):
+                flag, equals, value = word.partition("=")
+                words[i] = flag.replace("_", "-") + equals + value
+        return super().parse_known_args(words, namespace)
 
 
 def require(condition: object, message: str) -> None:
