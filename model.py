@@ -24,7 +24,7 @@ holds all the logits (training/forward.py).
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -45,30 +45,37 @@ ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
 
-    # The comment beside a field, or the docstring below it, is its help text (python train_gpt2.py -h).
+    # The help of a field is that of its flag (python train_gpt2.py -h).
 
-    block_size: int = 1024  # longest sequence, in tokens
-    vocab_size: int = VOCAB_SIZE  # rows of the token embedding
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # attention heads of a block
-    n_embd: int = 768  # channels of the residual stream
-    bias: bool = True  # in linear layers and LayerNorms
-    tied_head: bool = True  # the head shares the token embedding's weight
-
-    positions: Literal["learned", "rope", "half_rope"] = "learned"
-    """learned: an embedding of each position; rope: rotations of queries and keys; half_rope: of half of their
-    channels, as in speedrun-124m alone"""
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = "layernorm"
-    """rmsnorm: without a gain; rmsnorm_gain: with one, as in speedrun-124m alone"""
-    activation: Literal["gelu", "gelu_erf", "relu2"] = "gelu"
-    """gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU, modded-nanogpt's"""
-    qk_norm: bool = False  # RMSNorm on queries and keys
-    attention_scale: float = 0.0  # 0: one over the square root of the head size (0.12 in speedrun-124m)
-    zero_init_projections: bool = False
-    """the blocks' output projections and an untied head start at zero, all other matrices with modded-nanogpt's
-    standard deviation instead of 0.02"""
-    head_bias: bool = False  # add a bias to the logits (speedrun-124m)
-    softcap: float = 0.0  # the logits z become z / sqrt(1 + (z / softcap)^2); 0: off; speedrun-124m: 15
+    block_size: int = field(default=1024, metadata={"help": "longest sequence, in tokens"})
+    vocab_size: int = field(default=VOCAB_SIZE, metadata={"help": "rows of the token embedding"})
+    n_layer: int = field(default=12, metadata={"help": "blocks"})
+    n_head: int = field(default=12, metadata={"help": "attention heads of a block"})
+    n_embd: int = field(default=768, metadata={"help": "channels of the residual stream"})
+    bias: bool = field(default=True, metadata={"help": "in linear layers and LayerNorms"})
+    tied_head: bool = field(default=True, metadata={"help": "the head shares the token embedding's weight"})
+    positions: Literal["learned", "rope", "half_rope"] = field(
+        default="learned",
+        metadata={"help": "learned: an embedding of each position; rope: rotations of queries and keys"},
+    )
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = field(
+        default="layernorm", metadata={"help": "rmsnorm: without a gain, as modded-nanogpt's"}
+    )
+    activation: Literal["gelu", "gelu_erf", "relu2"] = field(
+        default="gelu",
+        metadata={"help": "gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU"},
+    )
+    qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys"})
+    attention_scale: float = field(default=0.0, metadata={"help": "0: one over the square root of the head size"})
+    zero_init_projections: bool = field(
+        default=False,
+        metadata={
+            "help": "the blocks' output projections and an untied head start at zero, all other matrices with "
+            "modded-nanogpt's standard deviation instead of 0.02"
+        },
+    )
+    head_bias: bool = field(default=False, metadata={"help": "add a bias to the logits"})
+    softcap: float = field(default=0.0, metadata={"help": "the logits z become z / sqrt(1 + (z / softcap)^2)"})
 
     @property
     def head_size(self) -> int:
@@ -80,7 +87,7 @@ class GPTConfig:
         """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
         # Old checkpoints lack newer settings, whose defaults mean "off". A setting that this version lacks must be off:
         # otherwise the same weights would compute something else.
-        known = {field.name for field in fields(GPTConfig)}
+        known = {setting.name for setting in fields(GPTConfig)}
         for name in saved.keys() - known:
             if saved[name]:
                 raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
@@ -89,20 +96,20 @@ class GPTConfig:
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""
         # A config may come from a file: names may be unknown, and without an upper limit it could ask for all memory.
-        for field in fields(self):
-            value = getattr(self, field.name)
-            choices = get_args(field.type)  # empty unless the type is a Literal
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            choices = get_args(setting.type)  # empty unless the type is a Literal
             if choices and value not in choices:
-                raise ValueError(f"{field.name} {value!r:.99} must be one of {', '.join(choices)}")
+                raise ValueError(f"{setting.name} {value!r:.99} must be one of {', '.join(choices)}")
 
             # JSON has no other types of numbers; True is an int in Python.
-            allowed_types = {int: (int,), float: (int, float), bool: (bool,)}.get(field.type)
+            allowed_types = {int: (int,), float: (int, float), bool: (bool,)}.get(setting.type)
             if allowed_types and type(value) not in allowed_types:
-                raise ValueError(f"{field.name} {value!r:.99} must be of type {field.type.__name__}")
-            if field.type in (int, float):
-                least = 0 if field.default == 0 else 1  # 0 means off, where it is the default
+                raise ValueError(f"{setting.name} {value!r:.99} must be of type {setting.type.__name__}")
+            if setting.type in (int, float):
+                least = 0 if setting.default == 0 else 1  # 0 means off, where it is the default
                 if not least <= value <= 2**20:  # refuses NaN, too
-                    raise ValueError(f"{field.name} {value!s:.99} must lie between {least} and {2**20}")
+                    raise ValueError(f"{setting.name} {value!s:.99} must lie between {least} and {2**20}")
 
         # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:

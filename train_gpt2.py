@@ -53,7 +53,6 @@ from training.config import TrainConfig, settings_by_flag
 from training.forward import Forward, make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 from training.schedule import set_learning_rates
-from weights import checkpoint
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
@@ -97,7 +96,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     batches = run.data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, check_alone)
 
     row: dict[str, Any] = {}  # becomes the line of metrics.jsonl for a step
-    refused_steps = 0
     with saver, suppress(Stopped):  # [stop] Stopped leaves the loop, on all ranks at the same place
         stop.check(rt)  # a signal that came during the start
         while True:
@@ -145,13 +143,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] A network with a weight that is not a number never recovers. This ends the run, and train.sh
                 # restarts it: an error of the hardware does not come again. The weights of now may be bad already, so
                 # they are saved, but every earlier checkpoint stays.
-                refused_steps += 1
                 norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
                 problem = f"step {step}: loss {loss}, {norms}; the update was refused"
-                print0(f"{problem} (bad step {refused_steps}; --skip-bad-steps allows {cfg.skip_bad_steps})")
-                if refused_steps > cfg.skip_bad_steps:
-                    saver.finish(step, deletes_old=False)
-                    raise TransientError(f"{problem}; {advise_after_refusal(cfg, rt)}")
+                saver.finish(step, deletes_old=False)
+                raise TransientError(f"{problem}; {advise_after_refusal(cfg, rt)}")
 
             # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
             scaler.update()
@@ -263,7 +258,7 @@ def build(
 
 def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
     """What can be done when a loss or gradients are not finite."""
-    fix = "to skip such steps: --resume auto --skip-bad-steps 5; if it comes again, a lower --max-lr with --allow-drift"
+    fix = "--resume auto goes on; if it comes again, a lower --max-lr with --allow-drift"
     if rt.dtype == torch.float16:
         fix += ", or use --dtype float32 (bfloat16 on a newer card)"
     return f"everything before it is saved in {cfg.run_dir}; {fix}"
@@ -272,20 +267,19 @@ def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
 def main() -> None:
     """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
-    words = [word for word in sys.argv[1:] if word != "--check"]
-    cfg = parse(words, lambda path: checkpoint.read_train_state(path)["config"])
-    if "--check" in sys.argv:
+    cfg, mode = parse(sys.argv[1:])
+    if mode.kind == "check":
         return plan.check(cfg)
-    if cfg.card:
-        return print0(plan.predict(cfg))
+    if mode.kind == "card":
+        return print0(plan.predict(cfg, mode.card))
 
     # Entering the session joins the other ranks, if there are any, and refuses different settings.
     stop = StopRequest(cfg.time_limit)
-    session = distributed.session(cfg.device, settings=settings_by_flag(cfg))
-    if cfg.dry_run:
+    session = distributed.session(cfg.device, settings=settings_by_flag(cfg) | {"what to do": mode.kind})
+    if mode.kind == "dry-run":
         with session as rt:
             return plan.dry_run(cfg, rt, build, compute_gradients)
-    if cfg.eval_only:
+    if mode.kind == "eval-only":
         with session as rt:
             return evaluate_weights(cfg, rt, hellaswag.make_scorer)
 

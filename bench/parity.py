@@ -190,7 +190,7 @@ def run_ours(
     """In a process of its own: the curve of train_gpt2.py with these flags, from the weights `state`."""
     rt = Runtime(torch.device("cpu"), torch.float32)
     muon.NEWTON_SCHULZ_DTYPE = torch.float32  # bfloat16, as everywhere else, would not agree to rounding
-    cfg = parse(flags.split(), lambda path: {})
+    cfg = parse(flags.split())[0]
     if adam_eps is not None:
         cfg = replace(cfg, adam_eps=adam_eps)
     torch.manual_seed(cfg.seed)

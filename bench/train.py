@@ -77,7 +77,7 @@ def parse_for_adamw(args: Args) -> "TrainConfig":
     """The settings of the run, for contenders with AdamW alone and without a search for the micro-batch."""
     from lifecycle.command_line import parse
 
-    cfg = parse(words(args), lambda path: {})
+    cfg = parse(words(args))[0]
     require(cfg.micro_batch_size != "auto", "plain and peers need a fixed micro-batch: -- --micro-batch-size 16")
     require(cfg.optimizer == "adamw", "plain and peers have AdamW: -- --optimizer adamw")
     return cfg
@@ -228,7 +228,7 @@ def main(argv: list[str]) -> None:
 
     from lifecycle.command_line import parse
 
-    tokens = parse(words(args), lambda path: {}).total_batch_size
+    tokens = parse(words(args))[0].total_batch_size
     medians = {name: statistics.median(ms for run in runs for ms in run["step_ms"]) for name, runs in results.items()}
     first_ms = next(iter(medians.values()))
     rows = {}

@@ -29,7 +29,7 @@ from tokens import tokenizer
 from tokens.loader import Loader, to_device
 from tokens.shards import read_manifest
 from tokens.sources import HUB_DATASETS
-from training.config import Mark, TrainConfig, changed_settings, flag, has_mark, shapes_result
+from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.forward import Forward
 from training.presets import PRESETS
 from weights.open_model import open_model
@@ -165,7 +165,7 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 
     # The margin allows for another seed or order of the data, and the rows that pad the vocabulary are not used.
     changes = changed_settings(PRESETS[cfg.preset], cfg).keys() - {"model.vocab_size"}
-    changed_recipe = [flag(name) for name in changes if shapes_result(name) and not has_mark(name, Mark.LIKE_A_SEED)]
+    changed_recipe = [flag(name) for name in changes if shapes_result(name) and not has_mark(name, "like_a_seed")]
     if changed_recipe:
         print0(f"no reference: {', '.join(sorted(changed_recipe))} not as in preset {cfg.preset}")
         return None

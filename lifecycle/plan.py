@@ -4,7 +4,7 @@
     check_disk(cfg, model, step, max_steps)
     print_result(cfg, start, step, seconds)
     dry_run(cfg, rt, build, compute_gradients)      # --dry-run: measures a step on this machine
-    print0(predict(cfg))                            # --card 8xH100: needs no GPU and no data, and takes a second
+    print0(predict(cfg, "8xH100"))                      # --card 8xH100: needs no GPU and no data, and takes a second
 
 Called by train_gpt2.py. tests/test_plan.py compares the predictions with published runs.
 """
@@ -171,8 +171,6 @@ def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> Non
 def check(cfg: TrainConfig) -> None:
     """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
     UserError if the data are missing, the run folder has another run, or the GPU cannot be used."""
-    is_training = not (cfg.card or cfg.dry_run or cfg.eval_only)
-    require(is_training, "train.sh only trains: for --card, --dry-run and --eval-only use python train_gpt2.py")
     find_checkpoint(cfg)
     open_data(cfg)
     # Somebody may train there without train.sh, which would take a lock that is held for a crash, and restart.
@@ -239,7 +237,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
         print0("next: the same command without --dry-run; for hours, ./train.sh in the background")
 
 
-def predict(cfg: TrainConfig) -> str:
+def predict(cfg: TrainConfig, card: str) -> str:
     """--card: what the run would take on other cards. If its steps depend on the data, 1,000 are assumed. Raises
     UserError for unknown cards, a batch that they cannot share, and weights whose network is not known without them.
 
@@ -248,7 +246,7 @@ def predict(cfg: TrainConfig) -> str:
     is_known = not is_network_from_init(cfg) or cfg.init_from == PRESETS[cfg.preset].init_from
     fix = "say its size: --model.n-layer, --model.n-head and --model.n-embd"
     require(is_known, f"--card does not open --init-from {cfg.init_from}; {fix}")
-    cards = find_cards(cfg.card)
+    cards = find_cards(card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)
     # Where the steps depend on the data, those of the public run of the preset.

@@ -24,7 +24,6 @@ DATASETS = {
     "gpt2-124m": "fineweb-edu",
     "llmc-124m": "fineweb",
     "record8-124m": "fineweb",
-    "speedrun-124m": "fineweb",
 }
 MAX_STEPS_TOLERANCE = 0.02  # a schedule that ends this much earlier or later has nearly the same curve
 MIN_MARGIN = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over

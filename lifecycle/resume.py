@@ -30,7 +30,7 @@ from system.distributed import Runtime
 from tokens.loader import Loader
 from tokens.shards import find_shards
 from training import optim, schedule
-from training.config import Mark, TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
+from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import PRESETS, is_network_from_init
 from weights import checkpoint, convert, names
@@ -315,7 +315,7 @@ def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> N
     # The settings, but for those of one start or one rank, which concern no result; and the versions.
     changes = changed_settings(old, cfg)
     for name, (before, after) in changes.items():
-        shapes_nothing = has_mark(name, Mark.PER_START) or has_mark(name, Mark.PER_RANK)
+        shapes_nothing = has_mark(name, "per_start") or has_mark(name, "per_rank")
         if not shapes_nothing and name not in ("max_steps", "epochs"):
             print0(f"resume: {flag(name)} {before} -> {after}")
     if saved["data"] != data.fingerprint():

@@ -15,7 +15,10 @@ from training.presets import PRESETS
 # Three layers have one that is neither the first nor the last; four heads have two groups of two.
 SIZES = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 32}
 GPT2 = GPTConfig(vocab_size=50304)  # with rows that only pad the vocabulary, as the presets have them
-SPEEDRUN = PRESETS["speedrun-124m"].model
+SPEEDRUN = dataclasses.replace(
+    PRESETS["record8-124m"].model, bias=True, head_bias=True, positions="half_rope", norm="rmsnorm_gain",
+    attention_scale=0.12, softcap=15.0,
+)  # fmt: skip
 
 
 # The value of a number that is not tested as 3, for its own rules.

@@ -46,7 +46,7 @@ def run_slurm_job(tmp_path):
 def find_torchrun(calls):
     """The words of the call of torchrun, and the settings that its trainer parses."""
     words = next(call for call in calls if call[0] == "torchrun")
-    return words, parse(words[words.index("train_gpt2.py") + 1 :], None)
+    return words, parse(words[words.index("train_gpt2.py") + 1 :])[0]
 
 
 @pytest.mark.parametrize("job_id, port", [("7", 20007), ("48213378", 23378)])  # two jobs that share a node do not meet

@@ -100,8 +100,8 @@ def set_off_default() -> None:
     recipe = {k: v for k, v in OFF_DEFAULT.items() if k not in {"optimizer", "overfit_single_batch", "shuffle"}}
 
     def parse_off_default(*args):
-        cfg = parse(*args)
-        return replace(cfg, model=replace(cfg.model, **network), **recipe)
+        cfg, mode = parse(*args)
+        return replace(cfg, model=replace(cfg.model, **network), **recipe), mode
 
     train_gpt2.parse = parse_off_default
 
@@ -297,7 +297,12 @@ def change_the_seed_of_rank_1() -> None:
     """A `prepare` for ranks of which the second was started with another --seed."""
     if os.environ["RANK"] == "1":
         parse = train_gpt2.parse
-        train_gpt2.parse = lambda *args: replace(parse(*args), seed=7)
+
+        def parse_otherwise(*args):
+            cfg, mode = parse(*args)
+            return replace(cfg, seed=7), mode
+
+        train_gpt2.parse = parse_otherwise
 
 
 def change_the_data_of_rank_1() -> None:

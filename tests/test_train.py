@@ -83,7 +83,7 @@ def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path, setting
 def test_no_other_setting_moves_a_weight(tiny_args, tmp_path):
     """A resumed run may have other values of these: a setting by which weights differ belongs in Recipe."""
     base = parse_config("quickstart", *tiny_args, *MOVING)
-    left_out = {"dry_run", "eval_only", "compile", "val_tokens", "stop_off_track"}  # the first two train nothing
+    left_out = {"compile", "val_tokens", "stop_off_track"}
     changed = {}
     for field in fields(TrainConfig):
         if field.name not in {*get_type_hints(Recipe), *left_out} and type(field.default) in (bool, int, float):
@@ -93,7 +93,7 @@ def test_no_other_setting_moves_a_weight(tiny_args, tmp_path):
         folder = tmp_path / str(len(weights))
         train_gpt2.train(replace(cfg, out_dir=str(folder)), CPU, StopRequest())
         weights.append(load_weights(folder, 3))
-    assert len(changed) > 9 and same_bits(*weights)
+    assert len(changed) > 6 and same_bits(*weights)
 
 
 def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):

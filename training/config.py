@@ -1,4 +1,4 @@
-"""The settings of a run: a frozen dataclass owns every default, and the command line is generated from it.
+"""The settings of a run: a frozen dataclass owns every default, and the command line is made from it.
 
     cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
     cfg = replace(cfg, max_lr=1e-3)     # the rules of __post_init__ are checked again
@@ -6,173 +6,157 @@
 Every module of a run takes its settings from it; training/presets.py has the presets. There are two classes:
 
     Recipe                what the weights depend on: a resumed run must have the same values
-        MayChange[...]    a resumed run may have another value
-        LikeASeed[...]    another value changes the result as little as another seed: public runs still compare
+        may_change        a resumed run may have another value
+        like_a_seed       another value changes the result as little as another seed: public runs still compare
     TrainConfig(Recipe)   how a run goes: a resumed run may have another value, but all ranks must have the same
-        PerRank[...]      ranks may have different values: paths, what rank 0 alone uses, time-limit
-        PerStart[...]     holds for one start: a resumed run does not inherit it
+        per_rank          ranks may have different values: paths, what rank 0 alone uses, time-limit
+        per_start         holds for one start: a resumed run does not inherit it
 
-Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag. The comment beside or above it is its
-help, in which a comment that stands alone heads a group. A field marked Suppress is set by presets alone, and has no
-flag.
+Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag (system/settings.py).
 """
 
 import dataclasses
 import shlex
 from dataclasses import dataclass
-from enum import Enum
-from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
-
-from tyro.conf import Suppress
+from typing import Any, Literal
 
 from model import GPTConfig
 from system.cli import explain_errors, parse_duration, require
+from system.settings import check_settings, flag, flag_off, setting
 
 HELLASWAG_DATA = "data/hellaswag/hellaswag_val.jsonl"  # where hellaswag.py puts the rows
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
 
 
-class Mark(Enum):
-    """What the type of a setting says about it, besides its range; see the table above."""
-
-    LIKE_A_SEED = 1
-    MAY_CHANGE = 2
-    PER_RANK = 3
-    PER_START = 4
-
-
-class Range(NamedTuple):
-    """The least and the greatest value of a number."""
-
-    low: float
-    high: float = inf
-
-
-# Marks and ranges may be combined, as in MayChange[Positive[int]]. A number without a range is not negative.
-Value = TypeVar("Value")
-LikeASeed = Annotated[Value, Mark.LIKE_A_SEED]
-MayChange = Annotated[Value, Mark.MAY_CHANGE]
-PerRank = Annotated[Value, Mark.PER_RANK]
-PerStart = Annotated[Value, Mark.PER_START]
-Positive = Annotated[Value, Range(1)]
-Fraction = Annotated[Value, Range(0, 1)]
+def number_or_auto(text: str) -> int | str:
+    """A whole number, or the word auto."""
+    return text if text == "auto" else int(text)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What the weights of a run depend on."""
 
-    # The network, and where its first weights come from.
+    init_from: str = setting(
+        "scratch",
+        "scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder",
+        heading="The first weights",
+        may_change=True,
+    )
+    seed: int = setting(1337, "of random weights and of the order of the data", high=2**63 - 1, like_a_seed=True)
 
-    model: GPTConfig = GPT2_124M
-    init_from: MayChange[str] = "scratch"  # scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder
-    seed: LikeASeed[Annotated[int, Range(0, 2**63 - 1)]] = 1337  # of the weights and the order of the data
+    # On resume, the fingerprint of the shards is compared.
+    shuffle: bool = setting(
+        True,
+        "shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order",
+        heading="Data and length of the run",
+        like_a_seed=True,
+    )
+    epochs: int = setting(
+        1, "passes over the data; replaces the preset's max-steps, but none that you type", low=1, may_change=True
+    )
+    steps_per_epoch: int = setting(
+        0, "optimizer steps counted as one epoch; 0 derives them from the data", has_flag=False, may_change=True
+    )
+    max_steps: int = setting(0, "total optimizer steps; 0: as many as --epochs takes", may_change=True)
+    overfit_single_batch: bool = setting(False, "train on the first batch only: its loss must collapse")
 
-    # Data and length of the run. On resume, the fingerprint of the shards is compared.
+    total_batch_size: int = setting(
+        524_288, "tokens per step, over all ranks and micro-steps", heading="The batch of a step", low=1
+    )
+    sequence_length: int = setting(1024, "tokens per sequence (T)", low=1)
 
-    # shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order
-    shuffle: LikeASeed[bool] = True
-    # passes over the data; replaces the preset's max-steps, but none that you type
-    epochs: MayChange[Positive[int]] = 1
-    steps_per_epoch: Suppress[MayChange[int]] = 0  # optimizer steps counted as one epoch; 0 derives them from the data
-    max_steps: MayChange[int] = 0  # total optimizer steps; 0: as many as --epochs takes
-    overfit_single_batch: bool = False  # train on the first batch only: its loss must collapse
+    max_lr: float = setting(6e-4, "peak learning rate", heading="The learning rate")
+    min_lr: float = setting(6e-5, "learning rate at the end; rates other than max-lr fall by the same factor")
+    warmup_steps: int = setting(715, "steps over which the rate rises linearly to its peak")
+    schedule: Literal["cosine", "trapezoid"] = setting(
+        "cosine", "the decay to min-lr: half a cosine, or constant and then linear"
+    )
+    cooldown: float = setting(0.2, "fraction of max-steps over which a trapezoid decays", high=1)
 
-    # The batch of a step.
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "with muon, AdamW updates all but the blocks' matrices", heading="The optimizer"
+    )
+    weight_decay: float = setting(0.1, "of the matrices and embeddings that AdamW updates")
+    grad_clip: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    muon_lr: float = setting(0.02, "peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest")
+    embed_lr_scale: float = setting(
+        1.0, "multiplies max-lr for the embeddings; untied ones need high rates", has_flag=False
+    )
+    weights: Literal["float32", "bfloat16"] = setting(
+        "float32",
+        "of the model and its gradients; with bfloat16 the optimizer and checkpoints keep float32 master weights",
+        like_a_seed=True,
+    )
 
-    total_batch_size: Positive[int] = 524_288  # tokens per step, over all ranks and micro-steps
-    sequence_length: Positive[int] = 1024  # tokens per sequence (T)
-
-    # The learning rate.
-
-    max_lr: float = 6e-4  # peak learning rate
-    min_lr: float = 6e-5  # learning rate at the end; rates other than max-lr fall by the same factor
-    warmup_steps: int = 715  # steps over which the rate rises linearly to its peak
-    # the decay to min-lr: half a cosine, or constant and then linear
-    schedule: Literal["cosine", "trapezoid"] = "cosine"
-    cooldown: Fraction[float] = 0.2  # fraction of max-steps over which a trapezoid decays
-
-    # The optimizer.
-
-    optimizer: Literal["adamw", "muon"] = "adamw"  # with muon, AdamW updates all but the blocks' matrices
-    weight_decay: float = 0.1  # of the matrices and embeddings that AdamW updates
-    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    muon_lr: float = 0.02  # peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest
-    # precision of the model and its gradients; with bfloat16 the optimizer and checkpoints keep float32 master weights
-    weights: LikeASeed[Literal["float32", "bfloat16"]] = "float32"
-
-    # Set by presets alone; all but embed_lr_scale deviate for speedrun-124m only.
-
-    beta1: Suppress[Fraction[float]] = 0.9  # AdamW's decay rate for the average of the gradients
-    adam_eps: Suppress[float] = 1e-8  # added to the denominator of AdamW's update
-    muon_weight_decay: Suppress[float] = 0.0  # of the blocks' matrices with --optimizer muon
-    # Muon's iterations: 5, approximate, or 12, converged
-    newton_schulz: Suppress[Literal["fast", "exact"]] = "fast"
-    embed_lr_scale: Suppress[float] = 1.0  # multiplies max-lr for the embeddings; untied ones need high rates
-    vector_lr_scale: Suppress[float] = 1.0  # multiplies max-lr for biases and gains
-    vector_weight_decay: Suppress[float] = 0.0  # of biases and gains
+    model: GPTConfig = dataclasses.field(default=GPT2_124M, metadata={"help": "The network itself"})
 
 
 @dataclass(frozen=True)
 class TrainConfig(Recipe):
     """Every setting of a run. A period (--*-every) of 0 disables that action; the end is always saved."""
 
-    preset: Suppress[str] = "gpt2-124m"  # the one that this config started from
+    preset: str = setting("gpt2-124m", "the one that this config started from", has_flag=False)
 
-    # Folders.
+    data_dir: str = setting("data/fineweb-edu", "folder of token shards", heading="Folders", per_rank=True)
+    out_dir: str = setting("", "run folder; default log/PRESET", per_rank=True)
 
-    data_dir: PerRank[str] = "data/fineweb-edu"  # folder of token shards
-    out_dir: PerRank[str] = ""  # run folder; default log/PRESET
+    val_every: int = setting(
+        250,
+        "steps between measurements of the validation loss",
+        heading="Evaluation and saving; a period of 0 turns that thing off",
+    )
+    val_tokens: int = setting(10_485_760, "tokens to validate on, from the start of the val split")
+    hellaswag_every: int = setting(250, "steps between HellaSwag scores")
+    hellaswag_data: str = setting(HELLASWAG_DATA, "HellaSwag rows, a .jsonl file", per_rank=True)
+    sample_every: int = setting(250, "steps between samples")
+    sample_prompt: str = setting(
+        "Hello, I'm a language model,", "text to continue; @val: the first words of the val split", per_rank=True
+    )
+    save_every: int = setting(250, "steps between checkpoints; 0: only at the end")
+    keep: int = setting(2, "newest checkpoints to keep, besides the best by val loss; 0: all")
 
-    # Evaluation and saving; a period is in steps.
+    device: str = setting(
+        "auto",
+        "auto, cuda, cuda:1, mps or cpu",
+        heading="Hardware: none of this changes the result beyond rounding",
+        per_start=True,
+        per_rank=True,
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "precision of the matrix products; auto: the fastest that all ranks have"
+    )
+    micro_batch_size: int | Literal["auto"] = setting(
+        "auto", "sequences per forward pass of a rank; auto finds what fits in memory", low=1, parse=number_or_auto
+    )
+    compile: bool = setting(True, "torch.compile; off: starts at once, but trains slower", per_start=True)
+    recompute: bool = setting(False, "recompute blocks in the backward pass: less memory, up to 1/3 slower")
+    zero_stage: Literal[0, 1] = setting(0, "1 shards the optimizer state across ranks (ZeRO-1)")
 
-    val_every: int = 250  # steps between measurements of the validation loss
-    val_tokens: int = 10_485_760  # tokens to validate on, from the start of the val split
-    hellaswag_every: int = 250  # steps between HellaSwag scores
-    hellaswag_data: PerRank[str] = HELLASWAG_DATA  # HellaSwag rows, a .jsonl file
-    sample_every: int = 250  # steps between samples
-    # text to continue; @val: the first words of the val split
-    sample_prompt: PerRank[str] = "Hello, I'm a language model,"
-    save_every: int = 250  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # newest checkpoints to keep, besides the best by val loss; 0: all
-
-    # Hardware. None of this changes the result beyond rounding.
-
-    device: PerStart[PerRank[str]] = "auto"  # auto, cuda, cuda:1, mps or cpu
-    # precision of the matrix products; auto: the fastest that all ranks have
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    # sequences per forward pass of a rank; auto finds what fits in memory
-    micro_batch_size: Positive[int | Literal["auto"]] = "auto"
-    compile: PerStart[bool] = True  # torch.compile; off: starts at once, but trains slower
-    recompute: bool = False  # recompute blocks in the backward pass: less memory, up to 1/3 slower
-    zero_stage: Literal[0, 1] = 0  # 1 shards the optimizer state across ranks (ZeRO-1)
-
-    # This start.
-
-    # none, auto (the newest checkpoint of --out-dir), or a run or its model_*.pt
-    resume: PerStart[PerRank[str]] = "none"
-    allow_drift: PerStart[bool] = False  # resume even if settings that shape the result have changed
-    skip_bad_steps: PerStart[int] = 0  # non-finite steps to skip before stopping, counted from each start
-    stop_off_track: PerStart[bool] = False  # save and stop after two val losses in a row that no public run had
-    time_limit: PerStart[PerRank[str]] = ""  # save and stop after this long, e.g. 3h50m; default: no limit
-    # where else the curves go; wandb needs: pip install wandb
-    tracker: PerRank[Literal["none", "tensorboard", "wandb"]] = "none"
-    gpu_hour_usd: PerStart[PerRank[float]] = 0.0  # price of one GPU-hour, for the cost estimates
-    dry_run: PerStart[bool] = False  # print the plan with measured speed, memory, time and cost; then exit
-    card: PerStart[str] = ""  # predict the run on these cards, then exit, e.g. 8xH100 or 2080Ti+3090
-    eval_only: PerStart[bool] = False  # print val loss and HellaSwag of --resume's or --init-from's weights, then exit
+    resume: str = setting(
+        "none",
+        "none, auto (the newest checkpoint of --out-dir), or a run or its model_*.pt",
+        heading="This start",
+        per_start=True,
+        per_rank=True,
+    )
+    allow_drift: bool = setting(False, "resume even if settings that shape the result have changed", per_start=True)
+    stop_off_track: bool = setting(
+        False, "save and stop after two val losses in a row that no public run had", per_start=True
+    )
+    time_limit: str = setting(
+        "", "save and stop after this long, e.g. 3h50m; default: no limit", per_start=True, per_rank=True
+    )
+    tracker: Literal["none", "tensorboard", "wandb"] = setting(
+        "none", "where else the curves go; wandb needs: pip install wandb", per_rank=True
+    )
+    gpu_hour_usd: float = setting(0.0, "price of one GPU-hour, for the cost estimates", per_start=True, per_rank=True)
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
-        check_types(self)
-        for name in SETTINGS:
-            value = getattr(self, name)
-            if isinstance(value, int | float):
-                check_range(name, value)
+        check_settings(self)
         parse_duration(self.time_limit)
-        require(self.init_from != "resume", "--init-from resume, as nanoGPT has it, is --resume auto here")
 
         # The rules between settings.
         T, tokens = self.sequence_length, self.total_batch_size
@@ -219,67 +203,34 @@ class TrainConfig(Recipe):
         UserError for values that are not valid here."""
         # `saved` comes from a file, so it may be anything.
         with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
-            values = {name: saved[name] for name in SETTINGS if name in saved}
+            values = {name: saved[name] for name in MARKS if name in saved}
             values["model"] = GPTConfig.from_dict(saved.get("model", {}))
             return TrainConfig(**values)
 
 
 # ------------------------------------------------------------------------- what is known about a setting
 
-# {field: its type, with the marks and the range}
-SETTINGS = get_type_hints(TrainConfig, include_extras=True)
-RECIPE = get_type_hints(Recipe).keys()
+MARKS = {field.name: field.metadata for field in dataclasses.fields(TrainConfig)}
+RECIPE = {field.name for field in dataclasses.fields(Recipe)}
 
 
-def has_mark(name: str, mark: Mark) -> bool:
-    """Whether the type of a setting says so. Settings of the network ("model.n_layer") have no marks."""
-    return mark in getattr(SETTINGS.get(name), "__metadata__", ())
+def has_mark(name: str, mark: str) -> bool:
+    """Whether a setting is marked so: may_change, like_a_seed, per_rank or per_start. Settings of the network
+    ("model.n_layer") have no marks."""
+    return mark in MARKS.get(name, {})
 
 
 def shapes_result(name: str) -> bool:
     """Whether a resumed run must have the value that the setting had before."""
     is_recipe = name in RECIPE or name.startswith("model.")
-    return is_recipe and not has_mark(name, Mark.MAY_CHANGE)
-
-
-def flag(name: str) -> str:
-    """max_lr -> --max-lr"""
-    return f"--{name.replace('_', '-')}"
+    return is_recipe and not has_mark(name, "may_change")
 
 
 def as_flag(name: str, value: Any) -> str:
     """The flag that sets a setting to a value: --max-lr 0.001, --no-shuffle, --model.no-bias."""
-    if not isinstance(value, bool):
-        return f"{flag(name)} {shlex.quote(str(value))}"
-    section, dot, last = flag(name).rpartition(".")
-    if value:
-        return flag(name)
-    return f"{section}.no-{last}" if dot else f"--no-{last.removeprefix('--')}"
-
-
-def check_range(name: str, value: float) -> None:
-    """Raise UserError unless a number is in the range of its setting."""
-    marks = getattr(SETTINGS[name], "__metadata__", ())
-    low, high = next((mark for mark in marks if isinstance(mark, Range)), Range(0))
-    rule = f"must be at least {low}" if high == inf else f"must lie between {low} and {high}"
-    require(low <= value <= high, f"{flag(name)} {value} {rule}")  # NaN is in no range
-
-
-def check_types(config: Any) -> None:
-    """Raise UserError if a field of a dataclass has a value that its type does not allow. Python does not check that,
-    and the value may come from a file."""
-    for name, hint in get_type_hints(type(config)).items():
-        # The values and the types that are allowed. int: int; Literal["a", "b"]: "a", "b"; int | Literal["auto"]: both
-        allowed: list[Any] = []
-        for option in get_args(hint) or [hint]:
-            allowed += get_args(option) or [option]
-        if float in allowed:
-            allowed.append(int)
-
-        value = getattr(config, name)
-        names = [option.__name__ if isinstance(option, type) else repr(option) for option in allowed]
-        is_allowed = value in allowed or type(value) in allowed
-        require(is_allowed, f"{name} {value!r:.99} must be {' or '.join(names)}")
+    if isinstance(value, bool):
+        return flag(name) if value else flag_off(name)
+    return f"{flag(name)} {shlex.quote(str(value))}"
 
 
 def flatten(cfg: TrainConfig) -> dict[str, Any]:
@@ -297,4 +248,4 @@ def changed_settings(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any,
 
 def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
     """The settings that all ranks must have been started with, by flag."""
-    return {flag(name): str(value) for name, value in flatten(cfg).items() if not has_mark(name, Mark.PER_RANK)}
+    return {flag(name): str(value) for name, value in flatten(cfg).items() if not has_mark(name, "per_rank")}

@@ -47,16 +47,16 @@ OPTIMIZERS = {
     # fused: one kernel updates many parameters.
     "adamw": OptimizerFacts(
         torch.optim.AdamW,
-        lambda cfg: {"betas": (cfg.beta1, 0.95), "eps": cfg.adam_eps, "fused": True},
+        lambda cfg: {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
         set(ROLES),
         state_per_weight=2,
     ),
     "muon": OptimizerFacts(
         Muon,
-        lambda cfg: {"momentum": 0.95, "newton_schulz": cfg.newton_schulz},
+        lambda cfg: {"momentum": 0.95},
         {BLOCK_MATRIX},
         state_per_weight=1,
-        rate_and_decay=lambda cfg: (cfg.muon_lr, cfg.muon_weight_decay),
+        rate_and_decay=lambda cfg: (cfg.muon_lr, 0.0),
     ),
 }
 
@@ -82,10 +82,9 @@ def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]
     """Every parameter in exactly one group, by the optimizer that updates it, as {"adamw": [...], "muon": [...]}. The
     schedule multiplies each group's `peak_lr`."""
     # AdamW decays matrices but not vectors, as in other GPT-2 reproductions.
-    weight_decay = dict.fromkeys(ROLES, cfg.weight_decay) | {VECTOR: cfg.vector_weight_decay}
+    weight_decay = dict.fromkeys(ROLES, cfg.weight_decay) | {VECTOR: 0.0}
     peak_lr = dict.fromkeys(ROLES, cfg.max_lr)
     peak_lr[EMBEDDING] *= cfg.embed_lr_scale
-    peak_lr[VECTOR] *= cfg.vector_lr_scale
     chosen = OPTIMIZERS[cfg.optimizer]
     if chosen.rate_and_decay:
         for role in chosen.takes:

@@ -2,15 +2,11 @@
 
     cfg = replace(PRESETS["quickstart"], max_steps=50)
 
-train_gpt2.py starts from one of them. To add a preset, add an entry to PRESETS and follow docs/changing.md.
+train_gpt2.py starts from one of them. To add a preset, add an entry below and follow docs/changing.md.
 """
-
-from dataclasses import replace
 
 from model import GPTConfig
 from training.config import TrainConfig
-
-OTHER_TRAINERS = "see -h; docs/coming-from.md translates the flags and presets of nanoGPT, llm.c and other trainers"
 
 
 def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> TrainConfig:
@@ -23,107 +19,72 @@ def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> T
 # Small enough for a laptop; the vocabulary is GPT-2's, so the embedding has most of the parameters.
 _small = GPTConfig(block_size=256, vocab_size=50304, n_layer=4, n_head=4, n_embd=128)
 
+# The presets, each after the line that the help has for it.
 # fmt: off
-# modded-nanogpt's record 8 (checkpoint 8, November 2024), here with bfloat16 weights.
-_record8 = TrainConfig(
-    preset="record8-124m",
-    model=GPTConfig(
-        vocab_size=50304, n_head=6, bias=False, tied_head=False, positions="rope", norm="rmsnorm", activation="relu2",
-        qk_norm=True, zero_init_projections=True,
-    ),
-    data_dir="data/fineweb", max_steps=4578, val_every=125,
-    optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record also splits Muon's work across ranks
-    max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
-    schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
-    weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
-)
-
-# modded-nanogpt's simple trainer (its track 3), result 36: docs/recipes.md
-_speedrun = replace(
-    _record8,
-    preset="speedrun-124m",
-    model=replace(
-        _record8.model, bias=True, head_bias=True, positions="half_rope", norm="rmsnorm_gain",
-        attention_scale=0.12, softcap=15.0,
-    ),
-    max_steps=3250, cooldown=0.7, muon_lr=0.025, muon_weight_decay=0.05, newton_schulz="exact",
-    max_lr=0.004, embed_lr_scale=175.0, vector_lr_scale=3.75, weight_decay=0.001, vector_weight_decay=0.001,
-    beta1=0.8, adam_eps=1e-10 / 524_288,  # the original sums the gradients of a step's tokens; here they are averaged
-)
-
-PRESETS = {cfg.preset: cfg for cfg in (
-    # build-nanogpt's recipe: FineWeb-Edu, AdamW, a cosine; larger sizes with the papers' rates.
-    _gpt2("gpt2-124m", 12, 12, 768, 6e-4),
-    _gpt2("gpt2-350m", 24, 16, 1024, 3e-4),
-    _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4),
-    _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4),
-    # DDP-BASEMODEL-TRAIN: an untied head, and half as many tokens per step. The rest of the network is GPT-2's, not
-    # its own: docs/recipes.md
-    TrainConfig(
+_DESCRIBED: list[tuple[str, TrainConfig]] = [
+    ("build-nanogpt's GPT-2 124M on FineWeb-Edu 10B, the recipe of the lecture", _gpt2("gpt2-124m", 12, 12, 768, 6e-4)),
+    ("GPT-2 medium, with GPT-3's rate", _gpt2("gpt2-350m", 24, 16, 1024, 3e-4)),
+    ("GPT-2 large, with GPT-3's rate", _gpt2("gpt2-774m", 36, 20, 1280, 2.5e-4)),
+    ("GPT-2 XL, with GPT-3's rate", _gpt2("gpt2-1558m", 48, 25, 1600, 2e-4)),
+    # The rest of the network is GPT-2's, not its own: docs/recipes.md
+    ("DDP-BASEMODEL-TRAIN's recipe: an untied head, half as many tokens a step", TrainConfig(
         preset="untied-124m",
         model=GPTConfig(vocab_size=50304, tied_head=False),
         total_batch_size=262_144, steps_per_epoch=38_146, warmup_steps=700,
         val_every=100, sample_every=1000, save_every=2000,
-    ),
-    # llm.c's run on FineWeb (its discussion 481).
-    TrainConfig(
+    )),
+    # Its discussion 481.
+    ("llm.c's GPT-2 124M on FineWeb", TrainConfig(
         preset="llmc-124m",
         data_dir="data/fineweb",
         warmup_steps=700, min_lr=0.0,
         zero_stage=1,
         sample_every=20_000,
-    ),
-    _record8,
-    _speedrun,
-    # Fine-tune OpenAI's GPT-2 on your own text. Rate and batch are nanoGPT's (finetune_shakespeare). Every evaluated
+    )),
+    # Checkpoint 8 of November 2024; the original has float32 weights.
+    ("modded-nanogpt's record 8: RoPE, ReLU^2, Muon, bfloat16 weights", TrainConfig(
+        preset="record8-124m",
+        model=GPTConfig(
+            vocab_size=50304, n_head=6, bias=False, tied_head=False, positions="rope", norm="rmsnorm",
+            activation="relu2", qk_norm=True, zero_init_projections=True,
+        ),
+        data_dir="data/fineweb", max_steps=4578, val_every=125,
+        optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record also splits Muon's work across ranks
+        max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
+        schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
+        weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
+    )),
+    # Rate and batch are nanoGPT's (finetune_shakespeare). Every evaluated
     # step is saved, because the best checkpoint matters, and the best is seldom the last.
-    TrainConfig(
+    ("OpenAI's GPT-2 on your own text", TrainConfig(
         preset="finetune",
         data_dir="data/my", init_from="gpt2",
         total_batch_size=32_768, epochs=2, warmup_steps=5, max_lr=3e-5, min_lr=3e-6,
         val_every=5, val_tokens=65_536, hellaswag_every=0, sample_every=20, sample_prompt="@val",
         save_every=5, keep=1,
-    ),
+    )),
     # A check that the network learns at all: the loss on one batch, repeated, must collapse.
-    TrainConfig(
+    ("one batch by heart, to see that a network learns at all", TrainConfig(
         preset="overfit",
         model=_small, data_dir="data/shakespeare", overfit_single_batch=True,
         sequence_length=128, total_batch_size=512, max_steps=200,
         warmup_steps=10, max_lr=3e-3, min_lr=3e-4, weight_decay=0.0,
         val_every=0, hellaswag_every=0, sample_every=0, save_every=0,
-    ),
+    )),
     # Tuned to the lowest loss within two minutes on two slow cores (bench/RESULTS.md).
-    TrainConfig(
+    ("a tiny GPT-2 in minutes, on a CPU", TrainConfig(
         preset="quickstart",
         model=_small, data_dir="data/shakespeare",
         sequence_length=256, total_batch_size=4096, max_steps=80,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,
         val_every=10, val_tokens=20_480, hellaswag_every=0, save_every=10,
         sample_every=80, sample_prompt="ROMEO:",
-    ),
-)}
+    )),
+]
 # fmt: on
 
-
-# What the help says of each.
-SUMMARIES = {
-    "gpt2-124m": "build-nanogpt's GPT-2 124M on FineWeb-Edu 10B, the recipe of the lecture",
-    "gpt2-350m": "GPT-2 medium, with GPT-3's rate",
-    "gpt2-774m": "GPT-2 large, with GPT-3's rate",
-    "gpt2-1558m": "GPT-2 XL, with GPT-3's rate",
-    "untied-124m": "DDP-BASEMODEL-TRAIN's recipe: an untied head, half as many tokens a step",
-    "llmc-124m": "llm.c's GPT-2 124M on FineWeb",
-    "record8-124m": "modded-nanogpt's record 8: RoPE, ReLU^2, Muon, bfloat16 weights",
-    "speedrun-124m": "modded-nanogpt's simple trainer, result 36: to 3.28 in 3,250 steps",
-    "finetune": "OpenAI's GPT-2 on your own text",
-    "overfit": "one batch by heart, to see that a network learns at all",
-    "quickstart": "a tiny GPT-2 in minutes, on a CPU",
-}
-
-
-def describe_presets() -> str:
-    """The presets, one a line, for the help."""
-    return "\n".join(["Presets:", *(f"  {name:<14} {SUMMARIES[name]}" for name in PRESETS)])
+PRESETS = {cfg.preset: cfg for _, cfg in _DESCRIBED}
+DESCRIPTIONS = {cfg.preset: description for description, cfg in _DESCRIBED}
 
 
 def is_network_from_init(cfg: TrainConfig) -> bool:

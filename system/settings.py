@@ -1,0 +1,126 @@
+"""A setting is a field of a dataclass, and what is known of it stands there as data. The command line follows from it.
+
+    @dataclass(frozen=True)
+    class Config:
+        max_lr: float = setting(6e-4, "peak learning rate", heading="The learning rate")
+        shuffle: bool = setting(True, "shuffle the data")
+
+    parser = cli.ArgumentParser(__doc__, argument_default=argparse.SUPPRESS)
+    add_flags(parser, Config())                                 # --max-lr MAX_LR, --shuffle, --no-shuffle
+    typed = vars(parser.parse_args(["--no-shuffle"]))           # {"shuffle": False}: what was typed, and no more
+    cfg = change(Config(), typed)
+
+The settings of a field that is a dataclass itself are called "model.n_layer", and their flags --model.n-layer and
+--model.no-bias. Such a dataclass needs nothing of this file: a dataclasses.field with the metadata "help" is enough.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from math import inf
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from system.cli import UsageError, require
+
+Config = TypeVar("Config")
+
+
+def setting(
+    default: Any,
+    help: str,
+    heading: str = "",
+    low: float = 0,
+    high: float = inf,
+    parse: Callable[[str], Any] | None = None,
+    has_flag: bool = True,
+    **marks: bool,
+) -> Any:
+    """A field of a dataclass of settings.
+
+    heading     of the group in the help that begins with this setting
+    low, high   the least and the greatest value of a number
+    parse       text -> value, where the type of the field cannot do it
+    has_flag    False: only presets set it
+    marks       what else a program wants to know of it (training/config.py)
+    """
+    about = {"help": help, "heading": heading, "low": low, "high": high, "parse": parse, "has_flag": has_flag}
+    return dataclasses.field(default=default, metadata=about | marks)
+
+
+def flag(name: str) -> str:
+    """max_lr -> --max-lr"""
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_off(name: str) -> str:
+    """shuffle -> --no-shuffle, model.bias -> --model.no-bias"""
+    section, dot, last = name.rpartition(".")
+    return flag(f"{section}{dot}no_{last}")
+
+
+def choices(field: dataclasses.Field) -> tuple | None:
+    """The values that a setting may have, if its type lists them."""
+    return get_args(field.type) if get_origin(field.type) is Literal else None
+
+
+def check_settings(config: Any) -> None:
+    """Raise UserError for the first setting that is out of its range, or none of its choices."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        allowed = choices(field)
+        if allowed:
+            names = " or ".join(map(str, allowed))
+            require(value in allowed, f"{flag(field.name)} {value!s:.99} must be {names}")
+        elif isinstance(value, int | float):
+            low, high = field.metadata["low"], field.metadata["high"]
+            rule = f"must be at least {low}" if high == inf else f"must lie between {low} and {high}"
+            require(low <= value <= high, f"{flag(field.name)} {value} {rule}")  # NaN is in no range
+
+
+# ------------------------------------------------------------------------- the command line
+
+
+class Switch(argparse.Action):
+    """Of two flags, the first one means True: --shuffle and --no-shuffle."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
+
+
+def add_flags(parser: argparse.ArgumentParser, config: Any, section: str = "", heading: str = "") -> None:
+    """Give the parser a flag for each setting of a dataclass, in groups with headings. The help has the values of this
+    `config`."""
+    group = parser.add_argument_group(heading)
+    for field in dataclasses.fields(config):
+        name, value, about = section + field.name, getattr(config, field.name), field.metadata
+        if dataclasses.is_dataclass(value):
+            add_flags(parser, value, f"{field.name}.", about["help"])
+            continue
+        if about.get("heading"):
+            group = parser.add_argument_group(about["heading"])
+        if not about.get("has_flag", True):
+            continue
+
+        allowed = choices(field)
+        help = f"{about['help']} ({value})".replace("%", "%%")
+        if isinstance(value, bool):
+            help = f"{about['help']} ({'on' if value else 'off'})"
+            group.add_argument(flag(name), flag_off(name), dest=name, action=Switch, nargs=0, help=help)
+        elif allowed:
+            group.add_argument(flag(name), dest=name, choices=allowed, type=type(allowed[0]), help=help)
+        else:
+            parse = about.get("parse") or field.type
+            group.add_argument(flag(name), dest=name, type=parse, metavar="VALUE", help=help)
+
+
+def change(config: Config, typed: dict[str, Any]) -> Config:
+    """The config with other values of the settings {"max_lr": 1e-3, "model.n_layer": 4}. Raises UserError for values
+    that are not valid."""
+    values = {name: value for name, value in typed.items() if "." not in name}
+    network = {name.removeprefix("model."): value for name, value in typed.items() if "." in name}
+    if network:
+        try:
+            values["model"] = dataclasses.replace(config.model, **network)  # type: ignore[attr-defined]
+        except ValueError as e:
+            raise UsageError(f"no network can be like this: {e}") from None
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
