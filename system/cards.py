@@ -9,7 +9,6 @@ Called by lifecycle/metrics.py and lifecycle/plan.py. Importing it imports no to
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, NamedTuple
 
 from system.cli import require
@@ -66,14 +65,12 @@ CARDS = {
     "RTX 3060": Card(25.5, 12),
     "RTX 2080 Ti": Card(56.9, 11),
     "RTX 2080": Card(42.4, 8),
-    # AMD's data sheet. Training on ROCm is not tried.
-    "MI300X": Card(1307.4, 192, mfu=0.30),
 }
 
 
 def short_name(name: str) -> str:
     """What distinguishes a card: "NVIDIA A100-SXM4-80GB" -> "a10080gb", "GeForce RTX 2080 Ti" -> "2080ti"."""
-    words = "nvidia|geforce|tesla|rtx|amd|instinct|blackwell|workstation|server|edition"
+    words = "nvidia|geforce|tesla|rtx|blackwell|workstation|server|edition"
     return re.sub(rf"{words}|sxm\d?( ac)?|hbm\d?e?|[\s_-]", "", name.lower())
 
 
@@ -85,14 +82,10 @@ def find_cards(text: str) -> list[str]:
 
     found = []
     for part in text.split("+"):
-        # Every text matches.
-        count, asked = re.fullmatch(r"\s*(?:([1-9]\d{0,3})\s*x)?(.*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
-        name = short_name(asked)
-        meant = names.get(next(iter(get_close_matches(name, names, n=1)), ""))
-        question = f"did you mean {meant}? " if meant else ""
-        known = f"known are {', '.join(CARDS)}; 8xH100 is eight of a kind"
-        require(name in names, f"--card {text}: no card {asked!r}; {question}{known}")
-        found += int(count or 1) * [names[name]]
+        count, asked = re.findall(r"(?:([1-9][0-9]*) *x)?(.*)", part.strip())[0]
+        name = names.get(short_name(asked))
+        require(name, f"--card {text}: no card {asked!r}; known are {', '.join(CARDS)}; 8xH100 is eight of a kind")
+        found += int(count or 1) * [name]
     return found
 
 

@@ -18,7 +18,6 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 """
 
 import os
-import signal
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import TransientError, UserError, check_rank_variables, env_number, env_rank, require
+from system.cli import TransientError, env_number, env_rank, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -67,8 +66,8 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait until the device has finished its queued work, so a clock read afterwards is accurate."""
-        if self.device.type in ("cuda", "mps"):
-            getattr(torch, self.device.type).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` in place over all ranks and return it. Every rank must call it."""
@@ -127,35 +126,37 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     """Yield this process's Runtime, in float32 until a precision is chosen. Under torchrun join the other ranks, and
     leave them at the end.
 
-    device: auto, cpu, mps, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
+    device: auto, cpu, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
-    check_rank_variables()
     machine.use_expandable_segments()  # before CUDA starts
-    dev = machine.choose_device(device, env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE"))
-    rt = Runtime(dev, torch.float32, env_rank(), env_number("WORLD_SIZE"))
-
-    # torch's global switches.
+    rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK")), torch.float32)
     if rt.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    if rt.device.type == "cpu":
+    else:
         # Bit-identical results; on a CPU they cost nothing measurable.
         torch.use_deterministic_algorithms(True)
         # A debugging aid that writes new tensors twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
-
-    if rt.device.type == "cpu":
         share_cores(env_number("LOCAL_WORLD_SIZE"))
-    if rt.world_size > 1:
-        rt = join_group(rt)
-        facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
-        rt.check_equal(facts, "start every machine with the same command, code and software")
+
+    if env_number("WORLD_SIZE") == 1:
+        yield rt
+        return
+
+    # The ranks meet at the address that torchrun's environment gives.
+    is_cuda = rt.device.type == "cuda"
+    backend = "nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=rt.device if is_cuda else None)
+    slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
+    rt = replace(rt, rank=env_rank(), world_size=env_number("WORLD_SIZE"), slow_group=slow_group)
+    facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
+    rt.check_equal(facts, "start every machine with the same command, code and software")
     yield rt
 
     # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
-    if rt.world_size > 1:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | None = None) -> Runtime:
@@ -191,51 +192,11 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
 def share_cores(ranks_here: int) -> None:
     """Divide the CPU cores that this process may use among the ranks of this machine; each would use all of them."""
     # torchrun sets OMP_NUM_THREADS=1 unless the user has set it, and torch has read it.
-    threads = os.environ.get("OMP_NUM_THREADS")
-    is_users = threads is not None and (threads != "1" or "TORCHELASTIC_RUN_ID" not in os.environ)
-    if ranks_here == 1 or is_users:
-        return
-    if hasattr(os, "sched_getaffinity"):  # Linux; fewer than cpu_count under taskset or in a container's cpuset
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // ranks_here))
-
-
-def join_group(rt: Runtime) -> Runtime:
-    """Join the ranks at the address that torchrun's environment gives. Raises UserError if that address or the network
-    interface cannot be used. Every rank must call it."""
-    with default_signals():
-        try:
-            if rt.device.type == "cuda":
-                dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=rt.device)
-            else:
-                dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-            return replace(rt, slow_group=dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT))
-        except RuntimeError as e:
-            # Anything else may come of another rank's crash, after which the run is started again.
-            if "EADDRINUSE" in str(e):
-                problem = f"another program uses the port MASTER_PORT={os.environ['MASTER_PORT']}"
-                raise UserError(f"{problem}; choose another, or use torchrun --standalone") from None
-            if "Unable to find address" in str(e):
-                problem = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} has no address on this machine"
-                raise UserError(f"{problem}; unset it, or name an interface that `ip address` lists") from None
-            raise
-
-
-@contextmanager
-def default_signals() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end the process at once inside this context, which waits in C++ for other ranks,
-    where Python's handlers do not run. Nothing is lost: training has not begun."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in handlers.items():
-        if handler is not signal.SIG_IGN:  # SIGHUP under nohup
-            signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    is_users = os.environ.get("OMP_NUM_THREADS", "1") != "1"
+    if ranks_here > 1 and not is_users:
+        # Linux: fewer than cpu_count under taskset or in a container's cpuset.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // ranks_here))
 
 
 def weight_checksum(parameters: Iterable[Tensor]) -> str:

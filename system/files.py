@@ -9,19 +9,16 @@ Called wherever the project writes a file that must not be lost: checkpoints, sh
 again: the same command, run again, is the way back from a disk that has failed.
 """
 
-import errno
+import fcntl
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock, SoftFileLock, Timeout
-
-from system.cli import TransientError, UserError, require
+from system.cli import TransientError, require
 
 
 @contextmanager
@@ -47,56 +44,27 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
     # The new name, too, must survive a power cut.
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to storage."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as e:
-        # Some network file systems cannot sync a folder; they send names to their server at once.
-        if e.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
+        os.fsync(folder)
     finally:
-        os.close(descriptor)
+        os.close(folder)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder`, which is created if missing, for this process. Raises UserError if another process
-    holds the lock. The lock, on the file .lock, ends with the process, however the process ends.
-
-    Where the file system has no flock, as on some Lustre mounts, the file itself is the lock, and names its process:
-    filelock takes over that of a process of this machine that has died.
-    """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is not a folder, and cannot be made one; choose another") from None
-    except Timeout:
-        fix = "wait for it or choose another folder"
-        if isinstance(lock, SoftFileLock):
-            fix += f", or remove {folder}/.lock if that process is gone"
-        # A run that was killed while it waited for a disk may hold the lock a little longer: a restart may succeed.
-        raise TransientError(f"{folder} is in use by another process; {fix}") from None
-    try:
+    """Lock `folder`, which is created if missing, for this process. Raises TransientError if another process holds the
+    lock: one that was killed while it waited for a disk may hold it a little longer. The lock, on the file .lock, ends
+    with the process, however the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TransientError(f"{folder} is in use by another process; wait for it or choose another") from None
         yield
-    except UserError:
-        # A start that was refused leaves no empty folder, which would look like a run.
-        if folder in made and folder.is_dir() and os.listdir(folder) == [".lock"]:
-            (folder / ".lock").unlink()
-            for path in made:
-                with suppress(OSError):  # something else is in it
-                    path.rmdir()
-        raise
-    finally:
-        lock.release()
 
 
 def refuse_placeholder(path: str | Path) -> None:
@@ -116,19 +84,5 @@ def refuse_placeholder(path: str | Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can be written to an existing folder. A rented network volume shows the terabytes of a whole cluster:
-    there the environment variable DISK_GB gives the size that was bought, of which the volume's files are taken off."""
-    free = shutil.disk_usage(folder).free
-    bought_gb = os.environ.get("DISK_GB")
-    if not bought_gb:
-        return free
-    is_number = bought_gb.replace(".", "", 1).isdecimal()
-    require(is_number, f"DISK_GB={bought_gb} must be a number, the size of the volume you bought, as in DISK_GB=60")
-
-    # The volume that the folder is on, and the kilobytes of its files: hard links once, other volumes not.
-    volume = folder.resolve()
-    while not volume.is_mount():
-        volume = volume.parent
-    du = subprocess.run(["du", "-skx", volume], capture_output=True, text=True)
-    used = 1024 * int(du.stdout.split()[0])
-    return min(free, int(float(bought_gb) * 1e9) - used)
+    """Bytes that can be written to an existing folder."""
+    return shutil.disk_usage(folder).free

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from system.cli import UserError, explain_errors, require
+from system.cli import UserError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -25,53 +25,35 @@ READ_TIMEOUT = 300  # seconds without a byte; the Hub may take minutes to accept
 
 @contextmanager
 def open_hub() -> Iterator[HfApi]:
-    """Yield a client of the Hub. Its errors become a UserError with the library's own words, without the token."""
+    """Yield a client of the Hub. Its errors become a UserError with the library's own words."""
     import httpx2
-    from huggingface_hub import HfApi, constants, errors, get_session, get_token
+    from huggingface_hub import HfApi, constants, errors, get_session
 
     # A mirror hands out the address of the Hub's own Xet storage, which its user may not be able to reach.
     is_mirror = constants.ENDPOINT != "https://huggingface.co"
     if is_mirror and "HF_HUB_DISABLE_XET" not in os.environ:
         constants.HF_HUB_DISABLE_XET = True
 
-    # What the user has set, before anything is sent: the token goes into a header, and a session reads the proxies.
-    token = get_token() or ""
-    problem = "the token of the Hub has a character that is not ASCII, as from a typographic quote"
-    require(token.isascii(), f"{problem}; copy it again: HF_TOKEN, or `hf auth login`")
-    problem = "the proxy set by ALL_PROXY, HTTPS_PROXY or HTTP_PROXY is of no use here"
-    with explain_errors(problem, "correct the variable, or unset it"):
-        session = get_session()
-
     # huggingface_hub has no timeout by default: on a network that drops packets it would hang, and cost money.
-    session.timeout = httpx2.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
+    get_session().timeout = httpx2.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
 
     try:
         yield HfApi()
+    except errors.LocalTokenNotFoundError:
+        raise UserError(
+            "this machine has no token of the Hub, which a push needs: hf auth login, or HF_TOKEN"
+        ) from None
     except (
         httpx2.HTTPError,  # the network, and every answer of the Hub that is an error
-        httpx2.InvalidURL,  # HF_ENDPOINT
         errors.EntryNotFoundError,
-        errors.FileMetadataError,
-        errors.HFValidationError,
-        errors.LocalTokenNotFoundError,
-        errors.OfflineModeIsEnabled,
         errors.RevisionResolutionError,
-    ) as failure:
+        errors.HFValidationError,
+        errors.OfflineModeIsEnabled,
+    ) as error:
         # A download that fails for whatever reason says that the network may be down: its cause is the Hub's answer.
-        error: BaseException = failure
-        if isinstance(failure, errors.LocalEntryNotFoundError | errors.RevisionResolutionError) and failure.__cause__:
-            error = failure.__cause__
-        message = " ".join(f"{constants.ENDPOINT}: {error}".split()).rstrip(".")
-        message = message.replace(token or "\0", "***")[:400]
-
-        # What to do about it, where the library's words do not say that.
-        if isinstance(error, errors.LocalTokenNotFoundError):
-            message = "this machine has no token of the Hub, which a push needs: hf auth login, or set HF_TOKEN"
-        elif isinstance(error, httpx2.TransportError | httpx2.InvalidURL):
-            message += "; does the network work? HF_ENDPOINT chooses a mirror"
-        elif isinstance(error, httpx2.HTTPStatusError | errors.HfHubHTTPError):
-            if error.response.status_code in (401, 403, 404):
-                message += "; is the name right? A private or gated repository needs a token that may read it: HF_TOKEN"
-            else:
-                message += "; run the same command again later"
+        is_wrapped = isinstance(error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError)
+        reason = error.__cause__ if is_wrapped and error.__cause__ else error
+        message = " ".join(f"{constants.ENDPOINT}: {reason}".split()).rstrip(".")
+        if isinstance(reason, errors.HfHubHTTPError) and reason.response.status_code in (401, 403, 404):
+            message += "; is the name right? A private or gated repository needs a token that may read it: HF_TOKEN"
         raise UserError(message) from None

@@ -1,16 +1,12 @@
 """Ranks: what they tell each other, how they find out that they differ, and how a run ends when one of them fails."""
 
 import os
-import signal
-import socket
 import sys
 import time
 from datetime import timedelta
 
-import processes
 import pytest
 import torch
-from processes import find_free_port
 
 from system import cli, distributed
 from system.distributed import weight_checksum
@@ -60,8 +56,7 @@ def test_a_rank_that_misses_a_barrier_is_named(run_ranks):
 @pytest.mark.parametrize("variables, threads", [
     ({}, 3),  # of the cores that taskset leaves
     ({"OMP_NUM_THREADS": "5"}, None),
-    ({"OMP_NUM_THREADS": "1"}, None),
-    ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 3),  # set by torchrun
+    ({"OMP_NUM_THREADS": "1"}, 3),  # set by torchrun
 ])  # fmt: skip
 def test_ranks_share_the_cores_unless_the_user_has_said(monkeypatch, variables, threads):
     chosen = []
@@ -70,69 +65,6 @@ def test_ranks_share_the_cores_unless_the_user_has_said(monkeypatch, variables, 
     monkeypatch.setattr(os, "environ", variables)
     distributed.share_cores(2)
     assert chosen == ([threads] if threads else [])
-
-
-# ------------------------------------------------------------------------- ranks that do not meet
-
-
-@pytest.fixture
-def start_ranks(new_log_path):
-    """start_ranks(2, script) -> the ranks, which have been started; see processes.start_ranks."""
-    return lambda *args, **how: processes.start_ranks(*args, log=new_log_path(), **how)
-
-
-def join() -> None:
-    """The script of a rank that hears no signal."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    with distributed.session("cpu"):
-        print("met")
-
-
-@pytest.fixture
-def rank_0_of_2(start_script):
-    """rank_0_of_2(port, **variables) -> a rank whose other one never comes."""
-
-    def start(port, **variables):
-        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
-        return start_script(join, env=env)
-
-    return start
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_that_waits_for_others_ends_at_a_signal(rank_0_of_2, number):
-    rank = rank_0_of_2(find_free_port())
-    time.sleep(0.5)
-    rank.wait_until(lambda: not rank.send(number), seconds=20)
-    # Before the rank has begun to wait, Python raises KeyboardInterrupt.
-    assert rank.wait().exit_code in {-number, 1 if number == signal.SIGINT else -number}
-
-
-def test_a_port_in_use_is_one_message(rank_0_of_2):
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        port = server.getsockname()[1]
-        rank = rank_0_of_2(port).wait()
-    assert rank.exit_code == 1 and "Traceback" not in rank.output
-    assert f"error: another program uses the port MASTER_PORT={port}" in rank.output
-
-
-def test_an_interface_that_is_missing_is_one_message(start_ranks):
-    for rank in start_ranks(2, join, env={"GLOO_SOCKET_IFNAME": "none7"}):
-        assert rank.wait().exit_code == 1 and "Traceback" not in rank.output
-        assert "error: GLOO_SOCKET_IFNAME=none7" in rank.output
-
-
-def test_signals_are_handled_again_once_the_ranks_have_met():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with distributed.default_signals():
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 # ------------------------------------------------------------------------- ranks that differ
