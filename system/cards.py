@@ -83,9 +83,9 @@ def find_cards(text: str) -> list[str]:
     found = []
     for part in text.split("+"):
         count, asked = re.findall(r"(?:([1-9][0-9]*) *x)?(.*)", part.strip())[0]
-        name = names.get(short_name(asked))
-        require(name, f"--card {text}: no card {asked!r}; known are {', '.join(CARDS)}; 8xH100 is eight of a kind")
-        found += int(count or 1) * [name]
+        name = short_name(asked)
+        require(name in names, f"--card {text}: no card {asked!r}; known are {', '.join(CARDS)}; 8xH100 is eight of a kind")
+        found += int(count or 1) * [names[name]]
     return found
 
 
