@@ -17,14 +17,13 @@ Under torchrun, every rank (process) executes this file, on its own share of eac
 
     cfg      every setting: the preset, changed by the flags (training/config.py)
     rt       this rank: its number, device and precision, and the collectives (system/distributed.py)
-    model    the network (model.py); `forward` computes its loss (training/forward.py)
+    trainer  the network, and what a step does with it: gradients and update (training/step.py)
 """
 
 import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -33,7 +32,6 @@ from system import cli
 
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
-from torch import Tensor, nn
 
 import hellaswag
 from lifecycle import plan, resume
@@ -42,17 +40,13 @@ from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger
 from lifecycle.save import Saver
 from lifecycle.stop import Stopped, StopRequest
-from model import GPT
 from system import distributed
 from system.cli import TransientError, print0, print_next
 from system.distributed import Runtime
 from system.files import lock_folder
-from tokens.loader import to_device
-from training import optim
 from training.config import TrainConfig, settings_by_flag
-from training.forward import Forward, make_forward, wrap_in_ddp
-from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 from training.schedule import set_learning_rates
+from training.step import Trainer
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
@@ -62,7 +56,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten. From
     # here on, cfg has the network that is trained, and rt the precision that all ranks have.
     run, saved = resume.open_run(cfg, rt)
-    cfg, rt, model, max_steps = run.cfg, run.rt, run.model, run.max_steps
+    cfg, rt, max_steps = run.cfg, run.rt, run.max_steps
     step = run.start
     if saved and resume.is_complete(run):
         path = shlex.quote(str(saved["model_file"]))
@@ -70,30 +64,30 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
         return ""
 
-    plan.print_plan(cfg, rt, model, run.data, step, max_steps)
+    plan.print_plan(cfg, rt, run.model, run.data, step, max_steps)
 
     # What can fail is tried before anything is compiled: room on the disk, the rows of HellaSwag.
     if rt.is_main:
-        plan.check_disk(cfg, model, step, max_steps)
+        plan.check_disk(cfg, run.model, step, max_steps)
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
-    forward, ddp_forward, optimizers, scaler, B = build(model, cfg, rt)
+    trainer = Trainer(run.model, cfg, rt)
     if saved:
-        resume.load_state(rt, saved, optimizers, scaler)
+        resume.load_state(saved, trainer)
     del saved  # it is mapped from its file
 
     # The evaluations, the log and the checkpoints.
-    evaluator = Evaluator(run, forward, B, score_hellaswag)
+    evaluator = Evaluator(run, trainer, score_hellaswag)
     metrics = MetricsLogger(run)
-    saver = Saver(run, optimizers, scaler, metrics)
+    saver = Saver(run, trainer, metrics)
     if rt.is_main:
         plan.write_config(cfg, rt, max_steps)
 
     # This rank's batches, which a thread reads ahead [speed]: (micro_steps, B, T + 1) tokens for each step from here
     # on. [stop] A single rank may stop at once, also within a step. Several agree on it after their gradients.
     check_alone = partial(stop.check_alone, rt)
-    batches = run.data.batches(step, cfg.sequences_per_step, B, rt, cfg.overfit_single_batch, check_alone)
+    batches = run.data.batches(step, cfg.sequences_per_step, trainer.B, rt, cfg.overfit_single_batch, check_alone)
 
     row: dict[str, Any] = {}  # becomes the line of metrics.jsonl for a step
     with saver, suppress(Stopped):  # [stop] Stopped leaves the loop, on all ranks at the same place
@@ -117,7 +111,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             wait_time = time.perf_counter()
             batch = next(batches)
             start_time = time.perf_counter()
-            loss, norm = compute_gradients(batch, ddp_forward, optimizers, scaler, cfg, rt, check_alone)
+            loss, norm = trainer.compute_gradients(batch)
 
             # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were
             # asked to stop, and how many have a norm that is not finite. (DDP gives all the same norm. If a faulty card
@@ -131,14 +125,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 stop.raise_stopped()
 
             # Rate and update.
-            lr = set_learning_rates(optimizers, step, max_steps, cfg)
+            lr = set_learning_rates(trainer.optimizers, step, max_steps, cfg)
             if math.isfinite(loss) and not bad_norms:
                 with saver.guard_update(step):  # [resume] an error in its middle saves nothing
-                    for optimizer in optimizers:
-                        scaler.step(optimizer)  # with hooks before and after it: master weights, ZeRO-1
-            elif math.isfinite(loss) and scaler.get_scale() > 1:
+                    trainer.update()
+            elif math.isfinite(loss) and trainer.scaler.get_scale() > 1:
                 # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
-                print0(f"step {step}: float16 overflow at loss scale {scaler.get_scale():g}; step skipped")
+                print0(f"step {step}: float16 overflow at loss scale {trainer.scaler.get_scale():g}; step skipped")
             else:
                 # [safety] A network with a weight that is not a number never recovers. This ends the run, and train.sh
                 # restarts it: an error of the hardware does not come again. The weights of now may be bad already, so
@@ -148,11 +141,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 saver.finish(step, deletes_old=False)
                 raise TransientError(f"{problem}; {advise_after_refusal(cfg, rt)}")
 
-            # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
-            scaler.update()
-
-            # [memory] DDP's gradients live in its buckets and are set to zero there. Without DDP they are freed.
-            model.zero_grad(set_to_none=rt.world_size == 1)
+            trainer.finish_step()
 
             row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
             metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
@@ -170,90 +159,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     if rt.is_main:
         plan.print_result(cfg, run.start, step, stop.elapsed_s())
     return ""
-
-
-def compute_gradients(
-    batch: Tensor,
-    ddp_forward: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-    cfg: TrainConfig,
-    rt: Runtime,
-    check_stop: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
-
-    batch: (micro_steps, B, T + 1) uint16, this rank's tokens. The gradients are those of the mean loss over all ranks.
-    check_stop: called before each micro-batch; it may raise Stopped. Every rank must call this. Returns
-
-        loss    mean over this rank's sequences of the step, in nats per token
-        norm    L2 norm of the gradients of all parameters, before clipping; the same on all ranks
-    """
-    local_loss = torch.zeros((), device=rt.device)
-    for i, tokens in enumerate(batch):
-        check_stop()
-
-        # Inputs and targets: (B, T + 1) -> 2 x (B, T)
-        x, y = to_device(tokens, rt.device)
-
-        # DDP averages the gradients in the last backward pass. Without DDP the attribute has no effect.
-        ddp_forward.require_backward_grad_sync = i == len(batch) - 1  # type: ignore[assignment]
-        with rt.autocast():
-            loss = ddp_forward(x, y)
-
-        # The micro-batches are of equal size, so the mean of their means is the mean over the step. The loss scale of
-        # float16 keeps small gradients from becoming zero; in other precisions it does nothing.
-        scaler.scale(loss / len(batch)).backward()
-        local_loss += loss.detach() / len(batch)
-
-    # Undo the loss scale, and clip. The norm is that of all gradients together, in float32 also if these are bfloat16.
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    gradients = [p.grad.float() for p in ddp_forward.parameters() if p.grad is not None]
-    total_norm = nn.utils.get_total_norm(gradients)
-    if cfg.grad_clip:
-        nn.utils.clip_grads_with_norm_(ddp_forward.parameters(), cfg.grad_clip, total_norm)
-    return local_loss.item(), total_norm.item()
-
-
-def build(
-    model: GPT, cfg: TrainConfig, rt: Runtime
-) -> tuple[Forward, nn.Module, list[torch.optim.Optimizer], torch.amp.GradScaler, int]:
-    """Bring the model to this rank's device, and make all that updates it. Raises UserError if not even one sequence
-    fits in memory, or if the batch does not divide evenly over the ranks. Every rank must call it. Returns
-
-        forward       the forward pass of validation
-        ddp_forward   the same for training: its gradients are averaged over the ranks
-        optimizers    one or two
-        scaler        the loss scale of float16
-        B             the micro-batch: sequences in a forward pass
-    """
-    with explain_out_of_memory(rt):
-        # [ranks] All begin with rank 0's weights: random ones may differ by rounding between processors.
-        model.recompute = cfg.recompute
-        model.to(rt.device).train()
-        for p in model.parameters():
-            rt.broadcast(p.detach(), source=0)
-
-        # [safety] A GPU without bfloat16 trains float32 weights in float16, with a loss scale.
-        is_float16 = rt.dtype == torch.float16
-        scaler = torch.amp.GradScaler(rt.device.type, enabled=is_float16)
-        if is_float16 and cfg.weights == "bfloat16":
-            print0("--weights bfloat16 needs a GPU with bfloat16: here weights stay in float32, with a loss scale")
-        if rt.dtype == torch.float32 and cfg.weights == "bfloat16":
-            print0("--weights bfloat16: the matrix products are in bfloat16, too, whatever the precision above")
-        # [memory] With --weights bfloat16 these update float32 copies of the model's weights.
-        optimizers = optim.build_optimizers(model, cfg, rt)
-
-        # [memory] [speed] The head in chunks, and compiled blocks. The micro-batch is chosen before DDP comes: a rank
-        # that runs out of memory inside DDP would leave the others waiting in a collective.
-        forward = make_forward(model, cfg, rt)
-        shards = rt.world_size if cfg.zero_stage == 1 else 1
-        B = choose_micro_batch_size(cfg, rt, forward, optim.state_bytes(model, cfg, shards))
-        micro_steps = cfg.sequences_per_step // rt.world_size // B
-        split = f"{rt.world_size} x {micro_steps} x {B} x {cfg.sequence_length}"
-        print0(f"batch      {split} tokens (ranks x micro-steps x sequences x T)")
-        return forward, wrap_in_ddp(forward, rt), optimizers, scaler, B
 
 
 def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
@@ -278,7 +183,7 @@ def main() -> None:
     session = distributed.session(cfg.device, settings=settings_by_flag(cfg) | {"what to do": mode.kind})
     if mode.kind == "dry-run":
         with session as rt:
-            return plan.dry_run(cfg, rt, build, compute_gradients)
+            return plan.dry_run(cfg, rt)
     if mode.kind == "eval-only":
         with session as rt:
             return evaluate_weights(cfg, rt, hellaswag.make_scorer)

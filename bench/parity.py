@@ -11,7 +11,7 @@ small steps on a CPU:
                                         ^                            |
     tokens of --data-dir --> shards ----+                            |
                                         v                            v
-    this project's preset and flags --> Loader, compute_gradients, from the same weights --> curve B
+    this project's preset and flags --> Loader and Trainer, from the same weights --> curve B
 
 A curve has the loss and the gradient norm of every step. The script runs completely: its own model, data loader, loop,
 clipping, optimizers and schedule; bench/programs.py has the edits that make it small and quiet. If both sides start
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import train_gpt2
+import training.step
 from bench import peers, turns
 from bench.programs import REFERENCES, Reference, Size
 from lifecycle.command_line import parse
@@ -51,6 +51,7 @@ from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader, to_device
 from training import muon, schedule
+from training.step import Trainer
 
 
 class StepRecord(NamedTuple):
@@ -195,28 +196,27 @@ def run_ours(
         cfg = replace(cfg, adam_eps=adam_eps)
     torch.manual_seed(cfg.seed)
     model = GPT.from_state_dict(cfg.model, {name: torch.from_numpy(w.copy()) for name, w in state.items()})
-    forward, _, optimizers, scaler, B = train_gpt2.build(model, cfg, rt)
+    trainer = Trainer(model, cfg, rt)
 
     # The planted error.
-    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+    for group in [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
         if plant == "rate":
             group["peak_lr"] *= 1.01
         if plant == "decay":
             group["weight_decay"] = 0.1
     if plant == "target":
-        train_gpt2.to_device = copy_inputs
+        training.step.to_device = copy_inputs
 
     # The same loop as train_gpt2.py's, without saving and evaluating.
     data = Loader(folder / "edu_fineweb10B", "train", cfg.sequence_length, cfg.model.vocab_size, shuffle=False)
-    batches = data.batches(0, cfg.sequences_per_step, B, rt)
+    batches = data.batches(0, cfg.sequences_per_step, trainer.B, rt)
     curve: Curve = []
     for step in range(cfg.max_steps):
-        loss, norm = train_gpt2.compute_gradients(next(batches), forward, optimizers, scaler, cfg, rt)
+        loss, norm = trainer.compute_gradients(next(batches))
         curve.append(StepRecord(loss, norm))
-        schedule.set_learning_rates(optimizers, step, cfg.max_steps, cfg)
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
+        schedule.set_learning_rates(trainer.optimizers, step, cfg.max_steps, cfg)
+        trainer.update()
+        trainer.finish_step()
     return curve
 
 

@@ -1,6 +1,6 @@
 """A run's evaluations: validation loss, HellaSwag and samples, each with its own period.
 
-    evaluator = Evaluator(run, forward, B, score_hellaswag)
+    evaluator = Evaluator(run, trainer, score_hellaswag)
     row |= evaluator.measure(step, stop)
     text = evaluator.sample_text(step, stop)
 
@@ -32,6 +32,7 @@ from tokens.sources import HUB_DATASETS
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.forward import Forward
 from training.presets import PRESETS
+from training.step import Trainer
 from weights.open_model import open_model
 
 # (model, rt, check_stop) -> accuracies: hellaswag.py's, which train_gpt2.py hands in
@@ -49,11 +50,11 @@ class Evaluator:
     """Runs the evaluations that are due. HellaSwag and samples call the model itself, because their shapes vary;
     validation calls the compiled forward pass."""
 
-    def __init__(self, run: Run, forward: Forward, B: int, score_hellaswag: ScoreHellaswag | None):
-        """B: sequences in a forward pass. score_hellaswag: None turns HellaSwag off."""
+    def __init__(self, run: Run, trainer: Trainer, score_hellaswag: ScoreHellaswag | None):
+        """score_hellaswag: None turns HellaSwag off."""
         cfg, val_data = run.cfg, run.val_data
         self.cfg, self.rt, self.model, self.max_steps = cfg, run.rt, run.model, run.max_steps
-        self.forward, self.B, self.val_data = forward, B, val_data
+        self.trainer, self.val_data = trainer, val_data
         self.score_hellaswag = score_hellaswag
         self.reference = choose_reference(cfg, run.max_steps) if val_data else None
         self.off_track = 0  # how many evaluations in a row
@@ -84,7 +85,7 @@ class Evaluator:
 
         if self.val_data and is_due(step, cfg.val_every, self.max_steps):
             check_weights_agree(rt, self.model.parameters(), step)
-            loss = validate(self.forward, self.val_data, cfg, rt, self.B, check_stop)
+            loss = validate(self.trainer.forward, self.val_data, cfg, rt, self.trainer.B, check_stop)
             results["val_loss"] = loss
             if self.bytes_per_target:
                 results["val_bpb"] = bits_per_byte(loss, self.bytes_per_target)

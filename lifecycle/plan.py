@@ -3,8 +3,8 @@
     print_plan(cfg, rt, model, data, step, max_steps)
     check_disk(cfg, model, step, max_steps)
     print_result(cfg, start, step, seconds)
-    dry_run(cfg, rt, build, compute_gradients)      # --dry-run: measures a step on this machine
-    print0(predict(cfg, "8xH100"))                      # --card 8xH100: needs no GPU and no data, and takes a second
+    dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
+    print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
 
 Called by train_gpt2.py. tests/test_plan.py compares the predictions with published runs.
 """
@@ -14,7 +14,6 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from training import optim
 from training.config import TrainConfig
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
+from training.step import Trainer
 from weights.names import complete_steps, model_path
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
@@ -182,9 +182,9 @@ def check(cfg: TrainConfig) -> None:
     print(cfg.run_dir.resolve(), ranks, sep="\n")
 
 
-def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: Callable) -> None:
+def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then memory, step time as measured here, ETA and dollars. Needs no data if the preset
-    fixes the number of steps. Nothing is saved. Every rank must call it. The two functions are train_gpt2.py's."""
+    fixes the number of steps. Nothing is saved. Every rank must call it."""
     model = open_init_from(cfg) if cfg.init_from != "scratch" else GPT(cfg.model)
     cfg = replace(cfg, model=model.config)
     data = None
@@ -195,7 +195,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     saved = find_checkpoint(cfg) if cfg.resume != "none" else None
     first_step = saved["step"] if saved else 0
     print_plan(cfg, rt, model, data, first_step, max_steps)
-    _, forward, optimizers, scaler, B = build(model, cfg, rt)
+    trainer = Trainer(model, cfg, rt)
+    B = trainer.B
 
     def now() -> float:
         rt.synchronize()  # work on a GPU is queued
@@ -210,11 +211,9 @@ def dry_run(cfg: TrainConfig, rt: Runtime, build: Callable, compute_gradients: C
     seconds = {1: math.inf, 2: math.inf}
     for count in (1, 2, 1, 2, 1, 2):
         start_time = now()
-        compute_gradients(batch[:count], forward, optimizers, scaler, cfg, rt)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad(set_to_none=rt.world_size == 1)
+        trainer.compute_gradients(batch[:count])
+        trainer.update()
+        trainer.finish_step()
         seconds[count] = min(seconds[count], now() - start_time)
 
     micro_steps = cfg.sequences_per_step // rt.world_size // B

@@ -2,8 +2,8 @@
 the run that made it.
 
     run, saved = open_run(cfg, rt)                          # decides all of it, from top to bottom
-    load_state(rt, saved, optimizers, scaler)
-    state = train_state(run, step, optimizers, scaler)      # what the next resume loads
+    load_state(saved, trainer)
+    state = train_state(run, step, trainer)                 # what the next resume loads
 
 Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped. Settings, data or a network
 that would change its result are refused, and so are ranks that would train different runs; another version of torch or
@@ -33,6 +33,7 @@ from training import optim, schedule
 from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import PRESETS, is_network_from_init
+from training.step import Trainer
 from weights import checkpoint, convert, names
 from weights.open_model import open_model
 
@@ -204,9 +205,7 @@ def set_metrics_aside(run_dir: Path) -> None:
 # ------------------------------------------------------------------------- the state of a run
 
 
-def train_state(
-    run: Run, step: int, optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler
-) -> dict[str, Any]:
+def train_state(run: Run, step: int, trainer: Trainer) -> dict[str, Any]:
     """What resuming needs besides the weights, as copies in host memory; the optimizers are rank 0's alone. Every rank
     must call it.
 
@@ -216,26 +215,22 @@ def train_state(
         "step": step,
         "max_steps": run.max_steps,
         "data": run.data_id,
-        "optimizers": [optim.copy_state(optimizer, run.rt) for optimizer in optimizers],
-        "scaler": scaler.state_dict(),
+        "optimizers": [optim.copy_state(optimizer, run.rt) for optimizer in trainer.optimizers],
+        "scaler": trainer.scaler.state_dict(),
         "dtype": machine.dtype_name(run.rt.dtype),
         "config": run.cfg.to_dict(),
         "versions": machine.versions(),
     }
 
 
-def load_state(
-    rt: Runtime,
-    saved: dict[str, Any],
-    optimizers: list[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-) -> None:
+def load_state(saved: dict[str, Any], trainer: Trainer) -> None:
     """Load what train_state returned. Raises UserError if the state does not fit."""
     problem = f"the train state of step {saved['step']} does not fit this run"
-    with explain_out_of_memory(rt), explain_errors(problem, "start a new run from its weights with --init-from"):
-        optim.load_state(optimizers, saved["optimizers"])
+    fix = "start a new run from its weights with --init-from"
+    with explain_out_of_memory(trainer.rt), explain_errors(problem, fix):
+        optim.load_state(trainer.optimizers, saved["optimizers"])
         if saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
+            trainer.scaler.load_state_dict(saved["scaler"])
 
 
 # ------------------------------------------------------------------------- the ranks

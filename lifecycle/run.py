@@ -2,8 +2,8 @@
 
     run, saved = open_run(cfg, rt)                      # lifecycle/resume.py
     metrics = MetricsLogger(run)
-    evaluator = Evaluator(run, forward, B, score_hellaswag)
-    saver = Saver(run, optimizers, scaler, metrics)
+    evaluator = Evaluator(run, trainer, score_hellaswag)
+    saver = Saver(run, trainer, metrics)
 
 Nothing in it changes while the run trains, but for the weights of the model.
 """

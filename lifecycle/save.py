@@ -1,10 +1,10 @@
 """Saving a run: what goes into a checkpoint, on which ranks, when the last one is on the disk, and what is saved when
 an error ends the run.
 
-    with Saver(run, optimizers, scaler, metrics) as saver:
+    with Saver(run, trainer, metrics) as saver:
         saver.save(500)             # returns once everything is copied to host memory; a thread writes it
         with saver.guard_update(500):   # after an error in here nothing is saved, after a later one step 501
-            optimizer.step()
+            trainer.update()
     saver.finish(19073)             # waits for the disk, and raises the error of a write that failed
 
 Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/resume.py's.
@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-
 from lifecycle.metrics import MetricsLogger, best_steps
 from lifecycle.resume import train_state
 from lifecycle.run import Run
 from system.distributed import check_weights_agree
 from training import master_weights
+from training.step import Trainer
 from weights import checkpoint
 
 
@@ -29,16 +28,9 @@ class Saver:
     block of a single rank, all whole steps before it are saved. With several ranks they are not: a save needs them all,
     and the others do not know of the error."""
 
-    def __init__(
-        self,
-        run: Run,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler,
-        metrics: MetricsLogger,
-    ):
+    def __init__(self, run: Run, trainer: Trainer, metrics: MetricsLogger):
         self.run, self.rt = run, run.rt
-        self.optimizers, self.scaler = optimizers, scaler
-        self.metrics = metrics
+        self.trainer, self.metrics = trainer, metrics
         self.consistent_step: int | None = run.start  # of both weights and optimizers; None during an update
         run_dir = run.cfg.run_dir
         self.writer = checkpoint.CheckpointWriter(run_dir, run.cfg.keep, partial(best_steps, run_dir))
@@ -72,7 +64,7 @@ class Saver:
         model, preset = self.run.model, self.run.cfg.preset
         weights = master_weights.float32_state_dict(model)
         check_weights_agree(self.rt, weights.values(), step)
-        state = train_state(self.run, step, self.optimizers, self.scaler)
+        state = train_state(self.run, step, self.trainer)
         if self.rt.is_main:
             # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
             self.metrics.flush()

@@ -92,7 +92,8 @@ def validate_once(words, monkeypatch, capsys) -> str:
     capsys.readouterr()
     order = SimpleNamespace(sequences_per_epoch=9)
     data = SimpleNamespace(T=1024, order=order, fingerprint=lambda: "the data")
-    found = evaluator.Evaluator(Run(cfg, CPU, GPT.without_memory(cfg.model), data, data, "", 0, 19_073), None, 4, None)
+    run = Run(cfg, CPU, GPT.without_memory(cfg.model), data, data, "", 0, 19_073)
+    found = evaluator.Evaluator(run, SimpleNamespace(forward=None, B=4), None)
     assert found.measure(500, StopRequest()) == {"val_loss": 9.0, "val_set": "9216 tokens of the data"}
     return capsys.readouterr().out
 

@@ -33,7 +33,6 @@ from helpers import (
 
 import hellaswag
 import plots
-import train_gpt2
 from lifecycle import resume
 from lifecycle.run import Run
 from model import GPT, GPTConfig
@@ -41,6 +40,7 @@ from system.cli import UserError
 from tokens import shards
 from tokens.loader import Loader
 from training import schedule
+from training.step import Trainer
 from weights import convert
 from weights.open_model import open_model
 
@@ -101,13 +101,12 @@ def read_optim(path: Path) -> bytes:
     data = SimpleNamespace(order=SimpleNamespace(sequences_per_epoch=99), fingerprint=lambda: saved["data"])
     resume.check_drift(cfg, saved, data)
     model = open_model(saved["model_file"])
-    _, _, optimizers, scaler, _ = train_gpt2.build(model, cfg, CPU)
-    resume.load_state(CPU, saved, optimizers, scaler)
-    state = to_bytes(resume.train_state(Run(cfg, CPU, model, None, None, "", 0, 12), saved["step"], optimizers, scaler))
-    schedule.set_learning_rates(optimizers, saved["step"], 12, cfg)
+    trainer = Trainer(model, cfg, CPU)
+    resume.load_state(saved, trainer)
+    state = to_bytes(resume.train_state(Run(cfg, CPU, model, None, None, "", 0, 12), saved["step"], trainer))
+    schedule.set_learning_rates(trainer.optimizers, saved["step"], 12, cfg)
     sum(p.sum() for p in model.parameters()).backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    trainer.update()
     return state
 
 

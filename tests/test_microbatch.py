@@ -6,11 +6,12 @@ import pytest
 import torch
 from helpers import CPU, parse_config
 
-import train_gpt2
+import training.step
 from model import GPT
 from system.cli import UserError
 from training import master_weights, microbatch, schedule
 from training.presets import PRESETS
+from training.step import Trainer
 
 GPU = replace(CPU, device=torch.device("cuda", 0))
 
@@ -108,16 +109,15 @@ def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
     def train(tries):
         torch.manual_seed(0)
         model = GPT(cfg.model)
-        forward, _, optimizers, scaler, _ = train_gpt2.build(model, cfg, CPU)
+        trainer = Trainer(model, cfg, CPU)
         if tries:
-            assert microbatch.fits_in_memory(CPU, forward, 4, 32, 0)
+            assert microbatch.fits_in_memory(CPU, trainer.forward, 4, 32, 0)
             assert all(p.grad is None for p in model.parameters())
         for number in range(2):
-            train_gpt2.compute_gradients(batch, forward, optimizers, scaler, cfg, CPU)
-            schedule.set_learning_rates(optimizers, number, 12, cfg)
-            for optimizer in optimizers:
-                optimizer.step()
-            model.zero_grad()
+            trainer.compute_gradients(batch)
+            schedule.set_learning_rates(trainer.optimizers, number, 12, cfg)
+            trainer.update()
+            trainer.finish_step()
         return master_weights.float32_state_dict(model)
 
     plain, tried = train(False), train(True)
@@ -135,7 +135,7 @@ def let_rank_1_refuse_every_size() -> None:
                 return B
         raise UserError("no size fits")
 
-    train_gpt2.choose_micro_batch_size = choose
+    training.step.choose_micro_batch_size = choose
 
 
 def test_a_rank_without_memory_stops_both_at_once(tiny_args, tmp_path, run_ranks):

@@ -80,19 +80,20 @@ def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
     cfg = parse_config("quickstart", *tiny_args, "--gpu-hour-usd", "600")
     calls = []
 
-    def compute_gradients(batch, *args):
+    def compute_gradients(batch):
         calls.append(batch.shape)
         seconds[0] += len(batch) + 1
 
-    scaler = SimpleNamespace(step=calls.append, update=lambda: None)
-    build = lambda *args: (None, None, ["the optimizer"], scaler, 2)
-    plan.dry_run(cfg, replace(CPU, world_size=2), build, compute_gradients)
-    assert set(calls) == {(1, 2, 33), (2, 2, 33), "the optimizer"}
+    trainer = SimpleNamespace(B=2, compute_gradients=compute_gradients)
+    trainer.update = trainer.finish_step = lambda: calls.append("update")
+    monkeypatch.setattr(plan, "Trainer", lambda *args: trainer)
+    plan.dry_run(cfg, replace(CPU, world_size=2))
+    assert set(calls) == {(1, 2, 33), (2, 2, 33), "update"}
     out = capsys.readouterr().out
     assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the rest
     assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out and "too slow" not in out
 
-    plan.dry_run(replace(cfg, max_steps=2_000_000), replace(CPU, world_size=2), build, compute_gradients)
+    plan.dry_run(replace(cfg, max_steps=2_000_000), replace(CPU, world_size=2))
     assert "too slow" in capsys.readouterr().out
 
 

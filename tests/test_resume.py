@@ -12,6 +12,7 @@ from corpora import read_bytes
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 import train_gpt2
+import training.step
 from lifecycle import evaluator, resume
 from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
@@ -34,7 +35,7 @@ INTERRUPTIONS = [
     (evaluator, "to_device", 3, 0),
     (evaluator.Evaluator, "sample_text", 1, 0),
     # in a step before its update, in a step after its gradients: that step is done, and the next one looks
-    (train_gpt2, "to_device", 1, 0),
+    (training.step, "to_device", 1, 0),
     (train_gpt2, "set_learning_rates", 2, 2),
     # in the last batch of an evaluation
     (evaluator, "to_device", 8, 4),

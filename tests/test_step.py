@@ -12,7 +12,9 @@ import torch
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 import train_gpt2
+from model import GPT
 from system.cli import TransientError, UserError
+from training.step import Trainer
 from weights import checkpoint
 from weights.names import complete_steps, latest_step
 
@@ -28,13 +30,11 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
             reduced.append(self.require_backward_grad_sync)
             return torch.ones((), requires_grad=True) * len(reduced)
 
-        def parameters(self):
-            return []
-
     cfg = parse_config("quickstart", *tiny_args)
     batch = torch.zeros(3, 2, 33, dtype=torch.uint16)  # (micro_steps, B, T + 1)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    loss, *_ = train_gpt2.compute_gradients(batch, Forward(), [], scaler, cfg, CPU)
+    trainer = Trainer(GPT(cfg.model), cfg, CPU)
+    trainer.ddp_forward = Forward()
+    loss, _ = trainer.compute_gradients(batch)
 
     assert reduced == [False, False, True] and loss == pytest.approx(2)
 
@@ -170,13 +170,12 @@ def test_float16_refuses_a_loss_that_is_nan(tiny_args, tmp_path, monkeypatch, un
 
 def test_float16_refuses_gradients_that_stay_nan(tiny_args, tmp_path, monkeypatch, capsys):
     set_initial_loss_scale(monkeypatch, 8.0)
-    build = train_gpt2.build
 
-    def build_with_nan_gradients(model, *args):
+    def trainer_with_nan_gradients(model, *args):
         model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
-        return build(model, *args)
+        return Trainer(model, *args)
 
-    monkeypatch.setattr(train_gpt2, "build", build_with_nan_gradients)
+    monkeypatch.setattr(train_gpt2, "Trainer", trainer_with_nan_gradients)
 
     # The scale halves three times, from 8 to 1; then one step is skipped, and one more is refused.
     with pytest.raises(UserError, match=r"step 4: loss 5\.\d+, gradient norm nan"):

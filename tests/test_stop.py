@@ -70,7 +70,7 @@ def signal_rank_1_in(module, name) -> None:
 
 
 PLACES = [
-    "lifecycle.resume open_data", "lifecycle.evaluator to_device", "hellaswag batch_losses", "train_gpt2 to_device",
+    "lifecycle.resume open_data", "lifecycle.evaluator to_device", "hellaswag batch_losses", "training.step to_device",
 ]  # fmt: skip
 
 
