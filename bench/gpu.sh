@@ -4,7 +4,7 @@
 # network, for OpenAI's weights.
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-.venv/bin/python}
-PRESETS=${PRESETS:-gpt2-124m llmc-124m speedrun-124m}
+PRESETS=${PRESETS:-gpt2-124m llmc-124m record8-124m}
 read -ra FLAGS <<< "${FLAGS:-}"
 
 part() {

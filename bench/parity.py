@@ -1,10 +1,10 @@
 """Does a preset train step for step as the program that it reproduces?
 
-    python -m bench parity                                  # all six programs, on data/fineweb-edu
-    python -m bench parity record8 --peers ~/clones         # one, from clones made elsewhere
-    python -m bench parity --plant rate decay target --plot log/parity.png
+    python -m bench.parity                                  # all five programs, on data/fineweb-edu
+    python -m bench.parity record8 --peers ~/clones         # one, from clones made elsewhere
+    python -m bench.parity --plant rate decay target --plot log/parity.png
 
-A "reference" is the training script of another project (bench/peers.py has its commit). Both sides make the same few
+A "reference" is the training script of another project (bench/programs.py has its commit). Both sides make the same few
 small steps on a CPU:
 
     reference's script --edits--> a small program --run--> its initial weights, curve A
@@ -28,25 +28,24 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import training.step
-from bench import peers, turns
-from bench.programs import REFERENCES, Reference, Size
+from bench import programs
+from bench.programs import REFERENCES, Reference, Size, print_table, run_apart
 from lifecycle.command_line import parse
 from model import GPT
-from system.cli import require
+from system.cli import ArgumentParser, require, run_cli
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader, to_device
@@ -127,7 +126,7 @@ def run_reference(reference: Reference, program: str, folder: Path, steps: int) 
 
     def record_loss(logits: Tensor, targets: Tensor, **settings: Any) -> Tensor:
         loss = cross_entropy(logits, targets, **settings)
-        losses.append(loss.item() / (targets.numel() if reference.sums_loss else 1))
+        losses.append(loss.item())
         return loss
 
     def record_norm(*arguments: Any) -> Tensor:
@@ -144,9 +143,8 @@ def run_reference(reference: Reference, program: str, folder: Path, steps: int) 
         if not initial:
             initial.update({name: w.detach().clone() for name, w in model.state_dict().items()})
         norm = norms[-1] if norms else nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        scale = size.tokens if reference.sums_loss else 1
         micro_steps = size.sequences // size.B
-        curve.append(StepRecord(sum(losses[-micro_steps:]) / micro_steps, norm.item() / scale))
+        curve.append(StepRecord(sum(losses[-micro_steps:]) / micro_steps, norm.item()))
         if len(curve) == steps:
             raise AllStepsDone
 
@@ -185,15 +183,11 @@ def run_reference(reference: Reference, program: str, folder: Path, steps: int) 
 # ------------------------------------------------------------------------- this project's side
 
 
-def run_ours(
-    flags: str, adam_eps: float | None, folder: Path, state: dict[str, np.ndarray], plant: PlantedError | None
-) -> Curve:
+def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: PlantedError | None) -> Curve:
     """In a process of its own: the curve of train_gpt2.py with these flags, from the weights `state`."""
     rt = Runtime(torch.device("cpu"), torch.float32)
     muon.NEWTON_SCHULZ_DTYPE = torch.float32  # bfloat16, as everywhere else, would not agree to rounding
-    cfg = parse(flags.split())[0]
-    if adam_eps is not None:
-        cfg = replace(cfg, adam_eps=adam_eps)
+    cfg, _ = parse(flags.split())
     torch.manual_seed(cfg.seed)
     model = GPT.from_state_dict(cfg.model, {name: torch.from_numpy(w.copy()) for name, w in state.items()})
     trainer = Trainer(model, cfg, rt)
@@ -229,21 +223,6 @@ def copy_inputs(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------- the comparison
 
 
-@dataclass(frozen=True)
-class Args:
-    references: tyro.conf.Positional[tuple[Literal[tuple(REFERENCES)], ...]] = tuple(REFERENCES)
-    data_dir: Path = Path("data/fineweb-edu")
-    """Shards of prose. In program text some words are so rare that rounding decides on them: result36 differs by 7.5e-4
-    on data/stdlib, because Adam's first step of a rare word is a sign, at a rate of 0.7."""
-    peers: Path = peers.DEFAULT_FOLDER
-    """Folder with clones of the references; those that are missing are fetched."""
-    steps: int = 60
-    plant: tuple[PlantedError, ...] = ("rate",)
-    """Errors in this project's side, which must be found: rates 1% too high, gains that decay, shifted targets."""
-    plot: Path | None = None
-    """Draw the largest differences in this file."""
-
-
 class Comparison(NamedTuple):
     """Curves from the same weights on the same tokens."""
 
@@ -252,9 +231,11 @@ class Comparison(NamedTuple):
     planted: dict[PlantedError, Curve]  # the same, with an error
 
 
-def compare(reference: Reference, source: str, args: Args) -> Comparison:
+def compare(
+    reference: Reference, source: str, data_dir: Path, steps: int, plants: Sequence[PlantedError]
+) -> Comparison:
     """Run both sides. Raises UserError if the reference is another version than the one that the edits are for."""
-    steps, size = args.steps, reference.size
+    size = reference.size
     require(steps >= 2 and steps % 2 == 0, f"--steps {steps} must be even: half of them are in each of two shards")
     program = edit(reference, source, steps)
     flags = (
@@ -264,12 +245,9 @@ def compare(reference: Reference, source: str, args: Args) -> Comparison:
     ).replace("{cooldown}", str(20 / steps))
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        write_shards(args.data_dir, folder, size, steps)
-        expected, state = turns.run_apart(run_reference, reference, program, folder, steps)
-        curves = {
-            plant: turns.run_apart(run_ours, flags, reference.adam_eps, folder, state, plant)
-            for plant in (None, *args.plant)
-        }
+        write_shards(data_dir, folder, size, steps)
+        expected, state = run_apart(run_reference, reference, program, folder, steps)
+        curves = {plant: run_apart(run_ours, flags, folder, state, plant) for plant in (None, *plants)}
     return Comparison(expected, curves.pop(None), curves)
 
 
@@ -287,22 +265,36 @@ def is_same(curve: Curve, expected: Curve, limit: float) -> bool:
     return loss <= limit and norm <= 10 * limit
 
 
-def main(argv: list[str]) -> None:
-    args = tyro.cli(Args, args=argv, description=__doc__, prog="python -m bench parity")
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("references", nargs="*", default=list(REFERENCES), help=f"some of {', '.join(REFERENCES)}")
+    parser.add_argument("--data-dir", type=Path, default=Path("data/fineweb-edu"), help="shards of prose")
+    parser.add_argument("--peers", type=Path, default=programs.DEFAULT_FOLDER, help="folder with clones of the peers")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--plant", nargs="+", choices=get_args(PlantedError), default=["rate"], help="must be found")
+    parser.add_argument("--plot", type=Path, help="draw the largest differences in this file")
+    args = parser.parse_args()
+
     comparisons: dict[str, Comparison] = {}
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     problems: list[str] = []
     for name in args.references:
         reference = REFERENCES[name]
-        source = "\n".join(peers.read(args.peers, name, path) for path in reference.paths)
-        comparisons[name] = found = compare(reference, source, args)
+        source = "\n".join(programs.read(args.peers, name, path) for path in reference.paths)
+        comparisons[name] = found = compare(reference, source, args.data_dir, args.steps, args.plant)
 
         # Its row, and what is wrong with it.
         loss, norm = differences(found.curve, found.expected)
         planted = [f"{plant} {differences(curve, found.expected).loss:.1e}" for plant, curve in found.planted.items()]
         ends = f"{found.expected[0].loss:.3f} to {found.expected[-1].loss:.3f}"
-        cells = [reference.flags.split()[0], ends, f"{loss:.1e}", f"{norm:.1e}", f"{reference.limit:g}"]
-        rows[name] = [*cells, ", ".join(planted)]
+        rows[name] = {
+            "preset": reference.flags.split()[0],
+            "loss": ends,
+            "largest difference in loss": f"{loss:.1e}",
+            "in norm, relative": f"{norm:.1e}",
+            "limit of loss": f"{reference.limit:g}",
+            "with a planted error": ", ".join(planted),
+        }
         if not is_same(found.curve, found.expected, reference.limit):
             problems.append(f"{name} does not have the same curve")
         for plant, curve in found.planted.items():
@@ -310,8 +302,7 @@ def main(argv: list[str]) -> None:
                 problems.append(f"{name}: the planted error {plant} is not found")
         print(f"{name}: largest difference in loss {loss:.1e}", file=sys.stderr, flush=True)
 
-    columns = "preset | loss | largest difference in loss | in norm, relative | limit of loss | with a planted error"
-    turns.print_table(columns, rows, f"{args.steps} steps")
+    print_table(rows, f"{args.steps} steps")
     if args.plot:
         draw(comparisons, args.plot)
     require(not problems, "; ".join(problems))
@@ -323,7 +314,6 @@ TITLES = {
     "llm.c": "llm.c's PyTorch script",
     "ddp-basemodel-train": "DDP-BASEMODEL-TRAIN\n(with GPT-2's network)",
     "record8": "modded-nanogpt's record 8\n(record8-124m, in float32)",
-    "result36": "modded-nanogpt's result 36\n(speedrun-124m, in float32)",
 }
 # How its legend calls the planted errors, and how it marks them.
 PLANTED_LABELS: dict[PlantedError, tuple[str, str, str]] = {
@@ -364,3 +354,7 @@ def draw(comparisons: dict[str, Comparison], path: Path) -> None:
     figure.legend(fontsize=9, frameon=False, ncols=2, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
+
+
+if __name__ == "__main__":
+    run_cli(main)

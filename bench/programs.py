@@ -1,12 +1,82 @@
-"""What makes the training scripts of six other programs comparable: edits, names of weights, this project's flags.
+"""The programs that the benches compare this project with, each at one commit, and what makes their training
+comparable: edits, names of weights, this project's flags.
 
-Called by bench/parity.py, which runs each script. The edits are regular expressions. They set the size, replace CUDA by
-the CPU and bfloat16 by float32, in which no rounding hides an error, and turn off what is not training: validation,
-samples, logs. They leave the arithmetic as it is, but for the network of DDP-BASEMODEL-TRAIN.
+    source = programs.read(args.peers, "nanogpt", "model.py")      # the text of that file at the pinned commit
+
+A peer is a git clone, of which nothing is checked out. A clone that is missing is fetched from GitHub. On a machine
+without GitHub, --peers names a folder with clones made elsewhere.
+
+The edits of bench/parity.py are regular expressions. They set the size, replace CUDA by the CPU and bfloat16 by
+float32, in which no rounding hides an error, and turn off what is not training: validation, samples, logs. They leave
+the arithmetic as it is, but for the network of DDP-BASEMODEL-TRAIN.
 """
 
+import multiprocessing
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from system.cli import require
+
+DEFAULT_FOLDER = Path(".cache/peers")
+
+# {name: (repository, commit)}; the clone of a peer is the folder with its repository's name.
+PEERS = {
+    "build-nanogpt": ("karpathy/build-nanogpt", "6104ab1b53920f6e2159749676073ff7d815c1fa"),
+    "nanogpt": ("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"),
+    "llm.c": ("karpathy/llm.c", "f1e2ace651495b74ae22d45d1723443fd00ecd3a"),
+    "ddp-basemodel-train": ("Sachin-Bharadwaj/DDP-BASEMODEL-TRAIN", "0d0452c09cd35345ad2d125c1816f75101084dd0"),
+    "record8": ("KellerJordan/modded-nanogpt", "11e39fb08037aa86d48bb3989a388f85d1615bc6"),
+}
+
+
+def read(folder: Path, name: str, path: str) -> str:
+    """The text of a peer's file. Raises UserError if its clone cannot be fetched, or lacks the commit."""
+    repository, commit = PEERS[name]
+    clone = folder / repository.split("/")[1]
+    url = f"https://github.com/{repository}"
+    fix = f"make the clone elsewhere (git clone {url}), and name the folder that it is in: --peers FOLDER"
+
+    if not clone.exists():
+        fetched = subprocess.run(["git", "clone", "--quiet", "--bare", url, str(clone)])
+        require(fetched.returncode == 0, f"cannot fetch {url}: {fix}")
+    command = ["git", "-C", str(clone), "show", f"{commit}:{path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    require(done.returncode == 0, f"{clone} has no {path} at commit {commit:.7}: {done.stderr.strip()[:200]}; {fix}")
+    return done.stdout
+
+
+def run_apart(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) in a new process, with its result, or its exception. What it prints goes to stderr."""
+    # Not forked: torch's threads and a peer's changes to torch end with the process.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=os.dup2, initargs=(2, 1)) as pool:
+        return pool.submit(function, *args).result()
+
+
+def print_table(rows: dict[str, dict[str, str]], note: str) -> None:
+    """Print {row: {column: cell}} as a Markdown table below its machine, date, commit and command."""
+    # torch was not imported here so far, because a child process begins with its parent's peak of memory.
+    from system import machine
+
+    versions = machine.versions()
+    where = f"{machine.device_name(machine.choose_device())}, {os.cpu_count()} cores, torch {versions['torch']}"
+    command = shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    print(f"\n{date.today()}, {where}, commit {versions.get('commit', 'none')[:7]}: `{command}`; {note}\n")
+    columns = list(next(iter(rows.values())))
+    print(f"| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells.values())} |", flush=True)
+
+
+# ------------------------------------------------------------------------- what parity compares
 
 
 class Size(NamedTuple):
@@ -47,19 +117,15 @@ class Reference:
     """Its command-line arguments, if it has any."""
     limit: float = 1e-5
     """How far the losses may be apart, in nats per token. The relative difference in norm may be ten times that."""
-    sums_loss: bool = False
-    """Whether its loss is the sum over a step's tokens instead of their mean."""
     needs_torchrun: bool = False
     """Whether it insists on a process group."""
     size: Size = SIZE
-    adam_eps: float | None = None
-    """Another epsilon than the preset's, which has no flag."""
 
 
 # nanoGPT's family stores each layer's causal mask beside the weights.
 DROP_MASKS = {r".*\.attn\.bias$": ""}
 
-# Both scripts of modded-nanogpt insist on CUDA and torchrun.
+# modded-nanogpt's script insists on CUDA and torchrun.
 CUDA_TO_CPU = {
     r"@torch\.compile\n": "\n",
     r"dist\.(init|destroy)_process_group\(.*\)": "None",
@@ -213,47 +279,10 @@ RECORD8 = Reference(
     needs_torchrun=True,
 )
 
-# modded-nanogpt's track 3; its result 36 is this script.
-RESULT36 = Reference(
-    paths=("records/track_3_optimization/train_gpt_simple.py",),
-    edits={
-        **CUDA_TO_CPU,
-        r"torch\.cuda\.get_device_name\(device\)": "'cpu'",
-        r"pin_memory=True": "pin_memory=False",
-        r"model\.compile\(.*\)": "",
-        # size
-        r"seq_len=1024": f"seq_len={T}",
-        r"val_tokens = 20 \* 524288": f"val_tokens = {TOKENS}",
-        r"batch_size = 8 \* 64 \* 1024": f"batch_size = {TOKENS}",
-        r"mbs = 64": f"mbs = {B}",
-        r"50304, num_layers=12, model_dim=768": f"{VOCAB}, num_layers={N_LAYER}, model_dim={N_EMBD}",
-        r"train_steps = \d+": "train_steps = {steps}",
-    },
-    flags="speedrun-124m --model.n-head 2",
-    adam_eps=1e-10 / TOKENS,  # its gradients are sums over the step's tokens; ours are means
-    weight_names={
-        r".*angular_freq": "",  # RoPE's table
-        r"^embed\.": "transformer.wte.",
-        r"^proj\.": "lm_head.",
-        r"^norm1\.gains": "transformer.ln_0.weight",
-        r"^norm2\.gains": "transformer.ln_f.weight",
-        r"^blocks\.": "transformer.h.",
-        r"norm([12])\.gains": r"ln_\1.weight",
-        r"\.[qkv]\.": ".c_attn.",
-        r"\.proj\.": ".c_proj.",
-        r"\.fc\.": ".c_fc.",
-    },
-    limit=1e-4,
-    sums_loss=True,
-    needs_torchrun=True,
-)
-
-# By the names of bench/peers.py, which has their commits.
 REFERENCES = {
     "build-nanogpt": BUILD_NANOGPT,
     "nanogpt": NANOGPT,
     "llm.c": LLMC,
     "ddp-basemodel-train": DDP_BASEMODEL_TRAIN,
     "record8": RECORD8,
-    "result36": RESULT36,
 }

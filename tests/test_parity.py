@@ -50,13 +50,13 @@ REFERENCE = Reference(
 
 @pytest.mark.slow  # five processes, each with torch
 def test_the_same_agrees_and_planted_errors_do_not(tmp_path):
-    args = parity.Args(data_dir=make_shards(tmp_path / "data"), steps=10, plant=("rate", "decay", "target"))
+    plants = get_args(parity.PlantedError)
 
-    found = parity.compare(REFERENCE, SOURCE, args)
+    found = parity.compare(REFERENCE, SOURCE, make_shards(tmp_path / "data"), 10, plants)
 
     assert len(found.curve) == 10 and found.curve[0].loss == pytest.approx(6.24, abs=0.1)
     assert parity.is_same(found.curve, found.expected, REFERENCE.limit)
-    for plant in args.plant:
+    for plant in plants:
         assert not parity.is_same(found.planted[plant], found.expected, REFERENCE.limit), plant
 
     parity.draw({"build-nanogpt": found}, tmp_path / "plots" / "parity.png")
