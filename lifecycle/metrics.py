@@ -21,9 +21,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from system.cards import total_peak_flops
 from system.cli import format_cost, format_duration, print0, require
@@ -45,21 +44,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
-        # type() and not isinstance(): True is an int.
-        if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 2**53:
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """A run's config.json; empty if there is none that can be read. Plots work without it."""
-    try:
-        config = json.loads((run_dir / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    """A run's config.json; empty if there is none."""
+    path = run_dir / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def read_step(run_dir: Path, step: int) -> dict[str, Any]:
@@ -75,19 +70,17 @@ def val_losses(run_dir: Path) -> dict[int, float]:
 
 
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
-    """The steps that --keep must not delete, because one of them is the best by val loss: the one with the lowest loss,
-    and those that cannot be compared with it. These were measured on other data (`val_set`), or metrics.jsonl has no
-    line of them, as if it was not copied. A step that was not validated is not kept."""
+    """The steps that --keep must not delete, because one of them is the best: the lowest val loss of each `val_set`,
+    because losses on other data cannot be compared, and steps of which metrics.jsonl knows nothing, as if it was not
+    copied. A step that was not validated is not kept."""
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
-    last = max(rows, default=0)
-    unknown = {step for step in steps if step not in rows and step < last}
-    validated = [step for step in steps if isinstance(rows.get(step, {}).get("val_loss"), float)]
-    if not validated:
-        return unknown
-    val_set = rows[validated[-1]].get("val_set")
-    comparable = [step for step in validated if rows[step].get("val_set") == val_set]
-    best = min(comparable, key=lambda step: rows[step]["val_loss"])
-    return unknown | {best} | set(validated) - set(comparable)
+    kept = {step for step in steps if step not in rows and step < max(rows, default=0)}
+    losses: dict[str | None, list[tuple[float, int]]] = {}  # {val_set: [(val loss, step), ...]}
+    for step in steps:
+        row = rows.get(step, {})
+        if isinstance(row.get("val_loss"), float):
+            losses.setdefault(row.get("val_set"), []).append((row["val_loss"], step))
+    return kept | {min(measured)[1] for measured in losses.values()}
 
 
 def best_step(run_dir: Path, steps: list[int]) -> int | None:
@@ -124,16 +117,14 @@ class MetricsLogger:
         self.flops_per_token = run.model.flops_per_token(cfg.sequence_length)
         self.peak_flops = total_peak_flops(rt)
         self.start_time = time.monotonic()
+        self.last_time = self.start_time  # when the step before was logged
         self.average_s = 0.0  # moving average of a step
         self.evaluation_s = 0.0  # the last evaluation
-        self.last_time = time.monotonic()  # when the step before was logged
-        if not rt.is_main:
-            return
-
-        self.path = cfg.run_dir / "metrics.jsonl"
-        self.measured_at_start = read_step(cfg.run_dir, start)
-        self.file: FileIO | None = None  # opened by the first line, until which the file stays as it is
-        self.tracker = TRACKERS[cfg.tracker](cfg, start)
+        if rt.is_main:
+            self.path = cfg.run_dir / "metrics.jsonl"
+            self.measured_at_start = read_step(cfg.run_dir, start)
+            self.file: BinaryIO | None = None  # opened by the first line, until which the file stays as it is
+            self.tracker = TRACKERS[cfg.tracker](cfg, start)
 
     def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
         """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
@@ -149,10 +140,7 @@ class MetricsLogger:
 
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
         tokens_per_second = self.cfg.total_batch_size / seconds
-        mfu = None
-        if self.peak_flops:
-            mfu = tokens_per_second * self.flops_per_token / self.peak_flops
-
+        mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
         row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
         row = row | {"tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(row)
@@ -189,33 +177,19 @@ class MetricsLogger:
             row = self.measured_at_start | row
         # JSON has no NaN and no infinity, which a refused update may contain: write null.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        line = json.dumps(finite).encode() + b"\n"
-        values = {k: v for k, v in row.items() if k not in ("step", "val_set") and v is not None}
         with warn_on_error():
-            self._append(line)
+            if self.file is None:
+                # Drop the lines of steps that this run repeats.
+                kept = [json.dumps(old) + "\n" for old in read_metrics(self.path) if old["step"] < self.start]
+                with atomic_write(self.path) as f:
+                    f.write("".join(kept).encode())
+                self.file = open(self.path, "ab")
+            # Flushed at once, so that a kill takes no line back. What a full disk has no room for stays in the buffer.
+            self.file.write(json.dumps(finite).encode() + b"\n")
+            self.file.flush()
         with warn_on_error():
+            values = {k: v for k, v in row.items() if k not in ("step", "val_set") and v is not None}
             self.tracker.log(row["step"], values)
-
-    def _open_file(self) -> FileIO:
-        """Drop the lines of steps that this run repeats, and open the file to append to it."""
-        kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] < self.start]
-        with atomic_write(self.path) as f:
-            f.write("".join(kept).encode())
-        # Unbuffered: each line is one write of the operating system, which a kill of this process cannot take back.
-        return open(self.path, "ab", buffering=0)
-
-    def _append(self, line: bytes) -> None:
-        """Append a whole line, or nothing: a piece of it, as a full disk leaves it, would spoil the next line, too."""
-        if self.file is None:
-            self.file = self._open_file()
-        end = self.file.seek(0, os.SEEK_END)
-        try:
-            written = self.file.write(line)
-            if written < len(line):
-                raise OSError("the disk is full")
-        except OSError:
-            self.file.truncate(end)
-            raise
 
     def log_text(self, step: int, text: str) -> None:
         """Send samples, if there are any, to the console and the tracker."""
@@ -230,7 +204,6 @@ class MetricsLogger:
         with warn_on_error():
             if self.file:
                 os.fsync(self.file.fileno())
-        with warn_on_error():
             self.tracker.flush()
 
     def close(self) -> None:
@@ -239,7 +212,6 @@ class MetricsLogger:
             with warn_on_error():
                 if self.file:
                     self.file.close()
-            with warn_on_error():
                 self.tracker.close()
 
 
@@ -322,15 +294,8 @@ class WandbTracker(Tracker):
 
 
 def check_wandb() -> None:
-    """Raise UserError, before a run starts, if wandb is not installed or would ask for a key."""
-    # A folder named wandb, as its runs leave it, can be imported, too; it has no origin.
-    package = find_spec("wandb")
-    require(package and package.origin, "--tracker wandb needs: .venv/bin/pip install wandb")
-
-    is_local = os.environ.get("WANDB_MODE", "online") != "online"
-    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()
-    fix = "run .venv/bin/wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
-    require(is_local or has_key, f"--tracker wandb needs a key: {fix}")
+    """Raise UserError, before a run starts, if wandb is not installed."""
+    require(find_spec("wandb"), "--tracker wandb needs: pip install wandb")
 
 
 # The classes of TrainConfig.tracker.

@@ -84,7 +84,8 @@ def find_cards(text: str) -> list[str]:
     for part in text.split("+"):
         count, asked = re.findall(r"(?:([1-9][0-9]*) *x)?(.*)", part.strip())[0]
         name = short_name(asked)
-        require(name in names, f"--card {text}: no card {asked!r}; known are {', '.join(CARDS)}; 8xH100 is eight of a kind")
+        known = f"known are {', '.join(CARDS)}; 8xH100 is eight of a kind"
+        require(name in names, f"--card {text}: no card {asked!r}; {known}")
         found += int(count or 1) * [names[name]]
     return found
 
