@@ -60,8 +60,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     step = run.start
     if saved and resume.is_complete(run):
         path = shlex.quote(str(saved["model_file"]))
-        more = f"--max-steps {2 * step} --out-dir {shlex.quote(str(resume.free_folder(cfg.run_dir)))}"
-        print0(f"the run is complete at step {step}; to train on: python train_gpt2.py --resume {path} {more}")
+        more = f"--resume {path} --max-steps {2 * step}, and another --out-dir"
+        print0(f"the run is complete at step {step}; to train on: python train_gpt2.py {more}")
         return ""
 
     plan.print_plan(cfg, rt, run.model, run.data, step, max_steps)

@@ -21,7 +21,7 @@ import torch
 
 from lifecycle.metrics import best_step, val_losses
 from lifecycle.reference import read_references
-from lifecycle.resume import find_checkpoint, open_data, open_init_from
+from lifecycle.resume import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
@@ -185,7 +185,7 @@ def check(cfg: TrainConfig) -> None:
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then memory, step time as measured here, ETA and dollars. Needs no data if the preset
     fixes the number of steps. Nothing is saved. Every rank must call it."""
-    model = open_init_from(cfg) if cfg.init_from != "scratch" else GPT(cfg.model)
+    model = open_first_weights(cfg)
     cfg = replace(cfg, model=model.config)
     data = None
     if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):

@@ -1,9 +1,9 @@
 """Starting or resuming a run: which checkpoint it continues from, with which network and data, and what may differ from
 the run that made it.
 
-    run, saved = open_run(cfg, rt)                          # decides all of it, from top to bottom
+    run, saved = open_run(cfg, rt)              # decides all of it, from top to bottom
     load_state(saved, trainer)
-    state = train_state(run, step, trainer)                 # what the next resume loads
+    state = train_state(run, step, trainer)     # what the next resume loads
 
 Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped. Settings, data or a network
 that would change its result are refused, and so are ranks that would train different runs; another version of torch or
@@ -11,7 +11,6 @@ of the code is announced.
 """
 
 import hashlib
-import itertools
 import os
 import shlex
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lifecycle.metrics import read_config, read_metrics, read_step
+from lifecycle.metrics import read_metrics, read_step
 from lifecycle.run import Run
 from model import GPT
 from system import distributed, machine
@@ -32,9 +31,9 @@ from tokens.shards import find_shards
 from training import optim, schedule
 from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
-from training.presets import PRESETS, is_network_from_init
+from training.presets import is_network_from_init
 from training.step import Trainer
-from weights import checkpoint, convert, names
+from weights import checkpoint, names
 from weights.open_model import open_model
 
 
@@ -47,19 +46,15 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
 
     # The network and its weights. A resumed run keeps those that it has, also if they came from --init-from.
     if saved:
-        old = TrainConfig.from_dict(saved["config"])
+        old = saved["config"]
         if cfg.init_from not in ("scratch", old.init_from):
             print0(f"--init-from {cfg.init_from} is not used: the run continues from its own checkpoint")
         is_from_init = old.init_from != "scratch"
         cfg = replace(cfg, init_from=old.init_from, model=old.model if is_from_init else cfg.model)
         model = open_model(saved["model_file"])
-    elif cfg.init_from != "scratch":
-        model = open_init_from(cfg)
-        cfg = replace(cfg, model=model.config)
     else:
-        # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.
-        torch.manual_seed(cfg.seed)
-        model = GPT(cfg.model)
+        model = open_first_weights(cfg)
+        cfg = replace(cfg, model=model.config)
 
     # Weights are mapped from their file. Copy them, so that deleting the file (--keep) frees its space on the disk.
     for p in model.parameters():
@@ -67,36 +62,21 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
 
     # Nothing that would change the result in silence.
     data, val_data = open_data(cfg)
+    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
     check_ranks_agree(cfg, rt, saved, data)
     if saved:
-        check_drift(cfg, saved, data)
-        print0(f"resumed from {saved['model_file']}")
-        announce_changes(cfg, saved, data)
-        announce_skipped(saved)
-    is_own = saved is not None and is_in_folder(saved, cfg.run_dir)
-    if rt.is_main and not is_own:
+        check_changes(cfg, saved, data, max_steps)
+    if rt.is_main:
         set_metrics_aside(cfg.run_dir)
 
     rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
-    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
     start = saved["step"] if saved else 0
     return Run(cfg, rt, model, data, val_data, data.fingerprint(), start, max_steps), saved
 
 
-def announce_skipped(saved: dict[str, Any]) -> None:
-    """Print which newer weights of the folder the run does not continue from, because they lack their optim_*.pt."""
-    folder = saved["model_file"].parent
-    incomplete = set(names.complete_steps(folder, ["model"])) - set(names.complete_steps(folder))
-    skipped = dict.fromkeys(incomplete, "has no complete optim_*.pt beside it")
-    skipped |= {names.step_of(path): "is damaged" for path in names.damaged_models(folder)}
-    for step, reason in sorted(skipped.items()):
-        if step > saved["step"]:
-            print0(f"not from {names.model_path(folder, step)}, which {reason}: its steps are trained again")
-
-
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
-    """The train state that --resume names, or None for a new run. Raises UserError if the run folder already holds a
-    run that this one would overwrite."""
+    """The train state that --resume names, with its "config" as a TrainConfig, or None for a new run. Raises UserError
+    if the run folder already holds what this run would overwrite."""
     run_dir = cfg.run_dir
     newest = names.latest_step(run_dir)
 
@@ -107,72 +87,42 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     elif cfg.resume not in ("none", "auto"):
         saved = checkpoint.read_train_state(cfg.resume)
 
-    refuse_to_overwrite(cfg, saved, newest)
-    return saved
+    # A run is overwritten neither by a new one, nor by one that resumes from an earlier step or from another run.
+    is_newest = saved and saved["step"] == newest and saved["model_file"].parent.resolve() == run_dir.resolve()
+    problem = f"{run_dir} already holds a run at step {newest}, which is never overwritten"
+    fix = "continue it with --resume auto, or start another run with another --out-dir"
+    require(newest is None or is_newest, f"{problem}; {fix}")
 
-
-def refuse_to_overwrite(cfg: TrainConfig, saved: dict[str, Any] | None, newest: int | None) -> None:
-    """Raise UserError if the run folder holds what a run that continues from `saved` would overwrite: a new one, or one
-    that resumes from an earlier step or from another run. newest: the newest complete step of the folder."""
-    run_dir = cfg.run_dir
-    is_its_newest = saved is not None and saved["step"] == newest and is_in_folder(saved, run_dir)
-    elsewhere = f"--out-dir {shlex.quote(str(free_folder(run_dir)))}"
-    if newest is not None and not is_its_newest:
-        how = "auto" if cfg.resume == "none" else shlex.quote(str(names.model_path(run_dir, newest)))
-        data_dir = read_config(run_dir).get("data_dir")
-        what = f"a run on {data_dir}" if data_dir else "a run"
-        fix = f"continue it with --resume {how}, or start another run with {elsewhere}"
-        if saved and not is_in_folder(saved, run_dir):
-            folder = shlex.quote(str(saved["model_file"].parent))
-            fix = f"to continue the run in {folder}, add --out-dir {folder}; for a run of its own, {elsewhere}"
-        raise UserError(f"{run_dir} already holds {what} at step {newest}, which is never overwritten; {fix}")
-
-    # A damaged file is neither used in silence nor overwritten.
-    for path in names.damaged_models(run_dir):
-        problem = f"{path} is damaged ({path.stat().st_size:,} bytes)"
-        fix = f"move it and its optim_*.pt away to {'start again' if newest is None else f'resume from step {newest}'}"
-        raise UserError(f"{problem}; {fix}, or write elsewhere with {elsewhere}")
-
-    # Weights without their optimizer state, pulled from the Hub or left by a damaged disk, are not overwritten either.
-    weights_only = names.complete_steps(run_dir, ["model"]) if newest is None else []
-    if weights_only:
+    # Nor are damaged weights, and weights without their optimizer state, as they are pulled from the Hub.
+    damaged = names.damaged_models(run_dir)
+    for path in damaged:
+        size = path.stat().st_size
+        fix = "move it and its optim_*.pt away, then --resume auto, or choose another --out-dir"
+        raise UserError(f"{path} is damaged ({size:,} bytes); {fix}")
+    weights_only = names.complete_steps(run_dir, ["model"])
+    if newest is None and weights_only:
         path = names.model_path(run_dir, weights_only[-1])
-        fix = f"to start a new run from them, use --init-from {shlex.quote(str(path))} {elsewhere}"
+        fix = f"to start from these weights, use --init-from {shlex.quote(str(path))} and another --out-dir"
         raise UserError(f"{path} has no complete optim_*.pt next to it, so the run cannot resume; {fix}")
+    return saved and saved | {"config": TrainConfig.from_dict(saved["config"])}
 
 
-def free_folder(run_dir: Path) -> Path:
-    """This folder or, if it exists, one beside it that does not: log/quickstart-2."""
-    numbered = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([run_dir], numbered) if not folder.exists())
-
-
-def is_in_folder(saved: dict[str, Any], run_dir: Path) -> bool:
-    """Whether a train state is that of a checkpoint in this folder."""
-    return saved["model_file"].parent.resolve() == run_dir.resolve()
-
-
-def open_init_from(cfg: TrainConfig) -> GPT:
-    """The weights that --init-from names. Raises UserError if they are of another network than the flags ask for."""
-    try:
-        model = open_model(cfg.init_from)
-    except UserError as e:
-        if cfg.init_from not in convert.OPENAI_NAMES:
-            raise
-        out_dir = cfg.run_dir.with_name(Path(cfg.data_dir).name)
-        folders = f"--data-dir {shlex.quote(cfg.data_dir)} --out-dir {shlex.quote(str(out_dir))}"
-        command = f"python train_gpt2.py quickstart {folders} --sample-prompt @val"
-        raise UserError(f"{e}; without these weights, from scratch: {command}") from None
-    print0(f"weights of {cfg.init_from}")
+def open_first_weights(cfg: TrainConfig) -> GPT:
+    """The network of a new run: of random weights, or the one that --init-from names. Raises UserError if that is
+    another network than the flags ask for."""
+    if cfg.init_from == "scratch":
+        # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.
+        torch.manual_seed(cfg.seed)
+        return GPT(cfg.model)
 
     # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
+    model = open_model(cfg.init_from)
+    print0(f"weights of {cfg.init_from}")
     actual, wanted = vars(model.config), vars(cfg.model)
-    differing = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
-    preset = PRESETS.get(cfg.preset, cfg)
-    typed = [name for name in differing if wanted[name] != getattr(preset.model, name)]
-    different = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in typed or differing)
-    is_free = not differing or is_network_from_init(cfg)
-    require(is_free, f"in --init-from {cfg.init_from}, {different}; drop the --model flags")
+    different = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
+    differences = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in different)
+    is_same = not different or is_network_from_init(cfg)
+    require(is_same, f"in --init-from {cfg.init_from}, {differences}; drop the --model flags")
     return model
 
 
@@ -184,12 +134,44 @@ def open_data(cfg: TrainConfig) -> tuple[Loader, Loader | None]:
     return data, val_data
 
 
-def is_complete(run: Run) -> bool:
-    """Whether nothing is left to do, as when the command of a finished run is repeated: all steps are done, and the
-    last one is evaluated. So is a run that has done more steps than --max-steps asks for. Every rank must call it."""
-    is_evaluated = bool(read_step(run.cfg.run_dir, run.start))
-    is_evaluated = run.rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
-    return run.start > run.max_steps or (run.start == run.max_steps and is_evaluated)
+def check_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader, max_steps: int) -> None:
+    """Raise UserError if what shapes the result has changed since the checkpoint was made, unless --allow-drift accepts
+    it; the network cannot change at all. Print what else is different from here on."""
+    old, step, old_steps = saved["config"], saved["step"], saved["max_steps"]
+    changes = changed_settings(old, cfg)
+
+    # What has changed, and the flag that restores it. A --max-steps that was left out would end the run early.
+    refused = {}
+    for name, (before, after) in changes.items():
+        if shapes_result(name):
+            refused[f"{name}: {before} -> {after}"] = as_flag(name, before)
+    if step < old_steps and max_steps < old_steps:
+        refused[f"max_steps: {old_steps} -> {max_steps}"] = f"--max-steps {old_steps}"
+    if saved["data"] != data.fingerprint():
+        what = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
+        refused[what] = as_flag("data_dir", old.data_dir)
+    if refused:
+        problem = f"the checkpoint of step {step} was made with other settings: {'; '.join(refused)}"
+        is_network = old.model != cfg.model
+        go_on = "" if is_network else "; to go on with the new ones: --allow-drift"
+        fix = f"to restore them: {' '.join(refused.values())}{go_on}"
+        require(cfg.allow_drift and not is_network, f"{problem}; {fix}")
+        print0(f"resume: {problem}")
+
+    # The rest changes no result, but for the software, and a cosine, which is higher at the same step of a longer run.
+    print0(f"resumed from {saved['model_file']}")
+    for name, (before, after) in changes.items():
+        is_of_this_start = has_mark(name, "per_start") or has_mark(name, "per_rank")
+        if not shapes_result(name) and not is_of_this_start:
+            print0(f"resume: {flag(name)} {before} -> {after}")
+    for name, after in machine.versions().items():
+        before = saved.get("versions", {}).get(name, after)
+        if before != after:
+            print0(f"resume: {name} {before} -> {after}")
+    before = schedule.lr_factor(step, old_steps, old) * old.max_lr
+    after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
+    if step < max_steps and before != after:
+        print0(f"resume: the learning rate at step {step} moves from {before:.3e} to {after:.3e}")
 
 
 def set_metrics_aside(run_dir: Path) -> None:
@@ -200,6 +182,47 @@ def set_metrics_aside(run_dir: Path) -> None:
         kept = path.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
         os.rename(path, kept)
         print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept}")
+
+
+def is_complete(run: Run) -> bool:
+    """Whether nothing is left to do, as when the command of a finished run is repeated: all steps are done, and the
+    last one is evaluated. So is a run that has done more steps than --max-steps asks for. Every rank must call it."""
+    is_evaluated = bool(read_step(run.cfg.run_dir, run.start))
+    is_evaluated = run.rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
+    return run.start > run.max_steps or (run.start == run.max_steps and is_evaluated)
+
+
+# ------------------------------------------------------------------------- the ranks
+
+
+def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader) -> None:
+    """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
+    Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
+    wait for each other in different evaluations. Every rank must call it."""
+    # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.
+    cards = dict.fromkeys(rt.gather(machine.device_name(rt.device)))
+    is_safe = len(cards) == 1 or cfg.zero_stage == 1
+    require(is_safe, f"on {' and '.join(cards)} the weights of the ranks would drift apart; use --zero-stage 1")
+
+    # Two machines may have two runs at the same step.
+    checkpoint = f"step {saved['step']} ({names.fingerprint(saved['model_file'])})" if saved else "none"
+    facts = {
+        "the checkpoint to resume from": checkpoint,
+        "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),
+        "the network": str(cfg.model),
+        **describe_files(cfg, data),
+    }
+    rt.check_equal(facts, "give every machine the same files and flags")
+
+
+def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
+    """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
+    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.token_counts):,} tokens)"
+    rows = "none"
+    path = Path(cfg.hellaswag_data)
+    if cfg.hellaswag_every and path.is_file():
+        rows = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return {"the data": shards, "the HellaSwag file": rows}
 
 
 # ------------------------------------------------------------------------- the state of a run
@@ -231,104 +254,3 @@ def load_state(saved: dict[str, Any], trainer: Trainer) -> None:
         optim.load_state(trainer.optimizers, saved["optimizers"])
         if saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
-
-
-# ------------------------------------------------------------------------- the ranks
-
-
-def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader) -> None:
-    """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
-    Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
-    wait for each other in different evaluations. Every rank must call it."""
-    # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.
-    cards = dict.fromkeys(rt.gather(machine.device_name(rt.device)))
-    is_safe = len(cards) == 1 or cfg.zero_stage == 1
-    require(is_safe, f"on {' and '.join(cards)} the weights of the ranks would drift apart; use --zero-stage 1")
-
-    facts = {
-        "the checkpoint to resume from": describe_checkpoint(saved) if saved else "none",
-        "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),
-        "the network": str(cfg.model),
-        **describe_files(cfg, data),
-    }
-    rt.check_equal(facts, "give every machine the same files and flags")
-
-
-def describe_checkpoint(saved: dict[str, Any]) -> str:
-    """The step, and what identifies its files: two machines may have two runs at the same step."""
-    return f"step {saved['step']} ({names.fingerprint(saved['model_file'])})"
-
-
-def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
-    """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
-    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.token_counts):,} tokens)"
-    rows = "none"
-    path = Path(cfg.hellaswag_data)
-    if cfg.hellaswag_every and path.is_file():
-        rows = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return {"the data": shards, "the HellaSwag file": rows}
-
-
-# ------------------------------------------------------------------------- what has changed
-
-
-def check_drift(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
-    """Raise UserError if what shapes the result has changed since the checkpoint was made, unless --allow-drift accepts
-    it; the network cannot change at all."""
-    old = TrainConfig.from_dict(saved["config"])
-    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
-
-    # What has changed, and the flag that restores it.
-    changed = {}
-    for name, (before, after) in changed_settings(old, cfg).items():
-        if shapes_result(name):
-            changed[f"{name}: {before} -> {after}"] = as_flag(name, before)
-    is_unfinished = saved["step"] < saved["max_steps"]
-    if is_unfinished and max_steps < saved["max_steps"]:
-        # A flag that was left out would end the run early, at a lower rate from here on.
-        changed[f"max_steps: {saved['max_steps']} -> {max_steps}"] = f"--max-steps {saved['max_steps']}"
-    if saved["data"] != data.fingerprint():
-        what = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
-        changed[what] = as_flag("data_dir", old.data_dir)
-
-    is_network = old.model != cfg.model
-    if changed and (is_network or not cfg.allow_drift):
-        problem = f"the checkpoint of step {saved['step']} was made with other settings"
-        go_on = "" if is_network else "to go on with the new ones: --allow-drift; "
-        out_dir = shlex.quote(str(free_folder(cfg.run_dir)))
-        start = f"to start another run: all its flags, without --resume, with --out-dir {out_dir}"
-        restore = f"to restore them: {' '.join(changed.values())}"
-        raise UserError(f"{problem}: {'; '.join(changed)}; {go_on}{restore}; {start}")
-
-
-def announce_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader) -> None:
-    """Print what is different from here on, and was accepted by check_drift."""
-    old = TrainConfig.from_dict(saved["config"])
-    step, old_steps = saved["step"], saved["max_steps"]
-    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
-
-    # The settings, but for those of one start or one rank, which concern no result; and the versions.
-    changes = changed_settings(old, cfg)
-    for name, (before, after) in changes.items():
-        shapes_nothing = has_mark(name, "per_start") or has_mark(name, "per_rank")
-        if not shapes_nothing and name not in ("max_steps", "epochs"):
-            print0(f"resume: {flag(name)} {before} -> {after}")
-    if saved["data"] != data.fingerprint():
-        print0(f"resume: the shards in {cfg.data_dir} are not those the run was trained on, in their order")
-    for name, now in machine.versions().items():
-        before = saved.get("versions", {}).get(name, now)
-        if before != now:
-            print0(f"resume: {name} {before} -> {now}")
-
-    # The position in the data is the number of steps times their sequences.
-    if (old.total_batch_size, old.sequence_length) != (cfg.total_batch_size, cfg.sequence_length):
-        was, now = step * old.sequences_per_step, step * cfg.sequences_per_step
-        print0(f"resume: the order of the data continues at sequence {now:,}, not at {was:,}: another batch size")
-
-    # A cosine over more steps is higher at the same step; a trapezoid that has not begun to decay stays where it is.
-    before = schedule.lr_factor(step, old_steps, old) * old.max_lr
-    after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
-    if step < max_steps and (old_steps != max_steps or before != after):
-        length = f"{old_steps} steps become {max_steps}; " if old_steps != max_steps else ""
-        rate = f"stays at {before:.3e}" if before == after else f"moves from {before:.3e} to {after:.3e}"
-        print0(f"resume: {length}the learning rate at step {step} {rate}")
