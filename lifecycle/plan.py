@@ -262,7 +262,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
     state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
-    accuracy = "of 12 published runs, 9 are within 15%, all within 25% (docs/renting.md)"
+    accuracy = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
     unmeasured = [name for name in dict.fromkeys(cards) if not CARDS[name].is_measured]
     if unmeasured:
         accuracy = f"no run is published on {' or '.join(unmeasured)}: the share of its peak is a guess"

@@ -21,7 +21,7 @@ def start_machines(*arguments, second=(), restarts=0) -> list[subprocess.Popen]:
     flags = ["--nnodes=2", "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
     flags += [f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--local-addr=127.0.0.1"]
     command = [*flags, str(ROOT / "train_gpt2.py"), "quickstart", *map(str, arguments)]
-    # What docs/clusters.md has people export on each machine.
+    # What docs/running.md has people export on each machine.
     return [start_torchrun(*command, *more, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for more in ((), second)]
 
 

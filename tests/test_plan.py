@@ -125,7 +125,7 @@ FITTED = [
     (SPEEDRUN, "H200", 1071), (VIDEO, "A100-80GB", 90), (EAGER, "H100", 1574), (SPEEDRUN, "8xB200", 105.5),
     (SPEEDRUN, "4xL40S", 1024),
 ]  # fmt: skip
-# docs/renting.md has these as a table, with their sources.
+# docs/running.md has these as a table, with their sources.
 CHECKED = [
     (PRESETS["llmc-124m"], "8xH100", 138), (RECORD8, "8xH100", 142), (SPEEDRUN, "8xH100", 155),
     (SPEEDRUN, "8xH200", 144), (EAGER, "2xH100", 755), (XL, "8xH100", 2700), (PRESETS["llmc-124m"], "8xA100", 300),
@@ -146,7 +146,7 @@ def test_published_runs_are_within_the_stated_error():
 
 
 def test_the_table_of_published_runs_is_this_one():
-    page = (ROOT / "docs/renting.md").read_text()
+    page = (ROOT / "docs/running.md").read_text()
     rows = re.findall(r"^\| .* \| ([\d,]+) \| ([\d,]+) \| ([+-]\d+%) \|$", page, re.MULTILINE)
     expected = []
     for cfg, cards, ms in CHECKED:
