@@ -138,9 +138,9 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     import torch
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
-    # training/forward.py: it changes no probability, unless a soft-cap sees it.
+    # training/forward.py: it changes no probability.
     head = model.lm_head
-    if dtype != torch.float32 and not model.config.softcap:
+    if dtype != torch.float32:
         head.weight = torch.nn.Parameter(head.weight.detach() - head.weight.detach().mean(0))
     return model.to(device, dtype)
 

@@ -23,9 +23,8 @@ holds all the logits (training/forward.py).
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -41,41 +40,38 @@ VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabula
 ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+def setting(default: Any, help_text: str) -> Any:
+    """A field of GPTConfig, and the help of its flag (python train_gpt2.py -h)."""
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
 
-    # The help of a field is that of its flag (python train_gpt2.py -h).
+    block_size: int = setting(1024, "longest sequence, in tokens")
+    vocab_size: int = setting(VOCAB_SIZE, "rows of the token embedding")
+    n_layer: int = setting(12, "blocks")
+    n_head: int = setting(12, "attention heads of a block")
+    n_embd: int = setting(768, "channels of the residual stream")
+    bias: bool = setting(True, "in linear layers and LayerNorms")
+    tied_head: bool = setting(True, "the head shares the token embedding's weight")
 
-    block_size: int = field(default=1024, metadata={"help": "longest sequence, in tokens"})
-    vocab_size: int = field(default=VOCAB_SIZE, metadata={"help": "rows of the token embedding"})
-    n_layer: int = field(default=12, metadata={"help": "blocks"})
-    n_head: int = field(default=12, metadata={"help": "attention heads of a block"})
-    n_embd: int = field(default=768, metadata={"help": "channels of the residual stream"})
-    bias: bool = field(default=True, metadata={"help": "in linear layers and LayerNorms"})
-    tied_head: bool = field(default=True, metadata={"help": "the head shares the token embedding's weight"})
-    positions: Literal["learned", "rope", "half_rope"] = field(
-        default="learned",
-        metadata={"help": "learned: an embedding of each position; rope: rotations of queries and keys"},
+    positions: Literal["learned", "rope"] = setting(
+        "learned", "learned: an embedding of each position; rope: rotations of queries and keys"
     )
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_gain"] = field(
-        default="layernorm", metadata={"help": "rmsnorm: without a gain, as modded-nanogpt's"}
+    norm: Literal["layernorm", "rmsnorm"] = setting(
+        "layernorm", "rmsnorm: without a gain, and also on the token embedding, as in modded-nanogpt"
     )
-    activation: Literal["gelu", "gelu_erf", "relu2"] = field(
-        default="gelu",
-        metadata={"help": "gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU"},
+    activation: Literal["gelu", "gelu_erf", "relu2"] = setting(
+        "gelu", "gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU, modded-nanogpt's"
     )
-    qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys"})
-    attention_scale: float = field(default=0.0, metadata={"help": "0: one over the square root of the head size"})
-    zero_init_projections: bool = field(
-        default=False,
-        metadata={
-            "help": "the blocks' output projections and an untied head start at zero, all other matrices with "
-            "modded-nanogpt's standard deviation instead of 0.02"
-        },
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys")
+    zero_init_projections: bool = setting(
+        False,
+        "the blocks' output projections and an untied head start at zero, all other matrices with modded-nanogpt's "
+        "standard deviation instead of 0.02",
     )
-    head_bias: bool = field(default=False, metadata={"help": "add a bias to the logits"})
-    softcap: float = field(default=0.0, metadata={"help": "the logits z become z / sqrt(1 + (z / softcap)^2)"})
 
     @property
     def head_size(self) -> int:
@@ -87,7 +83,7 @@ class GPTConfig:
         """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
         # Old checkpoints lack newer settings, whose defaults mean "off". A setting that this version lacks must be off:
         # otherwise the same weights would compute something else.
-        known = {setting.name for setting in fields(GPTConfig)}
+        known = {f.name for f in fields(GPTConfig)}
         for name in saved.keys() - known:
             if saved[name]:
                 raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
@@ -95,29 +91,18 @@ class GPTConfig:
 
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""
-        # A config may come from a file: names may be unknown, and without an upper limit it could ask for all memory.
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            choices = get_args(setting.type)  # empty unless the type is a Literal
-            if choices and value not in choices:
-                raise ValueError(f"{setting.name} {value!r:.99} must be one of {', '.join(choices)}")
-
-            # JSON has no other types of numbers; True is an int in Python.
-            allowed_types = {int: (int,), float: (int, float), bool: (bool,)}.get(setting.type)
-            if allowed_types and type(value) not in allowed_types:
-                raise ValueError(f"{setting.name} {value!r:.99} must be of type {setting.type.__name__}")
-            if setting.type in (int, float):
-                least = 0 if setting.default == 0 else 1  # 0 means off, where it is the default
-                if not least <= value <= 2**20:  # refuses NaN, too
-                    raise ValueError(f"{setting.name} {value!s:.99} must lie between {least} and {2**20}")
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        for name, choices in (("positions", POSITIONS), ("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r:.99} must be one of {', '.join(choices)}")
 
         # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
-        if self.head_size % 2 and has_rope(self):
+        if has_rope(self) and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
-        if has_rope(self) and self.block_size * self.head_size > 2**26:
-            raise ValueError(f"rope's table for block_size {self.block_size} would have more than 2**26 numbers")
 
 
 # ------------------------------------------------------------------------- positions
@@ -129,18 +114,10 @@ def rope_frequencies(hs: int) -> Tensor:
     return 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
 
 
-def half_rope_frequencies(hs: int) -> Tensor:
-    """modded-nanogpt's since 2025: only half of the channel pairs rotate, at up to 1 radian per position; the others
-    have frequency 0."""
-    frequencies = (1 / 1024) ** torch.linspace(0, 1, hs // 4, device="cpu")
-    return F.pad(frequencies, (0, hs // 2 - hs // 4))
-
-
 # GPTConfig.positions: the frequencies by which queries and keys rotate; None: an embedding of each position instead.
 POSITIONS: dict[str, Callable[[int], Tensor] | None] = {
     "learned": None,
     "rope": rope_frequencies,
-    "half_rope": half_rope_frequencies,
 }
 
 
@@ -174,31 +151,38 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 # ------------------------------------------------------------------------- norms and activations
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) over the last dimension of x, in the precision of x: only the statistics are in
-    float32."""
+def rms_norm(x: Tensor) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) without a gain, over the last dimension of x, in the precision of x: only the
+    statistics are in float32."""
     # Since torch 2.12, autocast on a GPU makes rms_norm return float32. The residual stream starts with a norm, so all
     # of it would be float32. modded-nanogpt, under torch 2.5 or without autocast, keeps the precision of x.
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
-        return F.rms_norm(x, x.shape[-1:], weight)
+        return F.rms_norm(x, x.shape[-1:])
     with torch.autocast(device_type, enabled=False):
-        return F.rms_norm(x, x.shape[-1:], weight)
+        return F.rms_norm(x, x.shape[-1:])
 
 
-class RMSNorm(nn.RMSNorm):
-    """`rms_norm` as a module, with a gain if elementwise_affine is set."""
+class RMSNorm(nn.Module):
+    """`rms_norm` as a module, which has no parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)"""
-        return rms_norm(x, self.weight)
+        return rms_norm(x)
 
 
-# GPTConfig.norm: a new norm over the channels.
+class Norm(NamedTuple):
+    """All that a value of GPTConfig.norm stands for."""
+
+    build: Callable[[GPTConfig], nn.Module]  # a norm over the channels
+    # Whether the token embedding passes through such a norm before the first block, too. Its scale then only sets how
+    # fast it learns, so an untied one starts at modded-nanogpt's standard deviation of 1.
+    normalizes_embedding: bool
+
+
 NORMS = {
-    "layernorm": lambda config: nn.LayerNorm(config.n_embd, bias=config.bias),
-    "rmsnorm": lambda config: RMSNorm(config.n_embd, elementwise_affine=False),
-    "rmsnorm_gain": lambda config: RMSNorm(config.n_embd),
+    "layernorm": Norm(lambda config: nn.LayerNorm(config.n_embd, bias=config.bias), normalizes_embedding=False),
+    "rmsnorm": Norm(lambda config: RMSNorm(), normalizes_embedding=True),
 }
 
 
@@ -215,16 +199,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_erf": F.gelu,  # exact (Hendrycks and Gimpel 2016)
     "relu2": relu_squared,
 }
-
-
-def softcap(logits: Tensor, cap: float) -> Tensor:
-    """The logits z, limited to the range from -cap to cap by z / sqrt(1 + (z / cap)^2), as in modded-nanogpt; with a
-    cap of 0 unchanged."""
-    if not cap:
-        return logits
-    # The formula multiplied by cap / cap, in float32.
-    z = logits.float()
-    return cap * z * (z.square() + cap**2).rsqrt()
 
 
 # ------------------------------------------------------------------------- the network
@@ -275,8 +249,7 @@ class SharedInputs(NamedTuple):
     No field has a default, so Python reports every caller that does not give a new one.
     """
 
-    cos_sin: Tensor | None  # RoPE's angles (2, ..., T, 1, hs / 2), if used
-    mask: Tensor | None  # bool, broadcastable to (B, nh, T, S), true where a position attends to another; None: causal
+    cos_sin: Tensor | None  # RoPE's angles (2, T, 1, hs / 2), if used
     cache: KVCache | None  # keys and values of earlier positions
 
 
@@ -299,7 +272,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         """x (B, T, C) -> (B, T, C)"""
         B, T, C = x.shape
-        cos_sin, mask, cache = shared
+        cos_sin, cache = shared
 
         # The query, key and value of each head at each position.
         # (B, T, C) -> (B, T, 3C) -> three of (B, T, C) -> three of (B, T, nh, hs)
@@ -322,11 +295,9 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # (B, nh, S, hs)
             q = q.to(k.dtype)
 
-        # softmax(q @ k^T * scale) @ v. A fused kernel (FlashAttention, Dao et al. 2022) never holds all (T, S) scores.
-        # A single new position attends to everything. Several use the given mask or, without one, the causal mask.
-        is_causal = T > 1 and mask is None
-        scale = self.config.attention_scale or None  # None: one over the square root of the head size
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+        # softmax(q @ k^T / sqrt(hs)) @ v. A fused kernel (FlashAttention, Dao et al. 2022) never holds all (T, S)
+        # scores. The mask is causal; a single new position attends to everything.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
 
         # Put the outputs of the heads side by side: (B, nh, T, hs) -> (B, T, nh, hs) -> (B, T, C)
         y = y.transpose(1, 2).reshape(B, T, C)
@@ -355,9 +326,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.ln_1 = NORMS[config.norm](config)
+        norm = NORMS[config.norm]
+        self.ln_1 = norm.build(config)
         self.attn = Attention(config, layer)
-        self.ln_2 = NORMS[config.norm](config)
+        self.ln_2 = norm.build(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
@@ -379,17 +351,17 @@ class GPT(nn.Module):
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
 
         # Embeddings, blocks, final norm, under the names of the public checkpoints. ln_0 is modded-nanogpt's.
-        new_norm = NORMS[config.norm]
+        norm = NORMS[config.norm]
         self.transformer = nn.ModuleDict()
         self.transformer.wte = Embedding(config.vocab_size, config.n_embd)
         if not has_rope(config):
             self.transformer.wpe = Embedding(config.block_size, config.n_embd)
-        self.transformer.ln_0 = nn.Identity() if config.norm == "layernorm" else new_norm(config)
+        self.transformer.ln_0 = norm.build(config) if norm.normalizes_embedding else nn.Identity()
         self.transformer.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
-        self.transformer.ln_f = new_norm(config)
+        self.transformer.ln_f = norm.build(config)
 
         # The head, which GPT-2 ties to the token embedding (Press and Wolf 2017): both map between tokens and channels.
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
 
@@ -421,9 +393,8 @@ class GPT(nn.Module):
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
 
-        # If the embedding's output is normalized, its scale only sets how fast it learns, and modded-nanogpt's is 1. A
-        # tied head would see the scale, so there it stays.
-        if isinstance(self.transformer.ln_0, RMSNorm) and not config.tied_head:
+        # A tied head would see the scale of the embedding, so there it stays.
+        if NORMS[config.norm].normalizes_embedding and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
     @classmethod
@@ -467,72 +438,47 @@ class GPT(nn.Module):
         in_matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * in_matmuls + 12 * self.config.n_layer * self.config.n_embd * T
 
-    def hidden(
-        self,
-        idx: Tensor,
-        cache: KVCache | None = None,
-        positions: Tensor | slice | None = None,
-        mask: Tensor | None = None,
-        blocks: Sequence[Callable] = (),
-    ) -> Tensor:
-        """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`.
-
-        Who gives what, beside idx:
-
-            training     blocks                       the compiled versions of the model's blocks
-            sampling     cache                        idx continues the text that the cache holds
-            HellaSwag    positions and mask           rows of several texts with a common prefix: endings, context
-
-        positions (B, T); mask (B, 1, T, S), where S is T plus the cache's length, true where query i attends to key j.
-        Without them the positions are 0 .. T - 1, after those of the cache, and the mask is causal.
-        """
-        x, shared = self.embed(idx, cache, positions, mask)
-
-        # The blocks. With a cache or a mask, lengths vary from call to call, so leave out a kernel that plans each.
-        lengths_vary = cache is not None or mask is not None
-        with sdpa_kernel(ANY_LENGTH_KERNELS) if lengths_vary else nullcontext():
-            for block in blocks or self.transformer.h:
-                # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
-                # would append to the cache twice.
-                if self.recompute and cache is None and torch.is_grad_enabled():
-                    x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
-                else:
-                    x = block(x, shared)
+    def hidden(self, idx: Tensor, cache: KVCache | None = None, blocks: Sequence[Callable] = ()) -> Tensor:
+        """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`. cache: of the
+        text that idx continues, when sampling. blocks: the compiled versions of the model's blocks, when training."""
+        x, shared = self.embed(idx, cache)
+        for block in blocks or self.transformer.h:
+            # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
+            # would append to the cache twice.
+            if self.recompute and cache is None and torch.is_grad_enabled():
+                x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, shared)
 
         # All layers have appended their keys and values.
         if cache is not None:
             cache.length += idx.size(1)
         return x
 
-    def embed(
-        self, idx: Tensor, cache: KVCache | None, positions: Tensor | slice | None, mask: Tensor | None
-    ) -> tuple[Tensor, SharedInputs]:
+    def embed(self, idx: Tensor, cache: KVCache | None) -> tuple[Tensor, SharedInputs]:
         """What enters the first block, (B, T, C), and what every block is given beside it. The arguments are those of
         `hidden`."""
         # The T new positions come after the `start` cached ones.
-        T = idx.size(1)
         start = cache.length if cache is not None else 0
+        T = idx.size(1)
+        end = start + T
+        assert end <= self.config.block_size, f"{end} positions, block_size {self.config.block_size}"
 
-        # Attention itself knows the causal mask (T, T), and that one new position attends to everything.
-        assert mask is not None or start == 0 or T == 1, "several positions after cached ones need a mask"
-
-        # Where the new positions are in the text.
-        if positions is None:
-            assert start + T <= self.config.block_size, f"{start + T} positions, block_size {self.config.block_size}"
-            positions = slice(start, start + T)
+        # The causal mask is that of a whole text, and a single position needs none.
+        assert start == 0 or T == 1, "after cached positions only one more at a time"
 
         # Learned positions are added here; RoPE is applied in the attention.
         x = self.transformer.ln_0(self.transformer.wte(idx))  # (B, T) -> (B, T, C)
         cos_sin = None
         if has_rope(self.config):
-            cos_sin = self.cos_sin[:, positions, None]  # (2, T, 1, hs / 2), or (2, B, T, 1, hs / 2)
+            cos_sin = self.cos_sin[:, start:end, None]  # (2, T, 1, hs / 2)
         else:
-            x = x + self.transformer.wpe.weight[positions]  # (T, C), or (B, T, C)
-        return x, SharedInputs(cos_sin, mask, cache)
+            x = x + self.transformer.wpe.weight[start:end]  # (T, C)
+        return x, SharedInputs(cos_sin, cache)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
-        return softcap(self.lm_head(self.transformer.ln_f(x)), self.config.softcap)
+        return self.lm_head(self.transformer.ln_f(x))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets.
@@ -643,7 +589,8 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
             unread = idx[:, -newer_half:]
 
         # Only the last position predicts the next token. (B, n) -> (B, n, C) -> (B, C) -> (B, V)
-        last_hidden = model.hidden(unread, cache)[:, -1]
+        with sdpa_kernel(ANY_LENGTH_KERNELS):
+            last_hidden = model.hidden(unread, cache)[:, -1]
         logits = model.logits(last_hidden)
 
         # The prompt has been read; from here on each sample has a row of its own, and a copy of the prompt's keys and

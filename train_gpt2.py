@@ -33,8 +33,7 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-import hellaswag
-from lifecycle import plan, resume
+from lifecycle import hellaswag, plan, resume
 from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger
@@ -186,7 +185,7 @@ def main() -> None:
             return plan.dry_run(cfg, rt)
     if mode.kind == "eval-only":
         with session as rt:
-            return evaluate_weights(cfg, rt, hellaswag.make_scorer)
+            return evaluate_weights(cfg, rt)
 
     # While ranks wait for each other a signal simply ends them; from then on it asks for a stop. One process at a time
     # may write to the run folder: rank 0 holds its lock.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lifecycle import reference
+from lifecycle import hellaswag, reference
 from lifecycle.resume import describe_files
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
@@ -35,8 +35,7 @@ from training.presets import PRESETS
 from training.step import Trainer
 from weights.open_model import open_model
 
-# (model, rt, check_stop) -> accuracies: hellaswag.py's, which train_gpt2.py hands in
-ScoreHellaswag = Callable[[GPT, Runtime, Callable[[], None]], dict[str, float]]
+ScoreHellaswag = Callable[[GPT, Runtime], dict[str, float]]
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 PROMPT_TOKENS = 8  # of --sample-prompt @val
 
@@ -100,8 +99,8 @@ class Evaluator:
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
         if self.score_hellaswag and is_due(step, cfg.hellaswag_every, self.max_steps):
-            score = self.score_hellaswag(self.model, rt, check_stop)
-            print0(f"{label} | {describe_score(score)}")
+            score = self.score_hellaswag(self.model, rt)
+            print0(f"{label} | {hellaswag.describe_score(score)}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results
 
@@ -137,11 +136,6 @@ def describe_loss(loss: float, bytes_per_target: float) -> str:
     """bytes_per_target: 0 if it is not known."""
     in_bits = f" | bits per byte: {bits_per_byte(loss, bytes_per_target):.4f}" if bytes_per_target else ""
     return f"val loss: {loss:.4f}{in_bits}"
-
-
-def describe_score(score: dict[str, float]) -> str:
-    """The line of HellaSwag, as hellaswag.py prints it."""
-    return f"hellaswag acc {score['acc']:.4f} acc_norm {score['acc_norm']:.4f} n {score['n']}"
 
 
 def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
@@ -256,9 +250,9 @@ def validate(
     return rt.all_reduce(total).item() / count
 
 
-def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., ScoreHellaswag | None]) -> None:
+def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     """--eval-only: print val loss and HellaSwag of the weights named by --resume or --init-from, as a run reports them.
-    Every rank must call it. make_scorer: hellaswag.py's.
+    Every rank must call it.
 
     For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
     (acc_norm). Raises UserError without weights or data."""
@@ -280,7 +274,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime, make_scorer: Callable[..., S
     bytes_per_target = count_bytes_per_target(val_data, cfg)
     data = f"{tokens:,} tokens of {val_data.paths[0]} in {machine.dtype_name(rt.dtype)}"
     print0(f"{weights} on {data} | {describe_loss(loss, bytes_per_target)}")
-    score_hellaswag = make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
+    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
-        score = score_hellaswag(model, rt, lambda: None)
-        print0(describe_score(score))
+        score = score_hellaswag(model, rt)
+        print0(hellaswag.describe_score(score))

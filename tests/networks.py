@@ -15,22 +15,14 @@ from training.presets import PRESETS
 # Three layers have one that is neither the first nor the last; four heads have two groups of two.
 SIZES = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 32}
 GPT2 = GPTConfig(vocab_size=50304)  # with rows that only pad the vocabulary, as the presets have them
-SPEEDRUN = dataclasses.replace(
-    PRESETS["record8-124m"].model, bias=True, head_bias=True, positions="half_rope", norm="rmsnorm_gain",
-    attention_scale=0.12, softcap=15.0,
-)  # fmt: skip
-
-
-# The value of a number that is not tested as 3, for its own rules.
-TEST_NUMBERS: dict[str, float] = {}
 
 
 def other_values(field: dataclasses.Field) -> list:
     """The other choices of a setting or, if it has no named choices, one other value."""
-    choices = [choice for choice in get_args(field.type) if choice != field.default]
     if field.type is bool:
         return [not field.default]
-    return choices or [field.type(TEST_NUMBERS.get(field.name, 3))]  # not 1: a window of one is a special case
+    choices = [choice for choice in get_args(field.type) if choice != field.default]
+    return choices or [field.type(3)]  # not 1: a window of one is a special case
 
 
 # Those of the presets and of an import, then GPT-2 with each setting changed alone.
@@ -39,8 +31,7 @@ NETWORKS = {
     "untied": PRESETS["untied-124m"].model,
     "nanogpt": dataclasses.replace(GPT2, bias=False, activation="gelu_erf"),
     "record8": PRESETS["record8-124m"].model,
-    "speedrun": SPEEDRUN,
-    "speedrun tied": dataclasses.replace(SPEEDRUN, tied_head=True),
+    "record8 tied": dataclasses.replace(PRESETS["record8-124m"].model, tied_head=True),
 }
 for _field in dataclasses.fields(GPTConfig):
     if _field.name not in {*SIZES, "vocab_size"}:

@@ -5,19 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import softcap
-from training.forward import Forward, add_product_, chunk_loss, mean_loss, padded_columns
+from training.forward import Forward, add_product_, chunk_loss, mean_loss
 
-OPTIONS = {
-    "tied": {},
-    "untied": {"tied_head": False, "norm": "rmsnorm", "positions": "rope"},
-    "softcap": {"softcap": 3.0},
-    "bias": {"tied_head": False, "head_bias": True},
-}
+OPTIONS = {"tied": {}, "untied": {"tied_head": False, "norm": "rmsnorm", "positions": "rope"}}
 B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
 NUM_CHUNKS = 5
 
@@ -60,25 +53,6 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
         assert in_chunks(idx, targets).item() == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_only_a_gpu_pads_an_unaligned_vocabulary():
-    assert padded_columns(50257, "cuda") == 50304
-    assert padded_columns(50304, "cuda") == 50304
-    assert padded_columns(50257, "cpu") == 50257
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_padding_changes_neither_loss_nor_gradients(options, precision, monkeypatch):
-    """As on a GPU, with a vocabulary of 320 that becomes 384."""
-    model, idx, targets = make_batch(**OPTIONS[options])
-    in_chunks = Forward(model, compiles=False)
-    loss, gradients = loss_and_gradients(model, in_chunks, idx, targets, precision)
-    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-
-    monkeypatch.setattr("training.forward.padded_columns", {V: 384}.get)
-    assert_same(loss_and_gradients(model, in_chunks, idx, targets, precision), (loss, gradients))
-
-
 @pytest.mark.parametrize("precision, weights, scale", [
     (torch.bfloat16, torch.float32, 1.0), (torch.bfloat16, torch.bfloat16, 1.0),
     (torch.float16, torch.float32, 2.0**16),
@@ -105,7 +79,7 @@ def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale,
 
 @pytest.mark.slow  # writes and compiles C++; test_ranks.py compiles the fast way
 def test_the_compiled_loss_of_a_chunk_is_the_same():
-    model, idx, targets = make_batch(softcap=3.0, tied_head=False, head_bias=True)
+    model, idx, targets = make_batch(tied_head=False)
     x = model.hidden(idx).detach().requires_grad_()  # (B, T, C)
     found = []
     for compute_loss in (chunk_loss, torch.compile(chunk_loss, dynamic=False)):
@@ -113,20 +87,6 @@ def test_the_compiled_loss_of_a_chunk_is_the_same():
         found.append((loss, *torch.autograd.grad(loss, (x, model.lm_head.weight))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_the_gradient_of_the_softcap_has_the_bits_of_autograd():
-    """speedrun-124m's first update is the sign of each gradient: another rounding of those near 0 changes its curve."""
-    logits, targets = 8 * torch.randn(32, 512), torch.randint(512, (32,))
-    z = logits.clone().requires_grad_()
-    capped = softcap(z, 15.0)
-    normalizer = capped.logsumexp(-1, keepdim=True)
-    d_capped = (capped - normalizer).exp() - F.one_hot(targets, 512)
-    (expected,) = torch.autograd.grad(capped, z, d_capped.detach())
-
-    chunk_loss(logits, targets, 15.0, with_gradients=True, vocab_size=512)  # overwrites the logits
-
-    assert torch.equal(logits, expected)
 
 
 def test_a_sum_beyond_the_largest_float16_is_exact():

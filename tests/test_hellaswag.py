@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from helpers import make_hellaswag_rows, write_jsonl
 from networks import NETWORKS, make_network
 
-import hellaswag
-from hellaswag import Example
+import hellaswag as script
+from lifecycle import hellaswag
 from model import GPT, GPTConfig
 from system import machine
 from system.cli import UserError
@@ -34,7 +34,7 @@ def run_main(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["hellaswag.py", *map(str, args)])
-        hellaswag.main()
+        script.main()
         return capsys.readouterr().out
 
     return run
@@ -89,18 +89,17 @@ def test_scores_equal_the_plain_scorer(name, tmp_path):
 
 
 def test_ranks_share_the_work_exactly(model, tmp_path, monkeypatch):
-    """Of 5 ranks some have nothing to score, and still reduce, and check whether to stop."""
+    """Of 50 ranks some have nothing to score, and still reduce."""
     examples = hellaswag.load_examples(write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(18)))
     one_rank = hellaswag.score(model, examples, ONE_RANK)
-    contributions, checks = [], []
+    contributions = []
     monkeypatch.setattr(Runtime, "all_reduce", lambda self, tensor: contributions.append(tensor) or tensor)
 
-    for rank in range(5):
-        rt = Runtime(CPU, torch.float32, rank, world_size=5)
-        hellaswag.score(model, examples, rt, check_stop=lambda rank=rank: checks.append(rank))
+    for rank in range(50):
+        hellaswag.score(model, examples, Runtime(CPU, torch.float32, rank, world_size=50))
 
-    assert torch.equal(sum(contributions), one_rank)
-    assert len(set(map(checks.count, range(5)))) == 1
+    assert torch.equal(sum(contributions).view(-1, 4), one_rank)
+    assert not all(losses.any() for losses in contributions)
 
 
 def test_bfloat16_is_blind_to_what_logits_share(tmp_path):
@@ -133,17 +132,16 @@ def test_a_long_context_loses_its_beginning(tmp_path):
 
 def test_shapes_are_few_and_batches_within_bounds():
     generator = torch.Generator().manual_seed(0)
-    examples = []
-    for _ in range(400):
-        context_length, *ending_lengths = torch.randint(1, 60, (5,), generator=generator).tolist()
-        examples.append(Example([1] * context_length, [[2] * n for n in ending_lengths], 0))
+    lengths = torch.randint(1, 150, (400, 2), generator=generator).tolist()
+    texts = [([1] * in_context, [2] * in_ending) for in_context, in_ending in lengths]
 
-    plan = hellaswag.plan_batches(examples, max_positions=256)
+    plan = hellaswag.plan_batches(texts, max_positions=256)
     assert sorted(itertools.chain(*plan)) == list(range(400))
-    batches = [hellaswag.make_batch([examples[i] for i in indices]) for indices in plan]
+    shapes = [hellaswag.make_batch([texts[i] for i in batch])[0].shape for batch in plan]
 
-    assert all(batch.ids.numel() <= 256 or len(batch.ids) == 1 for batch in batches)
-    assert len({batch.ids.shape for batch in batches}) < 50
+    assert all(n * T <= 256 or n == 1 for n, T in shapes)
+    assert len({T for _, T in shapes}) < 300 / 8
+    assert sum(n * T for n, T in shapes) < 1.1 * sum(map(sum, lengths))
 
 
 # ------------------------------------------------------------------------- files of rows
@@ -219,7 +217,7 @@ def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", [ROW])
 
     # In a run, which goes on, the score is no number either.
-    score = hellaswag.make_scorer(str(data), model.config)(model, ONE_RANK, lambda: None)
+    score = hellaswag.make_scorer(str(data), model.config)(model, ONE_RANK)
     assert math.isnan(score["acc"]) and math.isnan(score["acc_norm"])
 
     with pytest.raises(UserError, match="--dtype float32"):
@@ -234,7 +232,7 @@ def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
 
 def test_the_command_of_the_error_downloads_all_rows(run_main, tmp_path):
     path = tmp_path / "data" / "my rows.jsonl"  # a space, which the command must quote
-    source = write_jsonl(tmp_path / "source.jsonl", [ROW] * hellaswag.VAL_ROWS)
+    source = write_jsonl(tmp_path / "source.jsonl", [ROW] * script.VAL_ROWS)
 
     # The error for missing rows names a command, which downloads them.
     with pytest.raises(UserError) as error:

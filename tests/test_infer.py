@@ -199,7 +199,7 @@ def test_a_cpu_takes_the_dtype_of_fewest_bytes(monkeypatch, run_main, run_dir, h
 
 def test_bfloat16_weights_leave_positions_exact():
     """Angles of rope reach a thousand radians, where bfloat16 has steps of 4."""
-    config = PRESETS["speedrun-124m"].model
+    config = PRESETS["record8-124m"].model
     model = make_network(config, block_size=1024, vocab_size=97, n_embd=128)
     idx = torch.randint(97, (2, 1000))
     with torch.no_grad():

@@ -67,8 +67,6 @@ def plain_logits(model: GPT, idx: torch.Tensor) -> torch.Tensor:
 
     # Channel i is the real part of a pair, and channel i + hs / 2 its imaginary part.
     frequencies = [10_000 ** (-2 * i / hs) for i in range(hs // 2)]
-    if config.positions == "half_rope":
-        frequencies = [1024 ** (-i / (hs // 4 - 1)) for i in range(hs // 4)] + [0.0] * (hs // 4)
     turns = torch.exp(-1j * torch.outer(torch.arange(T), torch.tensor(frequencies)))  # (T, hs / 2)
 
     def rotate(x):
@@ -89,12 +87,11 @@ def plain_logits(model: GPT, idx: torch.Tensor) -> torch.Tensor:
         q, k, v = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").chunk(3, -1)
         heads = []
         for q_head, k_head, v_head in zip(q.split(hs, -1), k.split(hs, -1), v.split(hs, -1), strict=True):
-            scores = scaled(q_head) @ scaled(k_head).mT * (config.attention_scale or hs**-0.5)
+            scores = scaled(q_head) @ scaled(k_head).mT * hs**-0.5
             heads.append((scores + torch.full((T, T), -math.inf).triu(1)).softmax(-1) @ v_head)
         x = x + linear(torch.cat(heads, -1), f"h.{i}.attn.c_proj")
         x = x + linear(activation(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")), f"h.{i}.mlp.c_proj")
-    z = linear(norm(x, "ln_f"), "lm_head")
-    return z / (1 + (z / config.softcap) ** 2).sqrt() if config.softcap else z
+    return linear(norm(x, "ln_f"), "lm_head")
 
 
 @torch.no_grad()
@@ -182,12 +179,8 @@ def test_a_loaded_network_is_the_one_that_was_saved(name):
 
 
 @pytest.mark.parametrize("change, named", [
-    ({"norm": "new"}, "norm"), ({"activation": ["relu2"]}, "activation"), ({"n_layer": 0}, "n_layer"),
-    ({"n_embd": 2**21}, "n_embd"), ({"n_head": 3}, "n_head"), ({"softcap": math.nan}, "softcap"),
-    ({"attention_scale": -1.0}, "attention_scale"), ({"positions": "rope", "n_embd": 36}, "9"),
-    ({"positions": "rope", "block_size": 2**20, "n_embd": 2**12}, "1048576"),
-    ({"n_layer": 2.5}, "n_layer 2.5"), ({"n_head": True}, "n_head"), ({"bias": "False"}, "bias"),
-    ({"softcap": "1"}, "float"),
+    ({"norm": "new"}, "norm 'new'"), ({"activation": "new"}, "activation 'new'"), ({"positions": "new"}, "positions"),
+    ({"n_layer": 0}, "n_layer 0"), ({"n_head": 3}, "n_head 3"), ({"positions": "rope", "n_embd": 36}, "9"),
 ])  # fmt: skip
 def test_a_network_that_cannot_be_is_refused(change, named):
     with pytest.raises(ValueError, match=named):

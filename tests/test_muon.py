@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from helpers import choices
 
 from system import machine
 from training import muon
-from training.config import TrainConfig
 
 # Parameters by the names that the network gives them. The first has queries, keys and values; the first MLP's is as
 # tall as those, but is one matrix.
@@ -37,8 +35,8 @@ def test_muon_is_torchs_for_each_matrix(monkeypatch):
     parameters["transformer.h.0.attn.c_attn.weight"].matrix_rows = (16, 16, 16)  # as Attention marks it
     split = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach().clone())]
     matrices = [torch.nn.Parameter(matrix) for matrix in split]
-    optimizer = muon.Muon([{"params": list(parameters.values()), "weight_decay": 0.1}], **settings)
-    reference = torch.optim.Muon([{"params": matrices, "weight_decay": 0.1}], **settings)
+    optimizer = muon.Muon([{"params": list(parameters.values())}], **settings)
+    reference = torch.optim.Muon([{"params": matrices, "weight_decay": 0.0}], **settings)
 
     for _ in range(3):
         for p in parameters.values():
@@ -60,18 +58,7 @@ def test_muon_uses_bfloat16_where_it_is_fast(has_bfloat16, dtype, monkeypatch):
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if has_bfloat16 else (7, 5))
 
-    on_a_cpu = muon.orthogonalize(torch.randn(1, 16, 64), muon.NEWTON_SCHULZ_ITERATIONS["fast"])
+    on_a_cpu = muon.orthogonalize(torch.randn(1, 16, 64))
 
     assert on_a_cpu.dtype == dtype
     assert muon.newton_schulz_dtype(torch.device("cuda", 0)) == dtype
-
-
-def test_every_choice_of_iterations_orthogonalizes():
-    X = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))
-    values = {}
-    for name in choices(TrainConfig, "newton_schulz"):
-        result = muon.orthogonalize(X, muon.NEWTON_SCHULZ_ITERATIONS[name])
-        values[name] = torch.linalg.svdvals(result[0].float())
-        assert 0.6 < values[name].min() and values[name].max() < 1.3, name
-    assert (values["exact"] - 1).abs().max() < 0.02
-    assert not torch.equal(values["exact"], values["fast"])

@@ -77,7 +77,7 @@ def test_an_optimizer_of_the_project_has_tests_of_its_own():
 
 def test_each_role_has_its_own_rate():
     """By what a parameter is, not by its name: an added table of the vocabulary is an embedding, wherever it is."""
-    cfg = dataclasses.replace(BASE, optimizer="muon", embed_lr_scale=2.0, vector_lr_scale=3.0, max_lr=1.0, muon_lr=5.0)
+    cfg = dataclasses.replace(BASE, optimizer="muon", embed_lr_scale=2.0, max_lr=1.0, muon_lr=5.0)
     model = GPT(dataclasses.replace(SMALL, tied_head=False))
     model.transformer.h[0].attn.value_table = torch.nn.Embedding(64, 16)
     model.temperature = torch.nn.Parameter(torch.ones(1))
@@ -91,16 +91,8 @@ def test_each_role_has_its_own_rate():
     roles = [optim.find_roles(model)[p] for p in rates]
     assert list(dict.fromkeys(roles)) == ["embedding", "matrix", "vector", "block matrix"]
     assert [rates[p] for p in (model.transformer.wte.weight, block.attn.value_table.weight)] == [2.0, 2.0]
-    assert [rates[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)] == [3.0, 3.0, 3.0]
+    assert [rates[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)] == [1.0, 1.0, 1.0]
     assert [rates[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == [5.0, 1.0]
-
-
-@pytest.mark.parametrize("setting", ["beta1", "adam_eps"])
-def test_every_setting_changes_the_weights(setting):
-    cfg = dataclasses.replace(BASE, optimizer="muon", **OWN_SETTINGS)
-    plain = weights_after_three_steps(cfg)
-    changed = weights_after_three_steps(dataclasses.replace(cfg, **{setting: 0.5}))
-    assert any(not torch.equal(changed[n], plain[n]) for n in plain)
 
 
 # ------------------------------------------------------------------------- saving and loading state

@@ -16,7 +16,7 @@ each chunk of R rows:
                                         v  overwritten
     d_x (R, C)  <-- @ weight ---  d_logits (R, V)  --- d_logits.T @ x --->  added to d_weight (V, C)
 
-Called by train_gpt2.py; hellaswag.py casts the head as it is cast here.
+Called by train_gpt2.py; lifecycle/hellaswag.py casts the head as it is cast here.
 """
 
 import math
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import GPT, softcap
+from model import GPT
 from system import machine
 from system.cli import print0
 from system.distributed import Runtime
@@ -120,76 +120,38 @@ def choose_chunk_rows(device_type: str, compiles: bool) -> int:
     return 8192 if compiles else 1024
 
 
-def padded_columns(columns: int, device_type: str) -> int:
-    """The number of columns that the logits get in memory, for a vocabulary of this size. On a GPU it is a multiple of
-    64, as the presets' 50,304 is: according to its documentation, cuBLAS uses its fastest tensor-core kernels only if
-    the bytes of a row are a multiple of 16, and OpenAI's GPT-2 has 50,257 columns of two bytes."""
-    if device_type == "cpu":
-        return columns
-    return math.ceil(columns / 64) * 64
-
-
-def cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """Cast tensor (n, ...) to `dtype` and append rows of zeros up to `rows`: (rows, ...). Returns `tensor` itself if
-    nothing changes."""
-    if len(tensor) == rows:
-        return tensor.to(dtype)
-    padded = tensor.new_zeros(rows, *tensor.shape[1:], dtype=dtype)
-    padded[: len(tensor)] = tensor
-    return padded
-
-
-def cast_head(weight: Tensor, bias: Tensor | None, cap: float, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Weight (V, C) and bias (V,) of the head in autocast's precision, or in their own without autocast; both with rows
-    of zeros appended up to `rows`."""
+def cast_head(weight: Tensor) -> Tensor:
+    """The head's weight (V, C) in autocast's precision or, without autocast, as it is."""
     device_type = weight.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+    dtype = torch.get_autocast_dtype(device_type)
+    if not torch.is_autocast_enabled(device_type) or dtype == weight.dtype:
+        return weight
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Softmax ignores a number that is added to all
     # logits of a row. So subtract the mean row of the weight before the cast rounds: it takes one number, x @ mean, off
-    # all logits of a row. The backward pass may ignore that, because the gradients of a row of logits sum to 0. A
-    # soft-cap may not.
-    if dtype != weight.dtype and not cap:
-        weight = weight - weight.mean(0)
-        bias = None if bias is None else bias - bias.mean()
-    return cast_and_pad(weight, dtype, rows), None if bias is None else cast_and_pad(bias, dtype, rows)
+    # all logits of a row. The backward pass may ignore that, because the gradients of a row of logits sum to 0.
+    return (weight - weight.mean(0)).to(dtype)
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, cap: float, with_gradients: bool, vocab_size: int) -> Tensor:
-    """The summed cross-entropy, in nats, of logits (R, P) before their soft-cap and targets (R,).
-
-    Columns from vocab_size on are padding. Rows whose target is -100 are left out. With gradients, that of the logits
-    overwrites them: they are not needed again.
-    """
+def chunk_loss(logits: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+    """The summed cross-entropy, in nats, of logits (R, V) and targets (R,). Rows whose target is -100 are left out.
+    With gradients, that of the logits overwrites them: they are not needed again."""
     z = logits.float()
-    capped = softcap(z, cap)
-
-    # Give the padding a probability of 0, and therefore a gradient of 0. Slicing it off would be simpler, but then the
-    # compiled kernels are not vectorized: they read and write one number at a time.
-    columns = torch.arange(logits.size(-1), device=logits.device)  # (P,)
-    if len(columns) > vocab_size:
-        capped = capped.masked_fill(columns >= vocab_size, -math.inf)
 
     # Which rows count: 1, or 0 where the target is -100. There any column will do as the target.
     included = (targets >= 0).float()[:, None]  # (R,) -> (R, 1)
     targets = targets.clamp(min=0)[:, None]  # (R,) -> (R, 1)
 
     # cross-entropy = logsumexp(logits) - logit of the target, summed over the rows that count.
-    normalizer = capped.logsumexp(-1, keepdim=True)  # (R, P) -> (R, 1)
-    target_logits = capped.gather(-1, targets)  # (R, P) -> (R, 1)
+    normalizer = z.logsumexp(-1, keepdim=True)  # (R, V) -> (R, 1)
+    target_logits = z.gather(-1, targets)  # (R, V) -> (R, 1)
     loss = ((normalizer - target_logits) * included).sum()
 
-    # d loss / d capped = softmax(capped) - one_hot(target)
+    # d loss / d logits = softmax(logits) - one_hot(target)
     if with_gradients:
-        one_hot = (columns == targets).float()  # (P,) == (R, 1) -> (R, P)
-        d_logits = ((capped - normalizer).exp() - one_hot) * included  # (R, P)
-        if cap:
-            # capped = (cap z) r with r = (z^2 + cap^2)^(-1/2), so by the product rule its derivative is cap r minus
-            # (cap z) r^3 z. Not simplified: these are the operations of autograd. speedrun-124m's first step is the
-            # sign of each gradient, at a rate of 0.7, so that another rounding of gradients near 0 changes the curve.
-            r = (z.square() + cap**2).rsqrt()
-            d_logits = cap * (d_logits * r) - d_logits * (cap * z) * r**3 * z
-        logits.copy_(d_logits)
+        columns = torch.arange(logits.size(-1), device=logits.device)  # (V,)
+        one_hot = (columns == targets).float()  # (V,) == (R, 1) -> (R, V)
+        logits.copy_(((z - normalizer).exp() - one_hot) * included)
     return loss
 
 
@@ -204,9 +166,9 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of x (N, C) @ weight.T (C, V) + bias (V,), if there is one, and targets (N,).
+    """Mean cross-entropy of the logits x (N, C) @ weight.T (C, V) and targets (N,).
 
-    Without padding, soft-cap, bias and half precision, it is this, chunk by chunk:
+    In float32 it is this, chunk by chunk:
 
         logits = x @ weight.T                                       # (R, V)
         loss = F.cross_entropy(logits, targets, reduction="sum")
@@ -214,62 +176,48 @@ class ChunkedHeadLoss(torch.autograd.Function):
         d_x = d_logits @ weight                                     # (R, C)
         d_weight += d_logits.T @ x                                  # (V, C)
 
-    `compute_loss` is chunk_loss or its compiled version. The saved gradients are those of the summed loss; the
-    backward pass divides by the number of targets, in place, so it can run once. In float16 the loss scale therefore
-    never enters the matrix products, and they cannot overflow because of it. The gradients of weight and bias are
-    summed over the chunks in float32.
+    The saved gradients are those of the summed loss; the backward pass divides by the number of targets, in place, so
+    it can run once. In float16 the loss scale therefore never enters the matrix products, and they cannot overflow
+    because of it. The gradient of the weight is summed over the chunks in float32.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, cap, with_gradients, compute_loss, chunk_rows):
-        """The mean loss. cap: of the soft-cap, 0 for none. with_gradients: whether a backward pass will follow."""
+    def forward(ctx, x, weight, targets, with_gradients, compute_loss, chunk_rows):
+        """The mean loss. with_gradients: whether a backward pass will follow; validation needs only the loss.
+        compute_loss: chunk_loss or its compiled version."""
         # Autocast does not cast the inputs of a custom function.
-        V = len(weight)
-        P = padded_columns(V, x.device.type)
-        cast_weight, cast_bias = cast_head(weight, bias, cap, P)  # (P, C) and (P,)
-        dtype = cast_weight.dtype
-
-        # The gradients are computed along with the loss. Validation needs only the loss.
+        cast_weight = cast_head(weight)  # (V, C)
         total = torch.zeros((), device=x.device)
         d_x = torch.empty_like(x) if with_gradients else None
-        d_weight = torch.zeros_like(cast_weight, dtype=torch.float32) if with_gradients else None  # (P, C)
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if with_gradients and bias is not None else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
 
         # Chunk by chunk: R rows of x, their targets, and the part of d_x that is theirs.
         n = math.ceil(len(x) / chunk_rows)
         d_chunks = d_x.chunk(n) if with_gradients else n * [None]
         for rows, row_targets, d_rows in zip(x.chunk(n), targets.chunk(n), d_chunks, strict=False):
-            # Logits of this chunk: (R, C) @ (C, P) -> (R, P)
-            rows = rows.to(dtype)
-            logits = F.linear(rows, cast_weight, cast_bias)
-
-            # Their loss; their gradient, and from it the other gradients.
-            total += compute_loss(logits, row_targets, cap, with_gradients, V)
+            rows = rows.to(cast_weight.dtype)
+            logits = F.linear(rows, cast_weight)  # (R, C) @ (C, V) -> (R, V)
+            total += compute_loss(logits, row_targets, with_gradients)
             if with_gradients:
                 d_logits = logits  # compute_loss has overwritten them
-                d_rows.copy_(d_logits @ cast_weight)  # (R, P) @ (P, C) -> (R, C)
-                add_product_(d_weight, d_logits.T, rows)  # (P, R) @ (R, C) -> (P, C)
-                if bias is not None:
-                    d_bias += d_logits[:, :V].sum(0, dtype=torch.float32)  # (R, V) -> (V,)
+                d_rows.copy_(d_logits @ cast_weight)  # (R, V) @ (V, C) -> (R, C)
+                add_product_(d_weight, d_logits.T, rows)  # (V, R) @ (R, C) -> (V, C)
                 del d_logits
             # Free the logits of this chunk before the next chunk computes its own.
             del logits
 
         # Divide by the number of targets that count. It stays on the device: reading it here would wait for the GPU.
         count = (targets >= 0).sum()
-        if with_gradients:
-            d_weight = d_weight[:V]  # (P, C) -> (V, C)
-        ctx.save_for_backward(d_x, d_weight, d_bias, count)
+        ctx.save_for_backward(d_x, d_weight, count)
         return total / count
 
     @staticmethod
     def backward(ctx, grad_output):
         """The gradients of the mean loss, times grad_output, for the arguments of forward."""
         # grad_output is 1, times the loss scale in float16, over the number of micro-batches.
-        *gradients_of_sum, count = ctx.saved_tensors
+        d_x, d_weight, count = ctx.saved_tensors
         scale = grad_output / count
-        d_x, d_weight, d_bias = (None if g is None else g.mul_(scale) for g in gradients_of_sum)
-        return d_x, d_weight, d_bias, None, None, None, None, None
+        return d_x.mul_(scale), d_weight.mul_(scale), None, None, None, None
 
 
 def mean_loss(
@@ -278,8 +226,5 @@ def mean_loss(
     """Mean cross-entropy, in nats per token, of hidden states x (B, T, C), as GPT.hidden returns them, and targets
     (B, T). Targets of -100 are left out. Without gradients (torch.no_grad) none are computed."""
     x = model.transformer.ln_f(x).flatten(0, 1)  # (B, T, C) -> (B * T, C)
-    head, cap = model.lm_head, model.config.softcap
     with_gradients = torch.is_grad_enabled()
-    return ChunkedHeadLoss.apply(
-        x, head.weight, head.bias, targets.flatten(), cap, with_gradients, compute_loss, chunk_rows
-    )
+    return ChunkedHeadLoss.apply(x, model.lm_head.weight, targets.flatten(), with_gradients, compute_loss, chunk_rows)

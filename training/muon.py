@@ -7,7 +7,6 @@ grows with sqrt(max(1, rows / columns)). The update of a matrix W with gradient 
 
     M = momentum * M + (1 - momentum) * G           the average of the gradients, which is the only state
     N = momentum * M + (1 - momentum) * G           Nesterov: as if the next gradient were G again
-    W = (1 - lr * weight_decay) * W
     W = W - lr * sqrt(max(1, rows / columns)) * orthogonalize(N)
 
 If N = U S V^T is the singular value decomposition, orthogonalize(N) is about U V^T: every direction of the gradient
@@ -25,13 +24,10 @@ from system import machine
 # Newton-Schulz in bfloat16 is precise enough (Jordan 2024), and fastest on GPUs.
 NEWTON_SCHULZ_DTYPE = torch.bfloat16
 
-# Coefficients (a, b, c) of the polynomial a X + b (X X^T) X + c (X X^T)^2 X that each iteration applies.
-NEWTON_SCHULZ_ITERATIONS = {
-    # Five iterations bring the singular values into about [0.7, 1.2]; they do not converge (Jordan 2024).
-    "fast": 5 * [(3.4445, -4.7750, 2.0315)],
-    # Converges to 1 (modded-nanogpt's simple trainer).
-    "exact": 12 * [(2.0, -1.5, 0.5)],
-}
+# Each iteration applies the polynomial a X + b (X X^T) X + c (X X^T)^2 X with these coefficients (Jordan 2024). Five
+# bring the singular values into about [0.7, 1.2]; they do not converge.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
@@ -41,9 +37,9 @@ def newton_schulz_dtype(device: torch.device) -> torch.dtype:
     return NEWTON_SCHULZ_DTYPE if is_fast else torch.float32
 
 
-def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Tensor:
-    """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations, one
-    for each (a, b, c) of `iterations`. The result has the dtype of newton_schulz_dtype."""
+def orthogonalize(X: Tensor) -> Tensor:
+    """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations. The
+    result has the dtype of newton_schulz_dtype."""
     # Work on wide matrices, where X X^T is the smaller product. Below, m <= k: (n, rows, columns) -> (n, m, k)
     is_tall = X.size(-2) > X.size(-1)
     if is_tall:
@@ -55,7 +51,8 @@ def orthogonalize(X: Tensor, iterations: list[tuple[float, float, float]]) -> Te
 
     # Each iteration applies the polynomial to the singular values: s becomes a s + b s^3 + c s^5. The singular vectors
     # stay the same.
-    for a, b, c in iterations:
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT  # (n, m, m)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
@@ -72,9 +69,8 @@ class Muon(torch.optim.Optimizer):
     the layout of torch.optim.Muon's and can be loaded from it.
     """
 
-    def __init__(self, params: list[dict], lr: float, momentum: float, newton_schulz: str = "fast"):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "newton_schulz": newton_schulz}
-        super().__init__(params, defaults)
+    def __init__(self, params: list[dict], lr: float, momentum: float):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's also takes a closure
@@ -97,9 +93,6 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(gradients, buffers, group["momentum"])
             updates = gradients
 
-            # Weight decay as in AdamW: it shrinks the weights, not the gradients.
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-
             # Group all matrices by shape: {(rows, columns): (weights, updates)}. Stacked ones are taken apart as views,
             # such as queries, keys and values: (3C, C) -> three of (C, C)
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
@@ -111,8 +104,7 @@ class Muon(torch.optim.Optimizer):
                     matrices.append(matrix)
 
             # Orthogonalize all of a shape at once, and update the weights. Tall matrices get a higher rate.
-            iterations = NEWTON_SCHULZ_ITERATIONS[group["newton_schulz"]]
             for (rows, columns), (weights, matrices) in by_shape.items():
-                change = orthogonalize(torch.stack(matrices), iterations)  # (n, rows, columns)
+                change = orthogonalize(torch.stack(matrices))  # (n, rows, columns)
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
                 torch._foreach_add_(weights, change.to(weights[0].dtype).unbind(), alpha=-rate)

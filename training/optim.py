@@ -36,27 +36,34 @@ class OptimizerFacts(NamedTuple):
     """What this program must know of an optimizer."""
 
     optimizer_class: type[torch.optim.Optimizer]
-    arguments: Callable[[Recipe], dict[str, Any]]  # besides the groups
+    arguments: dict[str, Any]  # besides the groups
+    group_settings: Callable[[Recipe, str], dict[str, Any]]  # those of the group of a role, `peak_lr` among them
     takes: set[str]  # the roles of the parameters that it updates; AdamW updates the rest
     state_per_weight: int  # how many float32 numbers it keeps for each weight
-    # (peak rate, weight decay) of its parameters; None: those that AdamW would have for the role
-    rate_and_decay: Callable[[Recipe], tuple[float, float]] | None = None
+
+
+def adamw_settings(cfg: Recipe, role: str) -> dict[str, Any]:
+    """AdamW decays matrices but not vectors, as in other GPT-2 reproductions."""
+    return {
+        "peak_lr": cfg.max_lr * cfg.embed_lr_scale if role == EMBEDDING else cfg.max_lr,
+        "weight_decay": 0.0 if role == VECTOR else cfg.weight_decay,
+    }
 
 
 OPTIMIZERS = {
-    # fused: one kernel updates many parameters.
     "adamw": OptimizerFacts(
         torch.optim.AdamW,
-        lambda cfg: {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
-        set(ROLES),
+        {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},  # fused: one kernel updates many parameters
+        adamw_settings,
+        takes=set(ROLES),
         state_per_weight=2,
     ),
     "muon": OptimizerFacts(
         Muon,
-        lambda cfg: {"momentum": 0.95},
-        {BLOCK_MATRIX},
+        {"momentum": 0.95},
+        lambda cfg, role: {"peak_lr": cfg.muon_lr},
+        takes={BLOCK_MATRIX},
         state_per_weight=1,
-        rate_and_decay=lambda cfg: (cfg.muon_lr, 0.0),
     ),
 }
 
@@ -81,24 +88,14 @@ def find_roles(model: GPT) -> dict[nn.Parameter, str]:
 def parameter_groups(model: GPT, cfg: Recipe) -> dict[str, list[dict[str, Any]]]:
     """Every parameter in exactly one group, by the optimizer that updates it, as {"adamw": [...], "muon": [...]}. The
     schedule multiplies each group's `peak_lr`."""
-    # AdamW decays matrices but not vectors, as in other GPT-2 reproductions.
-    weight_decay = dict.fromkeys(ROLES, cfg.weight_decay) | {VECTOR: 0.0}
-    peak_lr = dict.fromkeys(ROLES, cfg.max_lr)
-    peak_lr[EMBEDDING] *= cfg.embed_lr_scale
-    chosen = OPTIMIZERS[cfg.optimizer]
-    if chosen.rate_and_decay:
-        for role in chosen.takes:
-            peak_lr[role], weight_decay[role] = chosen.rate_and_decay(cfg)
-
     # The order of the parameters, role by role, is part of the checkpoint format.
     groups: dict[str, list[dict[str, Any]]] = {}
     roles = find_roles(model)
     for role in ROLES:
         params = [master_weight(p) for p in roles if roles[p] == role]
         if params:
-            name = cfg.optimizer if role in chosen.takes else "adamw"
-            group = {"params": params, "weight_decay": weight_decay[role], "peak_lr": peak_lr[role]}
-            groups.setdefault(name, []).append(group)
+            name = cfg.optimizer if role in OPTIMIZERS[cfg.optimizer].takes else "adamw"
+            groups.setdefault(name, []).append({"params": params, **OPTIMIZERS[name].group_settings(cfg, role)})
     return groups
 
 
@@ -123,7 +120,7 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
     optimizers: list[torch.optim.Optimizer] = []
     for name, groups in parameter_groups(model, cfg).items():
         facts = OPTIMIZERS[name]
-        arguments = {"lr": cfg.max_lr, **facts.arguments(cfg)}  # the schedule sets every group's rate before each step
+        arguments = {"lr": cfg.max_lr, **facts.arguments}  # the schedule sets every group's rate before each step
         if cfg.zero_stage == 1 and rt.world_size > 1:
             from training.zero import ShardedOptimizer
 

@@ -38,7 +38,7 @@ import shlex
 import threading
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, has_rope
 from system.cli import TransientError, UserError, explain_errors, print0, raise_if_transient, require
 from system.files import atomic_write, refuse_placeholder
 from system.machine import copy_to_host
@@ -96,8 +96,21 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
     with explain_errors(f"{path}: the weights are damaged, or do not fit the config stored with them", fix):
-        config = GPTConfig.from_dict(content["config"])
+        config = read_network(content["config"])
         return GPT.from_state_dict(config, weights).eval(), content
+
+
+def read_network(saved: dict[str, Any]) -> GPTConfig:
+    """The network that a file describes, which may come from anywhere: what is no number of its type, or asks for all
+    memory, raises ValueError or TypeError."""
+    config = GPTConfig.from_dict(saved)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if type(value) is not type(field.default) or (type(value) is int and value > 2**20):
+            raise ValueError(f"{field.name} {value!r:.99} is no {type(field.default).__name__}, or above {2**20}")
+    if has_rope(config) and config.block_size * config.head_size > 2**26:
+        raise ValueError(f"rope's table for block_size {config.block_size} would have more than 2**26 numbers")
+    return config
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:

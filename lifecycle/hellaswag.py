@@ -1,0 +1,251 @@
+"""HellaSwag (Zellers et al. 2019): which of four endings does the model find most likely?
+
+    examples = load_examples("data/hellaswag/hellaswag_val.jsonl")
+    print(evaluate(model, examples, "cuda"))    # {"acc": 0.2859, "acc_norm": 0.2955, "stderr": 0.0046, "n": 10042}
+
+hellaswag.py is the command line, and lifecycle/evaluator.py scores a run with it between steps. Chance is 0.25, and
+OpenAI's GPT-2 124M reaches an acc_norm of 0.2955.
+
+The scores are in completion style, as build-nanogpt and llm.c report them: acc takes the ending with the lowest summed
+loss, acc_norm the ending with the lowest loss per token.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from model import ANY_LENGTH_KERNELS, GPT, GPTConfig
+from system import machine
+from system.cli import UserError, explain_errors, print0, progress_bar, require
+from system.distributed import Runtime
+from tokens import tokenizer
+from training.config import HELLASWAG_DATA
+from training.forward import cast_head
+
+NUM_ENDINGS = 4
+LABELS = ("0", "1", "2", "3")
+
+# Rows are padded to a multiple of this many positions. A larger number would mean fewer shapes, each of which a GPU's
+# kernels plan anew; a smaller one less padding.
+LENGTH_MULTIPLE = 8
+
+
+# ------------------------------------------------------------------------- the rows
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of HellaSwag as tokens."""
+
+    context: list[int]
+    endings: list[list[int]]  # the tokens of the four endings
+    label: int  # the correct ending, 0 to 3
+
+
+def render(row: dict) -> Example:
+    """Tokenize one row of the data set. Each ending follows the context after a space. Raises KeyError, TypeError or
+    ValueError for anything else."""
+    encode = tokenizer.encoding().encode_ordinary
+    context = encode(row["ctx"])
+    endings = [encode(" " + ending) for ending in row["endings"]]
+    # Without a context nothing would predict the first token of an ending.
+    if not context or not isinstance(row["endings"], list) or len(endings) != NUM_ENDINGS:
+        raise ValueError("it has no context, or not four endings")
+    # The original has numbers, the Hub's copy text. As text, true and 2.7 are no labels.
+    label = LABELS.index(str(row["label"]))
+    return Example(context, endings, label)
+
+
+def load_examples(path: str | Path = HELLASWAG_DATA, limit: int = 0) -> list[Example]:
+    """Read and tokenize the first `limit` rows of a .jsonl file; 0 means all. Raises UserError if the file is missing,
+    has no rows, or has a bad row, whose line the error names."""
+    path = Path(path)
+    download_command = f"python hellaswag.py --data {shlex.quote(str(path))}"
+    require(path.is_file(), f"no HellaSwag rows at {path}; download them with: {download_command}")
+    lines = path.read_bytes().splitlines()
+    require(lines, f"{path} has no rows; remove it and run: {download_command}")
+
+    examples = []
+    for number, line in enumerate(lines[: limit or None], 1):
+        rule = "is not JSON with 'ctx' (text), 'endings' (four texts) and 'label' (0 to 3)"
+        with explain_errors(f"{path} line {number} {rule}", f"fix it, or remove the file and run: {download_command}"):
+            examples.append(render(json.loads(line)))
+    return examples
+
+
+def require_readable(examples: list[Example], config: GPTConfig) -> None:
+    """Raise UserError unless a model of this shape can read the examples."""
+    require(config.vocab_size > tokenizer.EOT, f"the model has {config.vocab_size} tokens, fewer than GPT-2's")
+
+    # A long context can be cut, but an ending must be read as a whole.
+    longest = max(len(ending) for example in examples for ending in example.endings)
+    require(longest <= config.block_size, f"an ending has {longest} tokens, but the model reads {config.block_size}")
+
+
+# ------------------------------------------------------------------------- the scores
+
+
+def evaluate(model: GPT, examples: list[Example], device: str | torch.device) -> dict[str, float | int]:
+    """The accuracies of a model on `device`, in its own precision, as `summarize` returns them. Raises UserError if the
+    model cannot read the examples, or if its losses are not finite."""
+    one_rank = Runtime(torch.device(device), torch.float32)
+    losses = score(model, examples, one_rank)
+    require_finite(losses, model.lm_head.weight.dtype)
+    return summarize(losses, examples)
+
+
+def summarize(losses: Tensor, examples: list[Example]) -> dict[str, float | int]:
+    """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns."""
+    labels = torch.tensor([example.label for example in examples])
+
+    # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)
+    n = len(examples)
+    acc = (losses.argmin(1) == labels).sum().item() / n
+    acc_norm = (normalize(losses, examples).argmin(1) == labels).sum().item() / n
+    stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))  # of the mean of n answers, right or wrong
+    return {"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": n}
+
+
+def describe_score(result: dict[str, float | int]) -> str:
+    """The line of a score, as hellaswag.py and a run print it."""
+    return f"hellaswag acc {result['acc']:.4f} acc_norm {result['acc_norm']:.4f} n {result['n']}"
+
+
+def normalize(losses: Tensor, examples: list[Example]) -> Tensor:
+    """Losses per token (n, 4), by which acc_norm chooses, from the losses (n, 4) that `score` returns."""
+    token_counts = torch.tensor([[len(ending) for ending in example.endings] for example in examples])
+    return losses / token_counts
+
+
+def require_finite(losses: Tensor, dtype: torch.dtype) -> None:
+    """Raise UserError unless all losses are numbers: a model of NaNs would score the share of the rows with label 0."""
+    problem = f"the model's losses are not finite, although its weights are: {machine.dtype_name(dtype)} overflows"
+    require(losses.isfinite().all(), f"{problem}; --dtype float32 has the widest range")
+
+
+@torch.no_grad()
+def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
+    """Summed negative log-likelihood of each ending in nats, (n, 4) float32 on the CPU, the same on all ranks.
+
+    The ranks of `rt` split the batches, so each of them must call this; the forward pass runs under its autocast.
+    Raises UserError if the model cannot read the examples.
+    """
+    require_readable(examples, model.config)
+    is_gpu = rt.device.type == "cuda"
+    texts = [text for example in examples for text in make_texts(example, model.config.block_size)]  # 4 n
+    batches = plan_batches(texts, max_positions=16_384 if is_gpu else 512)
+
+    # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
+    losses = torch.zeros(len(texts))
+    with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
+        head = cast_head(model.lm_head.weight)
+        for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag", is_shown=rt.is_main):
+            ids, targets = make_batch([texts[i] for i in batch])
+            losses[batch] = batch_losses(model, head, ids.to(rt.device), targets.to(rt.device))
+
+    # A text's loss is zero on all ranks but one, so the sum is exact.
+    return rt.all_reduce(losses.to(rt.device)).cpu().view(-1, NUM_ENDINGS)
+
+
+def batch_losses(model: GPT, head: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
+    """Summed negative log-likelihood (N,) of the targets of each row, float32 on the CPU. ids, targets (N, T): as of
+    make_batch. head: its weight (V, C), cast once for all batches."""
+    # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C), (N, T) -> (M,)
+    in_ending = targets >= 0
+    hidden = model.transformer.ln_f(model.hidden(ids)[in_ending])
+    ending_tokens = targets[in_ending]
+
+    # The logits are 50,000 wide, so compute them for a part of the M targets at a time. (m, C) -> (m, V) -> (m,)
+    at_once = 2_048 if ids.is_cuda else 128
+    token_losses = []
+    for hidden_chunk, target_chunk in zip(hidden.split(at_once), ending_tokens.split(at_once), strict=True):
+        logits = F.linear(hidden_chunk, head).float()
+        token_losses.append(F.cross_entropy(logits, target_chunk, reduction="none"))
+
+    # Back to their places, then add up each row. (M,) -> (N, T) -> (N,)
+    losses = torch.zeros(ids.shape)
+    losses[in_ending.cpu()] = torch.cat(token_losses).cpu()
+    return losses.sum(1)
+
+
+def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime], dict] | None:
+    """The function (model, rt) -> accuracies that scores a training run on the rows in the file `data`.
+
+    If the default file is not there, or a model of this shape cannot read the rows, print the reason and return None:
+    the run trains without HellaSwag. Raises UserError if another file cannot be loaded.
+    """
+    if data == HELLASWAG_DATA and not Path(data).exists():
+        print0(f"HellaSwag is off: no {data}; download it with: python hellaswag.py")
+        return None
+
+    examples = load_examples(data)
+    try:
+        require_readable(examples, config)
+    except UserError as e:
+        print0(f"HellaSwag is off: {e}")
+        return None
+
+    def score_run(model: GPT, rt: Runtime) -> dict[str, float | int]:
+        losses = score(model, examples, rt)
+        # Losses that are not numbers would score the share of the rows with label 0.
+        result = summarize(losses, examples)
+        return result if losses.isfinite().all() else result | {"acc": math.nan, "acc_norm": math.nan}
+
+    return score_run
+
+
+# ------------------------------------------------------------------------- the batches
+
+
+def make_texts(example: Example, block_size: int) -> list[tuple[list[int], list[int]]]:
+    """The four texts of an example as (context, ending). All four have as much of the end of the context as the model
+    reads together with the longest ending, whose last token is not read."""
+    longest = max(map(len, example.endings))
+    context = example.context[-(block_size + 1 - longest) :]
+    return [(context, ending) for ending in example.endings]
+
+
+def row_length(text: tuple[list[int], list[int]]) -> int:
+    """Positions of a text's row, rounded up: the last token is predicted, but not read."""
+    context, ending = text
+    return math.ceil((len(context) + len(ending) - 1) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
+def plan_batches(texts: list[tuple[list[int], list[int]]], max_positions: int) -> list[list[int]]:
+    """The indices of all texts, in batches of one text or at most max_positions positions, padding included."""
+    # Longest first: neighbours have about the same length, and if the first batch fits in memory, all do.
+    order = sorted(range(len(texts)), key=lambda i: row_length(texts[i]), reverse=True)
+    batches = []
+    while order:
+        # All rows of a batch are as long as its first, whose length decides how many fit.
+        size = max(1, max_positions // row_length(texts[order[0]]))
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
+def make_batch(texts: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """ids, targets (N, T) of one batch, whose first text is the longest. -100 is no target. With T = 8:
+
+    column       0    1    2    3      4    5    6    7        context: A man sits, ending: on a chair
+    id           A    man  sits on     a    0    0    0        the padding comes last, where no other position
+    target       -100 -100 on   a      chair -100 ...          sees it
+    """
+    T = row_length(texts[0])
+    ids = torch.zeros(len(texts), T, dtype=torch.int64)
+    targets = torch.full((len(texts), T), -100)
+    for row, (context, ending) in enumerate(texts):
+        text = torch.tensor(context + ending)
+        end = len(text) - 1
+        ids[row, :end] = text[:-1]
+        # The context's last token predicts the ending's first.
+        targets[row, len(context) - 1 : end] = text[len(context) :]
+    return ids, targets
