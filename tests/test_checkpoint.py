@@ -22,9 +22,7 @@ from weights.open_model import open_and_describe, open_model
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
 # A network unlike GPT-2's: a checkpoint must also keep the fields that GPT-2 has no use for.
-MODERN = dataclasses.replace(
-    SMALL, tied_head=False, positions="half_rope", norm="rmsnorm_gain", head_bias=True, n_layer=2
-)
+MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
 
 
 def save(folder: Path, step: int, model: GPT | None = None, keep: int = 0) -> GPT:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TRICKY_TEXTS, same_bits
-from networks import GPT2, NETWORKS, SPEEDRUN, make_network
+from networks import GPT2, NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
 import model as model_module
@@ -30,8 +30,7 @@ CLASSES = {
     "untied": "GPT2LMHeadModel",
     "nanogpt": "GPT2LMHeadModel",
     "record8": "GPTForCausalLM",
-    "speedrun": "GPTForCausalLM",
-    "speedrun tied": "GPTForCausalLM",
+    "record8 tied": "GPTForCausalLM",
 }
 
 OTHER_SIZES = {"block_size": 24, "vocab_size": 300, "n_layer": 3, "n_head": 4, "n_embd": 48}
@@ -59,7 +58,7 @@ def modules_cache(tmp_path_factory):
 def export(tmp_path_factory):
     """The export of a network with code, with its tokenizer; not to be changed."""
     folder = tmp_path_factory.mktemp("export") / "out"
-    assert convert.save_hf(make_network(SPEEDRUN), folder)
+    assert convert.save_hf(make_network(NETWORKS["record8"]), folder)
     return folder
 
 
@@ -158,9 +157,12 @@ def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch
         monkeypatch.setitem(model_module.ACTIVATIONS, "gelu", torch.nn.functional.gelu)  # the exact one
     else:
         forward = model_module.Attention.forward
-        last_30 = torch.ones(32, 32, dtype=torch.bool).tril().triu(-29)
-        windowed = lambda self, x, shared: forward(self, x, shared._replace(mask=last_30))
-        monkeypatch.setattr(model_module.Attention, "forward", windowed)
+
+        def forget_late(self, x, shared):
+            y = forward(self, x, shared)  # (B, T, C)
+            return torch.cat((y[:, :30], 0 * y[:, 30:]), dim=1)
+
+        monkeypatch.setattr(model_module.Attention, "forward", forget_late)
     model = make_network()
 
     with pytest.raises(UserError, match="another network"):
@@ -208,7 +210,7 @@ def test_an_export_suits_other_readers(small_export):
 def test_everyone_may_read_an_export_whom_the_umask_lets(tmp_path):
     umask = os.umask(0o022)
     try:
-        for name in ("gpt2", "speedrun"):
+        for name in ("gpt2", "record8"):
             convert.save_hf(make_network(NETWORKS[name], vocab_size=256), tmp_path / name)
             assert {path.stat().st_mode & 0o777 for path in (tmp_path / name).iterdir()} == {0o644}
     finally:
@@ -298,9 +300,9 @@ def test_weights_with_old_names_are_read(small_export):
     (GPT2, {"quantization_config": {"bits": 4}}, "quantized"),
     (GPT2, {"n_layer": 1}, r"transformer\.h\.1"),
     (GPT2, {"n_embd": "32"}, ""),
-    (SPEEDRUN, {"unheard_of": True}, "unheard_of"),
-    (SPEEDRUN, {"n_layer": 10**6}, "1000000"),
-    (SPEEDRUN, {"n_embd": 64}, "wte"),
+    (NETWORKS["record8"], {"unheard_of": True}, "unheard_of"),
+    (NETWORKS["record8"], {"n_layer": 10**6}, "1000000"),
+    (NETWORKS["record8"], {"n_embd": 64}, "wte"),
 ])  # fmt: skip
 def test_what_the_network_cannot_compute_is_refused(tmp_path, config, change, named):
     convert.save_hf(make_network(config, vocab_size=256), tmp_path / "out")

@@ -99,7 +99,7 @@ def test_the_head_in_chunks_is_that_of_all_logits(run_on_gpu):
     run_on_gpu(compare_head)
 
 
-@pytest.mark.parametrize("flags", [["gpt2-124m"], ["speedrun-124m", "--model.n-head", "1"]])  # one head of 32 channels
+@pytest.mark.parametrize("flags", [["gpt2-124m"], ["record8-124m", "--model.n-head", "1"]])  # one head of 32 channels
 def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
     """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""
     flags = [flags[0], *COMPILED, *flags[1:], "--data-dir", tiny_data, "--micro-batch-size", "auto"]

@@ -77,7 +77,7 @@ def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
     """Sequences of 24 tokens, of which no whole number makes a batch of 256."""
     checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(make_network(vocab_size=256, block_size=24), 0))
     cfg = parse_config("quickstart", *tiny_args, "--init-from", tmp_path / "model_00000.pt", "--hellaswag-every", "0")
-    evaluator.evaluate_weights(cfg, CPU, lambda *args: None)
+    evaluator.evaluate_weights(cfg, CPU)
     assert f"{cfg.val_tokens // 24 * 24:,} tokens of" in capsys.readouterr().out
 
 

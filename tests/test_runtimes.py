@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT, make_hellaswag_rows, write_jsonl
 from networks import NETWORKS, make_network
 
-import hellaswag
+from lifecycle import hellaswag
 from system.distributed import Runtime
 from tokens import tokenizer
 from weights import convert
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 # The networks that are a GPT-2 to these runtimes, and one that is not.
 GPT2S = ("gpt2", "untied")
-OTHER = "speedrun"
+OTHER = "record8"
 
 TEXT = 'The first draft was finished on 3 May 1998, but nobody read it. "It is too long," she said. def mean(values):'
 IDS = tokenizer.encoding().encode_ordinary(TEXT)

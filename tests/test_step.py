@@ -122,7 +122,7 @@ def test_a_refused_update_pushes_no_checkpoint_out(tiny_args, tmp_path, unpoison
 
 # ------------------------------------------------------------------------- float16 and its loss scale
 
-# As record8-124m and speedrun-124m on a GPU before Ampere: AdamW and Muon, and weights that then stay in float32.
+# As record8-124m on a GPU before Ampere: AdamW and Muon, and weights that then stay in float32.
 FLOAT16 = "--dtype float16 --weights bfloat16 --optimizer muon".split()
 
 

@@ -20,9 +20,8 @@ from helpers import (
     write_jsonl,
 )
 
-import hellaswag
 import train_gpt2
-from lifecycle import plan
+from lifecycle import hellaswag, plan
 from lifecycle.evaluator import Evaluator
 from lifecycle.stop import StopRequest
 from system import machine
@@ -32,7 +31,7 @@ from weights.names import model_path
 
 # A run in which every setting of OFF_DEFAULT acts.
 MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid --cooldown 0.7 --grad-clip 0.1
---model.no-tied-head --model.head-bias --val-every 0 --save-every 0""".split()
+--model.no-tied-head --val-every 0 --save-every 0""".split()
 
 
 def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch, capsys):

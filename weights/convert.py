@@ -40,7 +40,7 @@ from system.cli import UserError, env_rank, explain_errors, print0, printable, r
 from system.files import refuse_placeholder
 from system.huggingface import open_hub
 from tokens import tokenizer
-from weights.checkpoint import refuse_other_formats
+from weights.checkpoint import read_network, refuse_other_formats
 
 # Where transformers stores weights: in one file, or in the parts that the index names.
 WEIGHTS = "model.safetensors"
@@ -149,7 +149,7 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     hf_config = read_json(folder / "config.json")
     require("quantization_config" not in hf_config, "its weights are quantized; use the model that they were made from")
     if hf_config.get("model_type") == CODE_TYPE:
-        return GPTConfig.from_dict(hf_config["network"]), False
+        return read_network(hf_config["network"]), False
 
     # Any other value means another network. These come first: other models have other names for their sizes.
     for name, supported in GPT2_FIXED.items():
@@ -162,7 +162,7 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     hf_name = hf_config.get("activation_function", "gelu_new")
     require(hf_name in activations, f"its activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
     is_tied = hf_config.get("tie_word_embeddings", True)
-    return GPTConfig(**sizes, tied_head=is_tied, activation=activations[hf_name]), True
+    return read_network({**sizes, "tied_head": is_tied, "activation": activations[hf_name]}), True
 
 
 def check_vocabulary(folder: Path, name: str) -> None:
