@@ -36,10 +36,11 @@ OTHERS = set("""
 
 
 def find_code(name: str) -> list[str]:
-    """The blocks and inline code of a page, but for diffs. Of a table of coming-from.md, only what is here counts."""
+    """The blocks and inline code of a page, but for diffs, and for what a table has beside its last column, "here"."""
     text = PAGES[name].replace("\\\n", " ")
-    if name == "docs/coming-from.md":
-        text = re.sub(r"^\|.*\| (.*) \|$", r"\1", text, flags=re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        if table.splitlines()[0].endswith("| here |"):
+            text = text.replace(table, re.sub(r"^\|.*\| (.*) \|$", r"\1", table, flags=re.MULTILINE))
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
