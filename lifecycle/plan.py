@@ -12,6 +12,7 @@ Called by train_gpt2.py. tests/test_plan.py compares the predictions with publis
 import json
 import math
 import shlex
+import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lifecycle.metrics import best_step, val_losses
+from lifecycle.metrics import best_step, read_step
 from lifecycle.reference import read_references
 from lifecycle.resume import find_checkpoint, open_data, open_first_weights
 from model import GPT
@@ -27,7 +28,7 @@ from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
 from system.cli import format_cost, format_duration, print0, print_next, require
 from system.distributed import Runtime
-from system.files import atomic_write, free_bytes, lock_folder
+from system.files import atomic_write
 from tokens.loader import Loader
 from tokens.shards import read_manifest
 from training import optim
@@ -45,60 +46,29 @@ EAGER_SPEED = 0.69
 
 MIN_WIDTH = 512  # below, no card comes near the share of its peak that is assumed
 
-MANY_EPOCHS = 10
-MANY_DAYS = 60
-
 
 def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, step: int, max_steps: int) -> None:
     """Print the facts of the run, and warn of what is likely a mistake. Every rank must call it."""
-    T, net = cfg.sequence_length, model.config
-    devices = describe_devices(rt.gather(machine.device_name(rt.device)))
-    print0(f"run        {cfg.preset}{f' from step {step}' if step else ''}, in {cfg.run_dir}")
+    net, devices = model.config, describe_devices(rt.gather(machine.device_name(rt.device)))
     shape = f"{net.n_layer} layers, {net.n_head} heads, {net.n_embd} channels, a context of {net.block_size}"
+    print0(f"run        {cfg.preset}, in {cfg.run_dir}")
     print0(f"network    {model.num_params():,} parameters: {shape}; seed {cfg.seed}")
     print0(f"machine    {devices}, {rt.precision}, torch {torch.__version__}")
     print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens")
-    optimizers = []
-    for name, groups in optim.parameter_groups(model, cfg).items():
-        peaks = dict.fromkeys(f"{group['peak_lr']:g}" for group in groups)
-        optimizers.append(f"{name} (peak rate {', '.join(peaks)})")
-    warmup = f"{cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps"
-    print0(f"optimizer  {' and '.join(optimizers)}; {warmup}")
-    if periods := describe_periods(cfg, max_steps):
-        print0(f"every      {periods}")
+    rate = f"peak rate {cfg.max_lr:g}" + (f", of matrices {cfg.muon_lr:g}" if cfg.optimizer == "muon" else "")
+    print0(f"optimizer  {cfg.optimizer}, {rate}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
-
-    if not data:
-        return print0(f"data       {cfg.data_dir}: this folder does not exist yet")
-    epoch_tokens = data.order.sequences_per_epoch * T  # of whole sequences
+    if data is None:
+        print0(f"data       {cfg.data_dir}: this folder does not exist yet")
+        return
+    epoch_tokens = data.order.sequences_per_epoch * data.T  # of whole sequences
     epochs = max_steps * cfg.total_batch_size / epoch_tokens
-    shards = f"{len(data.paths)} shard{'s' if len(data.paths) > 1 else ''}"
-    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {shards}, read {epochs:.2f} times")
-    if epochs > MANY_EPOCHS and not cfg.overfit_single_batch:
-        fix = "use more text, or a lower --max-steps"
-        print0(f"warning: {epochs:.0f} epochs: the network will know this text by heart, and the val loss rise; {fix}")
+    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.paths)} shards, read {epochs:.2f} times")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
         print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
-
-
-def describe_periods(cfg: TrainConfig, max_steps: int) -> str:
-    """250 steps val loss, HellaSwag, a checkpoint (the newest 2 and the best stay); at the end samples"""
-    kept = f"the newest {cfg.keep} and the best stay" if cfg.keep else "all stay"
-    checkpoint = f"a checkpoint ({kept})" if cfg.save_every < max_steps else "a checkpoint"
-    actions = {
-        "val loss": cfg.val_every,
-        "HellaSwag": cfg.hellaswag_every,
-        "samples": cfg.sample_every,
-        checkpoint: cfg.save_every or max_steps,
-    }
-    at: dict[str, list[str]] = {}
-    for action, period in actions.items():
-        if period:
-            at.setdefault(f"{period:,} steps" if period < max_steps else "at the end", []).append(action)
-    return "; ".join(f"{when} {', '.join(what)}" for when, what in at.items())
 
 
 def describe_devices(names: list[str]) -> str:
@@ -111,15 +81,13 @@ def check_disk(cfg: TrainConfig, model: GPT, step: int, max_steps: int) -> None:
     after `step`. For rank 0."""
     # A run always saves at its end. --save-every adds saves; --keep deletes all but these, the best, and the one that
     # is being written. A resumed run has some of them already.
-    saves = 1
-    if cfg.save_every:
-        saves = math.ceil(max_steps / cfg.save_every) - step // cfg.save_every
+    saves = math.ceil(max_steps / cfg.save_every) - step // cfg.save_every if cfg.save_every else 1
     if cfg.keep:
         saves = min(saves, max(1, cfg.keep + 2 - len(complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     size = 4 * model.num_params() + optim.state_bytes(model, cfg)
-    free = free_bytes(cfg.run_dir)
+    free = shutil.disk_usage(cfg.run_dir).free
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 1, a larger --save-every or another --out-dir"
     require(saves * size <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
@@ -140,46 +108,25 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
 def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
     """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them. For
     rank 0."""
-    losses = val_losses(cfg.run_dir)
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
-    path = shlex.quote(str(model_path(cfg.run_dir, step if best is None else best)))
-    done = f"done: steps {start} to {step} in {format_duration(seconds)}"
-    if step in losses:
-        done += f"; val loss {losses[step]:.4f}"
-    if best is None:
-        print0(f"{done}; weights: {path}")
-    elif best == step:
-        print0(f"{done}, the lowest saved: {path}")
-    else:
-        print0(f"{done}; the lowest saved, {losses[best]:.4f}: {path}")
-
-    better = [s for s in losses if best is not None and losses[s] < losses[best]]
-    if better:
-        lowest = min(better, key=losses.__getitem__)
-        problem = f"the val loss was lower, {losses[lowest]:.4f}, at step {lowest}, which was not saved"
-        print0(f"warning: {problem}; --save-every {cfg.val_every} saves each step that is evaluated")
-
+    path = model_path(cfg.run_dir, step if best is None else best)
+    val_loss = "" if best is None else f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
+    print0(f"done: steps {start} to {step} in {format_duration(seconds)}{val_loss}: {path}")
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
-    # shlex writes an apostrophe as '"'"'. In double quotes, these characters mean something to a shell.
-    quoted = shlex.quote(prompt) if set(prompt) & set('"$`\\!') else f'"{prompt}"'
-    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", f"python infer.py {path} {quoted}")
+    infer = f"python infer.py {shlex.quote(str(path))} {json.dumps(prompt)}"
+    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", infer)
 
 
 # ------------------------------------------------------------------------- without training
 
 
 def check(cfg: TrainConfig) -> None:
-    """--check, which train.sh adds: print the run folder and the number of ranks for this machine, a line each. Raises
-    UserError if the data are missing, the run folder has another run, or the GPU cannot be used."""
+    """--check: print the run folder and the number of ranks for this machine, a line each. Raises UserError if the data
+    are missing, the run folder has another run, or the GPU cannot be used."""
     find_checkpoint(cfg)
     open_data(cfg)
-    # Somebody may train there without train.sh, which would take a lock that is held for a crash, and restart.
-    if cfg.run_dir.exists():
-        with lock_folder(cfg.run_dir):
-            pass
-    device = machine.choose_device(cfg.device)
-    ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in cfg.device else 1
-    print(cfg.run_dir.resolve(), ranks, sep="\n")
+    is_cuda = machine.choose_device(cfg.device).type == "cuda"
+    print(cfg.run_dir.resolve(), torch.cuda.device_count() if is_cuda and ":" not in cfg.device else 1, sep="\n")
 
 
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
@@ -187,53 +134,36 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     fixes the number of steps. Nothing is saved. Every rank must call it."""
     model = open_first_weights(cfg)
     cfg = replace(cfg, model=model.config)
-    data = None
-    if Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch):
-        data, _ = open_data(cfg)
+    has_data = Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch)
+    data = open_data(cfg)[0] if has_data else None
     max_steps = cfg.total_steps(data.order.sequences_per_epoch if data else 0)
     rt = distributed.choose_precision(rt, cfg.dtype)
     saved = find_checkpoint(cfg) if cfg.resume != "none" else None
     first_step = saved["step"] if saved else 0
     print_plan(cfg, rt, model, data, first_step, max_steps)
     trainer = Trainer(model, cfg, rt)
-    B = trainer.B
-
-    def now() -> float:
-        rt.synchronize()  # work on a GPU is queued
-        return time.perf_counter()
+    B, T = trainer.B, cfg.sequence_length
 
     # Steps of one and of two micro-steps, as a whole one may take minutes. What the second adds is a micro-step; the
     # rest comes once a step: the ranks' average, clipping and the update. The first compiles; the fastest counts.
-    tokens = f"{B} x {cfg.sequence_length} random tokens"
-    print0(f"measuring steps of one and two micro-steps of {tokens}; on a CPU that may take minutes")
-    ids = torch.randint(min(cfg.model.vocab_size, 2**16), (2, B, cfg.sequence_length + 1))
-    batch = ids.to(torch.uint16)
+    print0(f"measuring steps of one and two micro-steps of {B} x {T} random tokens; on a CPU that may take minutes")
+    batch = torch.randint(min(cfg.model.vocab_size, 2**16), (2, B, T + 1)).to(torch.uint16)
     seconds = {1: math.inf, 2: math.inf}
     for count in (1, 2, 1, 2, 1, 2):
-        start_time = now()
+        rt.synchronize()  # work on a GPU is queued
+        start_time = time.perf_counter()
         trainer.compute_gradients(batch[:count])
         trainer.update()
         trainer.finish_step()
-        seconds[count] = min(seconds[count], now() - start_time)
+        rt.synchronize()
+        seconds[count] = min(seconds[count], time.perf_counter() - start_time)
 
     micro_steps = cfg.sequences_per_step // rt.world_size // B
     micro_s = min(seconds[1], seconds[2] - seconds[1])  # noise may make the difference too large
     step_s = seconds[1] + (micro_steps - 1) * micro_s
-    print0(
-        f"dry run: peak memory per rank {machine.peak_memory(rt.device) / 2**30:.1f} GiB; {micro_steps} micro-steps of "
-        f"{micro_s * 1e3:,.0f} ms, {(step_s - micro_steps * micro_s) * 1e3:,.0f} ms once a step"
-    )
-    steps = max_steps - first_step
-    speed = describe_speed(cfg, model, step_s, steps, rt.world_size, total_peak_flops(rt))
-    print0(speed)
-    if steps * step_s > MANY_DAYS * 86_400:
-        print0(f"this machine is too slow for {cfg.preset}: --card H100 predicts a faster one")
-    elif data is None:
-        print0(f"next: the data, {cfg.data_dir} (python fineweb.py -h)")
-    elif saved is None and complete_steps(cfg.run_dir):
-        print0(f"next: the same command without --dry-run, with another --out-dir: {cfg.run_dir} has a run")
-    else:
-        print0("next: the same command without --dry-run; for hours, ./train.sh in the background")
+    peak_gb = machine.peak_memory(rt.device) / 2**30
+    print0(f"dry run: peak memory per rank {peak_gb:.1f} GiB; {micro_steps} micro-steps of {micro_s * 1e3:,.0f} ms")
+    print0(describe_speed(cfg, model, step_s, max_steps - first_step, rt.world_size, total_peak_flops(rt)))
 
 
 def predict(cfg: TrainConfig, card: str) -> str:
@@ -248,30 +178,30 @@ def predict(cfg: TrainConfig, card: str) -> str:
     cards = find_cards(card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)
+    fix = "measure it there: --dry-run"
+    require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
+
     # Where the steps depend on the data, those of the public run of the preset.
     published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
     max_steps = cfg.max_steps or cfg.epochs * (cfg.steps_per_epoch or published)
     assumed = "" if max_steps else "how many steps the data have is not known: 1000 are assumed\n"
     max_steps = max_steps or 1000
-    step_s = predict_step_s(cfg, cards)
-    peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
-    fix = "measure it there: --dry-run"
-    require(model.config.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
     state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
+    verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
     accuracy = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
     unmeasured = [name for name in dict.fromkeys(cards) if not CARDS[name].is_measured]
     if unmeasured:
         accuracy = f"no run is published on {' or '.join(unmeasured)}: the share of its peak is a guess"
-    verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
+    peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
+    speed = describe_speed(cfg, model, predict_step_s(cfg, cards), max_steps, len(cards), peak_flops)
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
-        f"{describe_speed(cfg, model, step_s, max_steps, len(cards), peak_flops)}\n{assumed}"
-        f"{accuracy}; to measure, use --dry-run there"
+        f"{speed}\n{assumed}{accuracy}; to measure, use --dry-run there"
     )
 
 

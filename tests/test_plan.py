@@ -43,26 +43,30 @@ def test_a_checkpoint_is_no_larger_than_assumed(tiny_args, tmp_path, optimizer):
     assert assumed < size < 1.25 * assumed  # beside the tensors, a tiny model has many names
 
 
+@pytest.fixture
+def disk(monkeypatch) -> SimpleNamespace:
+    """A disk with so many bytes `free`."""
+    disk = SimpleNamespace(free=0)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: disk)
+    return disk
+
+
 @pytest.mark.parametrize("save_every, keep, step, there, saves", [
     (5, 0, 0, 0, 3), (5, 0, 6, 1, 2), (5, 1, 0, 0, 3), (1, 2, 0, 0, 4), (0, 0, 0, 0, 1), (1, 2, 6, 3, 1),
     (1, 1, 6, 5, 1),
 ])  # fmt: skip
-def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, save_every, keep, step, there, saves):
+def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, disk, save_every, keep, step, there, saves):
     monkeypatch.setattr(plan, "complete_steps", lambda run_dir: range(there))
     cfg = parse_config("quickstart", *tiny_args, "--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
     model = GPT(cfg.model)
-    needed = saves * (4 * model.num_params() + optim.state_bytes(model, cfg))
-
-    monkeypatch.setattr(plan, "free_bytes", lambda folder: needed)
+    disk.free = saves * (4 * model.num_params() + optim.state_bytes(model, cfg))
     plan.check_disk(cfg, model, step, 12)
-
-    monkeypatch.setattr(plan, "free_bytes", lambda folder: needed - 1)
+    disk.free -= 1
     with pytest.raises(UserError, match=rf"^{saves} "):
         plan.check_disk(cfg, model, step, 12)
 
 
-def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "free_bytes", lambda folder: 1000)
+def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, disk):
     with pytest.raises(UserError, match="4 checkpoints"):
         train_quickstart(tiny_args, tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.pt"))
@@ -75,26 +79,31 @@ def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
     """Of 8 sequences, two at a time on each of two ranks, on a clock by which a micro-step takes a second, and what
     comes once a step a second, too."""
     seconds = [0]
+
+    class Trainer:
+        B = 2
+
+        def __init__(self, *args):
+            pass
+
+        def compute_gradients(self, batch):
+            assert batch.shape[1:] == (2, 33)
+            seconds[0] += len(batch)
+
+        def update(self):
+            seconds[0] += 1
+
+        def finish_step(self):
+            pass
+
     monkeypatch.setattr(plan.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(plan, "Trainer", Trainer)
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])
     cfg = parse_config("quickstart", *tiny_args, "--gpu-hour-usd", "600")
-    calls = []
-
-    def compute_gradients(batch):
-        calls.append(batch.shape)
-        seconds[0] += len(batch) + 1
-
-    trainer = SimpleNamespace(B=2, compute_gradients=compute_gradients)
-    trainer.update = trainer.finish_step = lambda: calls.append("update")
-    monkeypatch.setattr(plan, "Trainer", lambda *args: trainer)
     plan.dry_run(cfg, replace(CPU, world_size=2))
-    assert set(calls) == {(1, 2, 33), (2, 2, 33), "update"}
     out = capsys.readouterr().out
     assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the rest
-    assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out and "too slow" not in out
-
-    plan.dry_run(replace(cfg, max_steps=2_000_000), replace(CPU, world_size=2))
-    assert "too slow" in capsys.readouterr().out
+    assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out
 
 
 def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
@@ -103,7 +112,6 @@ def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
     flags = [*tiny_args, "--data-dir", "nowhere", "--dry-run", "--out-dir", run_dir]
     out = run_ranks(2, "train_gpt2.py", "quickstart", *flags)
     assert "2 x 1 x 4 x 32" in out and out.count("12 steps take") == 1
-    assert "next: the data, nowhere" in out
     assert not run_dir.exists()
 
 

@@ -21,7 +21,7 @@ from helpers import (
 )
 
 import train_gpt2
-from lifecycle import hellaswag, plan
+from lifecycle import hellaswag
 from lifecycle.evaluator import Evaluator
 from lifecycle.stop import StopRequest
 from system import machine
@@ -45,16 +45,6 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
     val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
     best = model_path(tmp_path, min(val_losses, key=val_losses.get))
     assert f": {best}\n" in capsys.readouterr().out and best.exists()
-
-
-def test_the_end_says_what_was_better_and_not_saved(tmp_path, monkeypatch, capsys):
-    rows = [{"step": step, "val_loss": loss} for step, loss in ((0, 10.8), (10, 7.9), (20, 8.5), (30, 9.9))]
-    write_jsonl(tmp_path / "metrics.jsonl", rows)
-    monkeypatch.setattr(plan, "complete_steps", lambda run_dir: [20, 30])
-    plan.print_result(parse_config("quickstart", "--out-dir", tmp_path), 0, 30, 60)
-    done, warning, *_ = capsys.readouterr().out.splitlines()
-    assert "9.9000" in done and "8.5000" in done and "model_00020.pt" in done
-    assert "7.9000" in warning and "step 10" in warning and "--save-every 10" in warning
 
 
 def test_every_setting_of_the_recipe_is_in_the_table():
