@@ -384,4 +384,4 @@ def choose_preset(args: Args, is_local: bool) -> str:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="files go after --source: python fineweb.py --source 'my/*.txt' --out data/my")
+    run_cli(main)

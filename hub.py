@@ -427,4 +427,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="commands: push-data, pull-data, push-model, pull-model, check, export, import; see -h")
+    run_cli(main)

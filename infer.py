@@ -202,4 +202,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     # nanoGPT's sample.py names both by flags.
-    run_cli(main, hint='see -h; sample.py --out_dir=MODEL --start="PROMPT" is infer.py MODEL "PROMPT" here')
+    run_cli(main)

@@ -9,8 +9,9 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2_plain.py --micro-batch-size 64 --compile     # GPT-2 124M
 
 The defaults are build-nanogpt's recipe for GPT-2 124M, which is the preset gpt2-124m of train_gpt2.py. That program
-computes the same, and adds what a long run needs (this one saves at its end alone) and what makes it faster. With
---no-shuffle, its losses, gradient norms and weights are those of this file, up to rounding (tests/test_plain.py).
+computes the same, and adds what a long run needs (this one saves every --save-every steps, and goes on with the same
+command and --resume auto) and what makes it faster. With --no-shuffle, its losses, gradient norms and weights are those
+of this file, up to rounding (tests/test_plain.py).
 
 A step reads micro_steps * B sequences of T tokens on each rank, of which B at a time fit in memory:
 
@@ -20,67 +21,66 @@ A step reads micro_steps * B sequences of T tokens on each rank, of which B at a
     once a step             average the gradients over the ranks, clip their norm, set the rate, update with AdamW
 """
 
+import argparse
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from system.cli import env_rank, print0, require, run_cli  # before all packages: it says what this Python lacks
-
-# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
+from system.cli import ArgumentParser, env_rank, print0, require, run_cli
+from system.settings import add_flags, change, check_settings, setting
 from tokens import shards, tokenizer
 
 # GPT-2 has 50,257 tokens. Rows that no token uses pad the vocabulary to a multiple of 128, for the matmul kernels.
 GPT2_124M = GPTConfig(vocab_size=50304)
+
+SAVE_FILE = "save.pt"
 
 
 @dataclass(frozen=True)
 class Config:
     """The settings, with the names that they have in train_gpt2.py. A period (--*-every) of 0 turns that thing off."""
 
-    model: GPTConfig = GPT2_124M
-    data_dir: str = "data/fineweb-edu"  # folder of token shards, as fineweb.py writes them
-    out_dir: str = "log/plain"  # run folder, which must be new
-    seed: int = 1337  # of the random weights and of the samples
+    data_dir: str = setting("data/fineweb-edu", "folder of token shards, as fineweb.py writes them", heading="Folders")
+    out_dir: str = setting("log/plain", "run folder, which must be new")
+    resume: Literal["none", "auto"] = setting("none", "auto: go on from the last save in --out-dir, if there is one")
 
-    max_steps: int = 19_073  # optimizer steps: with the defaults, one pass over 10 billion tokens
-    total_batch_size: int = 524_288  # tokens per step, over all ranks and micro-steps
-    micro_batch_size: int = 16  # sequences per forward pass of a rank (B): as many as fit in memory
-    sequence_length: int = 1024  # tokens per sequence (T)
+    max_steps: int = setting(19_073, "optimizer steps: one pass over 10 billion tokens", heading="The run")
+    total_batch_size: int = setting(524_288, "tokens per step, over all ranks and micro-steps", low=1)
+    micro_batch_size: int = setting(16, "sequences per forward pass of a rank (B): as many as fit in memory", low=1)
+    sequence_length: int = setting(1024, "tokens per sequence (T)", low=1)
+    seed: int = setting(1337, "of the random weights and of the samples")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "precision of the matrix products")
+    compile: bool = setting(False, "torch.compile: a long first step, then faster ones")
 
-    max_lr: float = 6e-4  # peak learning rate
-    min_lr: float = 6e-5  # learning rate at the end
-    warmup_steps: int = 715  # steps over which the rate rises linearly to its peak
-    weight_decay: float = 0.1  # of matrices and embeddings
-    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    max_lr: float = setting(6e-4, "peak learning rate", heading="The optimizer")
+    min_lr: float = setting(6e-5, "learning rate at the end")
+    warmup_steps: int = setting(715, "steps over which the rate rises linearly to its peak")
+    weight_decay: float = setting(0.1, "of matrices and embeddings")
+    grad_clip: float = setting(1.0, "largest global gradient norm; 0: no clipping")
 
-    val_every: int = 250  # steps between measurements of the validation loss
-    val_tokens: int = 10_485_760  # tokens to validate on, from the start of the val split
-    sample_every: int = 250  # steps between samples
-    sample_prompt: str = "Hello, I'm a language model,"  # text to continue
+    val_every: int = setting(250, "steps between measurements of the validation loss", heading="Evaluation and saving")
+    val_tokens: int = setting(10_485_760, "tokens to validate on, from the start of the val split")
+    sample_every: int = setting(250, "steps between samples")
+    sample_prompt: str = setting("Hello, I'm a language model,", "text to continue")
+    save_every: int = setting(250, "steps between saves, to resume from; the last one replaces those before")
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # precision of the matrix products
-    compile: bool = False  # torch.compile: a long first step, then faster ones
+    model: GPTConfig = field(default=GPT2_124M, metadata={"help": "The network"})
 
     def __post_init__(self):
         """Raises UserError for a number that is too small."""
-        positive = ("total_batch_size", "micro_batch_size", "sequence_length")
-        for name, value in vars(self).items():
-            if isinstance(value, int | float):
-                least = 1 if name in positive else 0
-                require(value >= least, f"--{name.replace('_', '-')} {value} must be at least {least}")
+        check_settings(self)
 
 
 # ------------------------------------------------------------------------- data
@@ -121,11 +121,12 @@ def read_sequences(paths: list[Path], T: int) -> Iterator[np.ndarray]:
 
 
 def read_batches(
-    paths: list[Path], B: int, T: int, rank: int, world_size: int, device: torch.device
+    paths: list[Path], B: int, T: int, rank: int, world_size: int, device: torch.device, first: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's micro-batches on its device: inputs and targets, (B, T) int64 each."""
+    """Yield this rank's micro-batches on its device, from sequence number `first` on: inputs and targets, (B, T) int64
+    each."""
     # Blocks of B sequences, dealt out to the ranks in turn. So a step has the same tokens on any number of ranks.
-    sequences = read_sequences(paths, T)
+    sequences = islice(read_sequences(paths, T), first, None)
     while True:
         for owner in range(world_size):
             block = list(islice(sequences, B))
@@ -235,8 +236,12 @@ def train(cfg: Config) -> None:
     val_shards = find_enough_shards(cfg, "val", cfg.val_tokens // T, B * world_size) if cfg.val_every else []
     out_dir = Path(cfg.out_dir)
     is_free = not out_dir.exists() or not any(out_dir.iterdir())
-    fix = f"use --out-dir {out_dir}-2, or rm -r {out_dir}"
-    require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
+    if cfg.resume == "auto" and not is_free:
+        check_same_settings(cfg)
+    else:
+        fix = f"use --resume auto, or --out-dir {out_dir}-2"
+        require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
+    saved = torch.load(out_dir / SAVE_FILE, map_location="cpu") if (out_dir / SAVE_FILE).exists() else None
 
     # A GPU if there is one. Autocast computes matrix products in bfloat16, which has half the bits of float32 and the
     # same range. Weights, gradients and the loss stay in float32.
@@ -251,6 +256,11 @@ def train(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model).to(device)
     optimizer = make_optimizer(model, cfg)
+    start_step = 0
+    if saved:
+        start_step = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
     network = f"{model.num_params():,} parameters on {device}"
     print0(f"{network}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
 
@@ -264,13 +274,20 @@ def train(cfg: Config) -> None:
         dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         forward = nn.parallel.DistributedDataParallel(forward)
 
-    # What plots.py and people read about the run.
+    # What plots.py and people read about the run. The steps after the save are done again, and so are their lines.
     if rank == 0:
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
+        metrics = out_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        metrics.write_text("".join(line for line in lines if json.loads(line)["step"] < start_step))
 
-    batches = read_batches(train_shards, B, T, rank, world_size, device)
-    for step in range(cfg.max_steps + 1):
+    first = start_step * cfg.total_batch_size // T
+    batches = read_batches(train_shards, B, T, rank, world_size, device, first)
+    for step in range(start_step, cfg.max_steps + 1):
+        if rank == 0 and cfg.save_every and step % cfg.save_every == 0 and step > start_step:
+            save(cfg, model, optimizer, step)
+
         # The evaluations come before the update of a step, and once after the last update.
         is_last = step == cfg.max_steps
         row: dict[str, float] = {"step": step}
@@ -336,6 +353,22 @@ def train(cfg: Config) -> None:
         print0(f'done: {path}; next: python plots.py {out_dir}; python infer.py {path} "Once upon a time"')
 
 
+def save(cfg: Config, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write all that the run needs to go on at this step. A kill meanwhile leaves the save before."""
+    content = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    path = Path(cfg.out_dir) / SAVE_FILE
+    torch.save(content, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def check_same_settings(cfg: Config) -> None:
+    """Raise UserError unless the run folder is that of a run with these settings."""
+    path = Path(cfg.out_dir) / "config.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    changed = [name for name, value in asdict(cfg).items() if name != "resume" and old.get(name) != value]
+    require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; give the same flags")
+
+
 def write_row(out_dir: Path, row: dict[str, float]) -> None:
     """Append a line to metrics.jsonl, which plots.py draws. Only rank 0 writes."""
     if env_rank() == 0:
@@ -343,13 +376,15 @@ def write_row(out_dir: Path, row: dict[str, float]) -> None:
             f.write(json.dumps(row) + "\n")
 
 
+def make_parser() -> ArgumentParser:
+    """The flags, which return what was typed and nothing else."""
+    parser = ArgumentParser(__doc__, argument_default=argparse.SUPPRESS)
+    add_flags(parser, Config())
+    return parser
+
+
 def main() -> None:
-    cfg = tyro.cli(Config, description=__doc__, console_outputs=env_rank() == 0)
-    try:
-        train(cfg)
-    except KeyboardInterrupt:
-        print0("\nended, and nothing is saved: this trainer saves at its end alone")
-        raise
+    train(change(Config(), vars(make_parser().parse_args())))
 
     # Leave the other ranks only now: DDP, which `train` has let go of, may hang if its group ends first.
     if dist.is_initialized():
@@ -357,4 +392,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, hint="see -h; docs/coming-from.md has nanoGPT's names")
+    run_cli(main)

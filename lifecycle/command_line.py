@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.metrics import check_wandb
-from system.cli import ArgumentParser, UsageError, env_rank, suggest
+from system.cli import ArgumentParser, UsageError, suggest
 from system.settings import add_flags, change
 from training.config import HELLASWAG_DATA, TrainConfig, has_mark
 from training.presets import DESCRIPTIONS, PRESETS
@@ -40,7 +40,6 @@ def make_parser(cfg: TrainConfig) -> ArgumentParser:
     parser = ArgumentParser(
         f"Presets:\n{presets}\n\nThe values below are those of {cfg.preset}; PRESET -h has those of PRESET.",
         usage=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
@@ -73,8 +72,7 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
 
     preset = typed.pop("preset", None)
     if preset and preset not in PRESETS:
-        meant = suggest(preset, PRESETS) or f"presets: {', '.join(PRESETS)}"
-        raise UsageError(f"no preset {preset!r}; {meant.strip()}")
+        raise UsageError(f"no preset {preset!r}; {suggest(preset, PRESETS)}presets: {', '.join(PRESETS)}")
     cfg = PRESETS[preset or "gpt2-124m"]
 
     # A run continues in its own folder.
@@ -89,8 +87,7 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     cfg = change(cfg, typed)
 
     if asks_for_help:
-        if env_rank() == 0:
-            make_parser(cfg).print_help()
+        make_parser(cfg).print_help()
         raise SystemExit(0)
     if cfg.tracker == "wandb":
         check_wandb()

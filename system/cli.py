@@ -31,35 +31,11 @@ import sys
 import threading
 import time
 import traceback
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
-
-# Both are checked on import: other modules import fcntl and resource, which Windows does not have, and a script imports
-# this module before torch and tyro.
-if os.name == "nt":
-    sys.exit(
-        "error: this project runs on Linux and macOS. On Windows, run it in the Windows Subsystem for Linux: "
-        "run `wsl --install` in an administrator's terminal, then the same commands in Ubuntu's terminal"
-    )
-for package in ("torch", "tyro", "numpy"):
-    if find_spec(package) is None:
-        sys.exit(f"error: no {package} in this Python ({sys.executable}): make install, then . .venv/bin/activate")
-
-
-def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's own, but for Ctrl-C."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, error, trace)
-
-
-# The imports of a script take seconds: Ctrl-C meanwhile is no error either.
-sys.excepthook = print_traceback
 
 
 class UserError(Exception):
@@ -136,7 +112,7 @@ def explain_errors(problem: str, fix: str) -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        raise UserError(f"{problem}: {e}") from None
+        raise UserError(f"{problem}: {e}; {fix}") from None
     except Exception as e:
         raise_if_transient(e)
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
@@ -157,25 +133,17 @@ def set_omp_wait_policy() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-# The errors of the operating system that say what is wrong with a path: the same command would fail again. Not ENOSPC
-# and EIO, which end a run as a crash: a full disk may have room again when the run is restarted.
-PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-
-
-def run_cli(main: Callable[[], object], hint: str = "see -h") -> None:
-    """Run a script's `main` and exit. What the user can fix, a UserError or a path that cannot be used, becomes one
-    message and exit code 1 or 2, never a traceback. hint: the end of a message about a word that is not accepted."""
-    from system.usage import explain_usage
-
+def run_cli(main: Callable[[], object]) -> None:
+    """Run a script's `main` and exit. What the user can fix, a UserError or a path that may not be used, becomes one
+    message, never a traceback."""
     set_omp_wait_policy()
-    make_streams_safe()
     try:
-        sys.argv[1:] = read_words(sys.argv[1:])
-        with explain_usage(hint):
-            main()
+        main()
     except UsageError as e:
-        reason = describe_typography(sys.argv[1:]) or str(e)
-        fail("user_error", reason, f"error: {reason}", code=2)
+        fail("user_error", str(e), f"error: {e}", code=2)
+    except (UserError, PermissionError, NotADirectoryError, IsADirectoryError) as e:
+        status = "system_error" if isinstance(e, TransientError) else "user_error"
+        fail(status, str(e), f"error: {e}")
     except KeyboardInterrupt:
         exit_process(130)  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:
@@ -183,41 +151,27 @@ def run_cli(main: Callable[[], object], hint: str = "see -h") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_process(141)  # 128 + SIGPIPE
     except Exception as e:
-        if isinstance(e, TransientError):
-            fail("system_error", str(e), f"error: {e}")
-        if isinstance(e, UserError) or (isinstance(e, OSError) and e.errno in PATH_ERRORS):
-            fail("user_error", str(e), f"error: {e}")
         fail("system_error", f"{type(e).__name__}: {e}", traceback.format_exc())
     exit_process(0)
 
 
-def make_streams_safe() -> None:
-    """Let no `print` raise: a character that the encoding of the output lacks becomes a question mark, and a stream
-    that the caller has closed (2>&-) leads to /dev/null."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # It gets the lowest free number, which is that of the closed stream: no data file gets it.
-            setattr(sys, name, open(os.devnull, mode))
-        if mode == "w":
-            getattr(sys, name).reconfigure(errors="replace")
-
-
 def fail(status: str, reason: str, message: str, code: int = 1) -> None:
     """Print why this process fails, leave it for the program that started it, and exit with `code`."""
-    # The status first: torchrun may end this rank as soon as another one has failed.
+    # The status first: torchrun ends this rank as soon as another one has failed. So rank 0 speaks for all of them
+    # about the command line, which they share.
     write_status(status, reason)
+    if code == 2 and env_rank() > 0:
+        time.sleep(3)
     message = printable(message)
     with suppress(OSError):
-        # What to do gets a line of its own where a person reads it; a log keeps a message in one line.
-        is_long = len(message) > 100 and "\n" not in message and sys.stderr.isatty()
-        print(message.replace("; ", "\n  ") if is_long else message, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
     # torchrun prints the text of this file last, as the cause. The format is that of its ErrorHandler.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        with suppress(OSError), open(error_file, "w") as f:
-            json.dump({"message": details}, f)
+        with suppress(OSError):
+            Path(error_file).write_text(json.dumps({"message": details}))
     exit_process(code)
 
 
@@ -251,44 +205,6 @@ def exit_process(code: int) -> None:
     os._exit(code)
 
 
-# ------------------------------------------------------------------------- the words of the command line
-
-# Flags whose value is a path: --out-dir, --data, --init-from, --source, --model, ...
-PATH_FLAGS = re.compile("dir|out|data|resume|from|source|verify|model|peers")
-
-
-def read_words(words: list[str]) -> list[str]:
-    """The command line with ~ and $NAME expanded in the values of PATH_FLAGS: a shell leaves --out-dir=~/runs as it is,
-    and some launchers have no shell. Other words stay, such as a prompt, and names that are not defined. Raises
-    UserError for a word that is not UTF-8: torch cannot open such a file."""
-
-    def expand(flag: str, value: str) -> str:
-        return os.path.expandvars(os.path.expanduser(value)) if PATH_FLAGS.search(flag) else value
-
-    read = []
-    for i, word in enumerate(words):
-        is_utf8 = not re.search("[\ud800-\udfff]", word)
-        require(is_utf8, f"{word!r} on the command line is not UTF-8; rename the file, because torch cannot open it")
-
-        before = words[i - 1] if i > 0 else ""
-        if word.startswith("--") and "=" in word:
-            flag, _, value = word.partition("=")
-            read.append(f"{flag}={expand(flag, value)}")
-        elif before.startswith("--") and "=" not in before:
-            read.append(expand(before, word))
-        else:
-            read.append(word)
-    return read
-
-
-def describe_typography(words: list[str]) -> str:
-    """A sentence with the characters of a command line that somebody pasted from a document, or ""."""
-    # Dashes, spaces, invisible characters, quotation marks and the minus sign, by their Unicode categories.
-    typographic = {c for c in "".join(words) if not c.isascii() and unicodedata.category(c) in "Pd Zs Cf Pi Pf Sm"}
-    names = ", ".join(f"{unicodedata.name(c, '')} (U+{ord(c):04X})" for c in sorted(typographic))
-    return f"the command has characters of a document, {names}; type them anew: - and space" if names else ""
-
-
 # ------------------------------------------------------------------------- which process this is
 
 # What torchrun sets for each process of a run, and what holds without torchrun.
@@ -296,29 +212,13 @@ RANK_VARIABLES = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE
 
 
 def env_number(name: str) -> int:
-    """One of RANK_VARIABLES. It never fails, because errors are printed by rank. Text that is no number counts as
-    missing; check_rank_variables reports it."""
-    text = os.environ.get(name, "")
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else RANK_VARIABLES[name]
+    """One of RANK_VARIABLES."""
+    return int(os.environ.get(name) or RANK_VARIABLES[name])
 
 
 def env_rank() -> int:
     """This process's rank as set by torchrun; 0 without torchrun."""
     return env_number("RANK")
-
-
-def check_rank_variables() -> None:
-    """Raise UserError if the environment names a rank that cannot be: left over from another job, or set by hand."""
-    fix = "unset it, or start the script by torchrun"
-    for name in RANK_VARIABLES:
-        text = os.environ.get(name, "")
-        require(text in ("", str(env_number(name))), f"the variable {name}={text} must be a whole number; {fix}")
-
-    world_size = f"WORLD_SIZE={env_number('WORLD_SIZE')}"
-    if env_number("WORLD_SIZE") > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        require(not missing, f"{world_size} is set without {', '.join(missing)}; {fix}")
-    require(env_rank() < env_number("WORLD_SIZE"), f"RANK={env_rank()} must be below {world_size}; {fix}")
 
 
 # ------------------------------------------------------------------------- printing
@@ -332,10 +232,10 @@ def printable(text: str) -> str:
 
 def print0(*args: object) -> None:
     """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
-    full disk nor a reader that is gone ends a run."""
+    full disk nor a reader that is gone nor a character that a terminal lacks ends a run."""
     if env_rank() == 0:
         text = printable(" ".join(map(str, args)))
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             if "tqdm" in sys.modules and sys.stderr.isatty():
                 sys.modules["tqdm"].tqdm.write(text)  # above a bar that is shown
             else:

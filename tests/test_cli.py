@@ -1,21 +1,29 @@
-"""The endings of every script, as exit code, message, status file and torchrun's report; printing and durations."""
+"""The endings of every script, as exit code, message, status file and torchrun's report; flags, printing, durations."""
 
 import errno
 import json
 import math
 import os
-import pty
 import shlex
 import subprocess
 import sys
 
 import pytest
-import tyro
 from helpers import ROOT
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from system import cli
-from system.cli import UserError, format_duration, parse_duration, run_cli, write_status
+from system.cli import (
+    ArgumentParser,
+    TransientError,
+    UsageError,
+    UserError,
+    explain_errors,
+    format_duration,
+    parse_duration,
+    run_cli,
+    write_status,
+)
 
 
 @pytest.fixture
@@ -42,33 +50,31 @@ def raise_error(error):
     raise error
 
 
-def test_a_user_error_is_one_message(end):
-    code, printed, status, report = end(lambda: raise_error(UserError("--seed \x1b[2J is no number")))
-
-    assert code == 1
-    assert printed == "error: --seed \ufffd[2J is no number\n"
-    assert status == "user_error"
-    assert "error: --seed" in report
+def os_error(name: str) -> OSError:
+    return OSError(getattr(errno, name), os.strerror(getattr(errno, name)), "log/mine")
 
 
-@pytest.mark.parametrize("name", ["EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP"])
-def test_a_path_that_cannot_be_used_is_one_message(end, name):
-    number = getattr(errno, name)
-    code, printed, status, _ = end(lambda: raise_error(OSError(number, os.strerror(number), "log/mine")))
+@pytest.mark.parametrize("error, code, status", [
+    (UserError("--seed \x1b[2J log/mine is no number"), 1, "user_error"),
+    (UsageError("no flag --sed log/mine"), 2, "user_error"),
+    (TransientError("the Hub is gone, log/mine"), 1, "system_error"),
+    (os_error("EACCES"), 1, "user_error"), (os_error("ENOTDIR"), 1, "user_error"),
+])  # fmt: skip
+def test_what_the_user_can_fix_is_one_message(end, error, code, status):
+    found_code, printed, found_status, report = end(lambda: raise_error(error))
     assert printed.startswith("error: ") and "log/mine" in printed and printed.count("\n") == 1
-    assert (code, status) == (1, "user_error")
+    assert "\x1b" not in printed and printed.strip() in report
+    assert (found_code, found_status) == (code, status)
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENOENT"])
-def test_anything_else_is_a_crash_with_its_traceback(end, name):
+@pytest.mark.parametrize(
+    "error", [*map(os_error, ("ENOSPC", "EIO", "ESTALE", "ENOENT")), ZeroDivisionError("log/mine")]
+)
+def test_anything_else_is_a_crash_with_its_traceback(end, error):
     """A restart may find room on the disk, or the network volume back in its place."""
-    number = getattr(errno, name)
-    code, printed, status, report = end(lambda: raise_error(OSError(number, os.strerror(number))))
-
-    assert code == 1
-    assert "Traceback" in printed and os.strerror(number) in printed
-    assert status == "system_error"
-    assert "Traceback" in report and os.strerror(number) in report
+    code, printed, status, report = end(lambda: raise_error(error))
+    assert (code, status) == (1, "system_error")
+    assert "Traceback" in printed and "log/mine" in printed and "log/mine" in report
 
 
 def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
@@ -81,68 +87,30 @@ def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
     assert end(lambda: raise_error(UserError("late")))[2] == "user_error"
 
 
-def test_a_bad_flag_and_an_interrupt_have_exit_codes(end):
-    def main(text: str = ""):
-        """
-        Args:
-            text: a text.
-        """
+def test_a_full_disk_costs_only_the_status(end, monkeypatch):
+    monkeypatch.setattr(cli.os, "replace", lambda *_: raise_error(os_error("ENOSPC")))
+    code, printed, status, _ = end(lambda: raise_error(UserError("no room")))
+    assert (code, printed, status) == (1, "error: no room\n", None)
 
-    code, printed, status, _ = end(lambda: tyro.cli(main, args=["--txt", "3"]))
-    assert (code, status) == (2, "user_error")  # which nothing restarts
-    assert printed == "error: no flag --txt; did you mean --text?\n"
 
-    assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
+def test_success_and_an_interrupt_have_exit_codes(end):
     assert end(lambda: None)[0] == 0
+    assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
 
 
-def test_a_terminal_gets_the_same_suggestion():
-    """There tyro colors what it prints."""
-    terminal, end_of_program = pty.openpty()
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end_of_program)
-    done = subprocess.run([sys.executable, "infer.py", "log/x", "--temperatur", "1"], cwd=ROOT, **streams)
-    os.close(end_of_program)
-    assert done.returncode == 2 and b"did you mean --temperature?" in os.read(terminal, 10_000)
-    os.close(terminal)
-
-
-@pytest.mark.parametrize("error, is_shown", [("KeyboardInterrupt", False), ("ZeroDivisionError", True)])
-def test_ctrl_c_during_the_imports_of_a_script_is_no_error(error, is_shown):
-    script = f"import system.cli; raise {error}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0 and ("Traceback" in done.stderr) == is_shown
+def run_program(script, redirection="", **env):
+    """A Python program as a main of run_cli, started by a shell."""
+    program = f"from system.cli import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
+    command = f"{shlex.join([sys.executable, '-c', program])} {redirection}"
+    env = {**os.environ, **env}
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
 
 
 def test_a_reader_that_has_exited_is_no_error():
     """As in `infer.py ... | head`."""
-    script = "from system.cli import run_cli; run_cli(lambda: [print('x' * 100, flush=True) for _ in range(10**5)])"
-    command = f"{shlex.join([sys.executable, '-c', script])} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-
+    done = run_program("for _ in range(10**5): print('x' * 100)", "| head -n 1; echo ${PIPESTATUS[0]}")
     assert done.stdout.splitlines()[1:] == ["141"]
     assert done.stderr == ""
-
-
-def run_in_shell(script, redirections="", **env):
-    """A Python program as a main of run_cli, started by a shell that redirects its streams."""
-    program = f"from system.cli import run_cli, print0; run_cli(lambda: exec({script!r}))"
-    command = f"{shlex.join([sys.executable, '-c', program])} {redirections}"
-    return subprocess.run(command, shell=True, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_the_terminal_cannot_show_is_replaced(encoding):
-    script = r"import sys; print0('\u4e2d1'); print('\u4e2d2'); print('\u4e2d3', file=sys.stderr); print('\udcff4')"
-    done = run_in_shell(script, PYTHONIOENCODING=encoding)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "?1\n?2\n?4\n", "?3\n")
-
-
-def test_what_is_next_is_left_to_make(monkeypatch, capsys):
-    """make quickstart goes on by itself, and its last line says what comes after it."""
-    cli.print_next("python plots.py")
-    monkeypatch.setenv("MAKELEVEL", "1")
-    cli.print_next("python infer.py")
-    assert capsys.readouterr().out == "next: python plots.py\n"
 
 
 def test_a_thread_in_the_middle_of_its_work_does_not_abort_the_exit():
@@ -155,104 +123,52 @@ encode = lambda: encoder.encode_batch(["some words of text " * 50_000])
 threading.Thread(target=lambda: [encode() for _ in range(10**6)], daemon=True).start()
 time.sleep(0.3)
 """
-    program = f"from system.cli import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
-
-
-@pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_stream_that_is_closed_ends_nothing(tmp_path, redirections):
-    """Nor does a data file get its number, into which C libraries would then write their warnings."""
-    path = tmp_path / "shard"
-    script = f"""
-import os, sys
-with open({str(path)!r}, "w") as f:
-    print("a", file=sys.stdout)
-    print("b", file=sys.stderr)
-    print(sys.stderr.isatty(), f.fileno() > 2, file=f)
-"""
-    assert run_in_shell(script, redirections).returncode == 0
-    assert path.read_text() == "False True\n"
-
-
-@pytest.mark.parametrize("variables, named", [
-    ({"RANK": "x"}, "RANK=x"),
-    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2"),
-    ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0"),
-    ({"WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "RANK, MASTER_PORT"),
-    ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK=2"),
-    ({"RANK": "1"}, "RANK=1"),
-])  # fmt: skip
-def test_a_rank_that_cannot_be_is_named(monkeypatch, variables, named):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=named):
-        cli.check_rank_variables()
-
-
-def test_an_empty_variable_counts_as_missing(monkeypatch):
-    for name in cli.RANK_VARIABLES:
-        monkeypatch.setenv(name, "")
-    cli.check_rank_variables()
-    assert [cli.env_number(name) for name in cli.RANK_VARIABLES] == [0, 0, 1, 1]
-
-
-# ------------------------------------------------------------------------- the words of the command line
-
-
-@pytest.mark.parametrize("words, read", [
-    (["--out-dir=~/runs/t"], ["--out-dir=/home/me/runs/t"]),
-    (["--out-dir", "~/t", "--data-dir=/scratch/$ME/d"], ["--out-dir", "/home/me/t", "--data-dir=/scratch/you/d"]),
-    (["--resume", "${ME}/t", "--seed", "1"], ["--resume", "you/t", "--seed", "1"]),
-    (["--data-dir", "$NONE/x", "--out-dir=a~b"], ["--data-dir", "$NONE/x", "--out-dir=a~b"]),  # not defined; no home
-    (["--sample-prompt", "~/$ME", "--sample-prompt=~/$ME"], None),
-    (["run", "~/$ME", "$5", "~"], None),  # infer.py's prompts
-    (["--json", "$ME", "--seed=1", "~/$ME"], None),
-    (["--split-on", "$ME"], None),
-])  # fmt: skip
-def test_a_path_is_expanded_and_a_text_is_not(monkeypatch, words, read):
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("ME", "you")
-    assert cli.read_words(words) == (read or words)
-
-
-def test_a_name_that_is_not_utf8_is_refused():
-    with pytest.raises(UserError, match="udce9"):
-        cli.read_words(["--out-dir", os.fsdecode(b"caf\xe9")])
-
-
-@pytest.mark.parametrize("words, named", [
-    (["a/b", "\u2013-public"], "U+2013"),
-    (["a/b", "--public\u00a0"], "NO-BREAK SPACE"),
-    (["\u201ca", "b\u201d"], "U+201C"),
-])  # fmt: skip
-def test_a_character_of_a_document_is_named_once_it_is_refused(run_in_fork, words, named):
-    done = run_in_fork("hub.py", "check", *words, check=False)
-    assert done.returncode == 2 and named in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("script", [path.name for path in ROOT.glob("*.py") if "run_cli(" in path.read_text()])
-def test_a_python_without_the_packages_says_how_to_get_them(script):
-    done = subprocess.run([sys.executable, "-S", ROOT / script, "-h"], capture_output=True, text=True)
-    assert done.returncode == 1 and "make install" in done.stderr and done.stderr.count("\n") == 1
-
-
-# ------------------------------------------------------------------------- ranks
+    assert run_program(script).returncode == 0
 
 
 def test_a_rank_ends_although_a_thread_does_not():
     """As a lost rank in gloo, or a compiler's pool, whose threads would keep the process alive."""
     hang = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print('done')"
-    script = f"from system.cli import run_cli; run_cli(lambda: exec({hang!r}))"
-    env = {**os.environ, "WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
-
+    done = run_program(hang, WORLD_SIZE="2")
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-def test_a_full_disk_costs_only_the_status(end, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli.os, "replace", lambda *_: raise_error(OSError(28, "No space left on device")))
-    code, printed, status, _ = end(lambda: raise_error(UserError("no room")))
-    assert (code, printed, status) == (1, "error: no room\n", None)
+@pytest.mark.parametrize("rank, seconds", [("0", 0), ("1", 3)])
+def test_rank_0_speaks_first_about_the_command_line(end, monkeypatch, rank, seconds):
+    """torchrun ends the other ranks as soon as one exits, so that the message comes once."""
+    waited = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    end(lambda: raise_error(UsageError("no flag --sed")))
+    assert sum(waited) == seconds
+
+
+# ------------------------------------------------------------------------- errors and flags
+
+
+def test_an_error_in_a_file_is_explained_with_its_fix():
+    for error in (ValueError("no number"), UserError("no number")):
+        with pytest.raises(UserError, match=r"shard 3.*no number.*make it again"):
+            with explain_errors("shard 3 is damaged", "make it again"):
+                raise error
+    for error in (os_error("EIO"), MemoryError()):  # not the file's fault
+        with pytest.raises(type(error)):
+            with explain_errors("shard 3 is damaged", "make it again"):
+                raise error
+
+
+def test_flags_may_be_spelled_with_underscores_but_not_cut_off():
+    parser = ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--max-lr", type=float, default=1.0)
+    assert parser.parse_args(["--max_lr=2"]).max_lr == 2
+    assert parser.parse_args(["--max_lr", "3", "a_b", "--", "--c_d"]).words == ["a_b", "--c_d"]
+    for words in ("--max 2", "--max-lr x", "--min-lr 1"):
+        with pytest.raises(UsageError, match=words.split()[0]):
+            parser.parse_args(words.split())
+
+
+# ------------------------------------------------------------------------- printing
 
 
 def test_rank_0_prints_without_control_codes(monkeypatch, capsys):
@@ -260,6 +176,22 @@ def test_rank_0_prints_without_control_codes(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         cli.print0("a\tb\nc\x1b]0;title\x07\x9b", 1)
     assert capsys.readouterr().out == "a\tb\nc\ufffd]0;title\ufffd\ufffd 1\n"
+
+
+def test_what_the_log_cannot_take_ends_nothing():
+    """A full disk, or a character that a terminal's encoding lacks."""
+    script = "from system.cli import print0; print0('a'); print0(chr(0x4e2d)); print0('b')"
+    assert run_program(script, ">/dev/full").returncode == 0
+    done = run_program(script, PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout) == (0, "a\nb\n")
+
+
+def test_what_is_next_is_left_to_make(monkeypatch, capsys):
+    """make quickstart goes on by itself, and its last line says what comes after it."""
+    cli.print_next("python plots.py")
+    monkeypatch.setenv("MAKELEVEL", "1")
+    cli.print_next("python infer.py")
+    assert capsys.readouterr().out == "next: python plots.py\n"
 
 
 def test_a_cost_is_that_of_all_gpus():
@@ -274,12 +206,12 @@ def test_a_duration_shows_its_two_largest_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-@pytest.mark.parametrize("text, seconds", [("3h50m", 13800), ("1d2s", 86402), ("4.5", 4.5), ("", math.inf)])
-def test_a_duration_is_read(text, seconds):
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["5 minutes", "3m2h", "-1", "٣h"])
-def test_a_duration_that_is_none_is_refused(text):
+@pytest.mark.parametrize("text, seconds", [
+    ("3h50m", 13800), ("1d2s", 86402), ("4.5", 4.5), ("", math.inf), ("5 minutes", None), ("3m2h", None), ("-1", None),
+])  # fmt: skip
+def test_a_duration_is_read_or_refused(text, seconds):
+    if seconds is not None:
+        assert parse_duration(text) == seconds
+        return
     with pytest.raises(UserError, match=text):
         parse_duration(text)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
 from helpers import (
     ROOT,
     load_metrics,
@@ -21,6 +20,8 @@ from helpers import (
 
 import plots
 import train_gpt2_plain
+from system.cli import UserError
+from system.settings import change
 from train_gpt2_plain import Config
 from training.presets import PRESETS
 
@@ -47,7 +48,8 @@ RUNS = {
 
 def parse_plain(*words) -> Config:
     """The settings that a command line of these words stands for."""
-    return tyro.cli(Config, args=[str(word) for word in words])
+    parser = train_gpt2_plain.make_parser()
+    return change(Config(), vars(parser.parse_args([str(word) for word in words])))
 
 
 def largest_differences(a: Path, b: Path) -> dict[str, float]:
@@ -128,6 +130,31 @@ def test_the_comparison_finds_a_planted_fault(right_config, tmp_path, fault):
     assert is_rounding(differences) == (fault == "none"), differences
 
 
+def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypatch):
+    """From its last save, which may be several steps before the kill; and not with other settings."""
+    cfg = replace(right_config, out_dir=str(tmp_path), save_every=3, resume="auto")
+    write_row = train_gpt2_plain.write_row
+
+    def die(out_dir, row):
+        write_row(out_dir, row)
+        if row["step"] == 5:
+            raise InterruptedError
+
+    for _ in range(2):
+        monkeypatch.setattr(train_gpt2_plain, "write_row", die)
+        with pytest.raises(InterruptedError):
+            train_gpt2_plain.train(cfg)
+    with pytest.raises(UserError, match="max_lr"):
+        train_gpt2_plain.train(replace(cfg, max_lr=1.0))
+    monkeypatch.setattr(train_gpt2_plain, "write_row", write_row)
+    train_gpt2_plain.train(cfg)
+
+    differences = largest_differences(Path(right_config.out_dir), tmp_path)
+    assert set(differences.values()) == {0}
+    with pytest.raises(UserError, match="not empty"):
+        train_gpt2_plain.train(replace(cfg, resume="none"))
+
+
 def test_the_defaults_are_the_preset_gpt2_124m():
     preset = PRESETS["gpt2-124m"]
     different = {field.name for field in fields(Config) if field.default != getattr(preset, field.name)}
@@ -164,12 +191,17 @@ def test_it_refuses_in_one_line(tiny_data, tmp_path, expect_failure):
     (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
     command = ["train_gpt2_plain.py", *TOY, "--data-dir", tiny_data, "--out-dir", tmp_path / "new"]
 
-    expect_failure(*command, "--out-dir", tmp_path / "other", mentions=[f"{tmp_path}/other is not empty"])
-    expect_failure(*command, "--total-batch-size", "1000", mentions=["--total-batch-size 1000", "256 tokens"])
-    expect_failure(*command, "--data-dir", tmp_path, mentions=[f"{tmp_path} has no train shard"])
-    expect_failure(*command, "--val-tokens", "2560", mentions=["65 sequences, of 80", "--val-tokens"])
-    expect_failure(*command, "--sequence-length", "64", mentions=["--sequence-length 64", "--model.block-size 64"])
-    for flags in ("--total-batch-size 0", "--grad-clip -1", "--max-steps -1", "--val-every 1 --val-tokens 0"):
-        expect_failure(*command, *flags.split(), mentions=[flags.split("1 ")[-1]])
-    expect_failure(*command, "--sample-every", "1", mentions=["--model.vocab-size 256", "--sample-every 0"])
+    for flags, named in {
+        f"--out-dir {tmp_path}/other": f"{tmp_path}/other is not empty",
+        "--total-batch-size 1000": "256 tokens",
+        f"--data-dir {tmp_path}": f"{tmp_path} has no train shard",
+        "--val-tokens 2560": "65 sequences, of 80",
+        "--sequence-length 64": "--model.block-size 64",
+        "--sample-every 1": "--model.vocab-size 256",
+        "--total-batch-size 0": "--total-batch-size 0",
+        "--grad-clip -1": "--grad-clip -1",
+        "--model.n-head 3": "n_head 3",
+        "--val-every 1 --val-tokens 0": "--val-tokens 0",
+    }.items():
+        expect_failure(*command, *flags.split(), mentions=[named])
     assert (tmp_path / "other" / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "new").exists()
