@@ -8,8 +8,8 @@ A row of the table is an exit code, a command, and what its message must name. T
     cut            a shard, a checkpoint and metrics that were cut off; a checkpoint that is none
     *.*            texts and HellaSwag rows; line 2 of bad.jsonl is neither
 
-and must leave it as it is. NEW is a path beside it, LONG a name that is too long, TRAIN a training run over `tiny` into
-NEW. What is refused because of other ranks, of other processes or of the Hub's answers is tested with the module that
+and must leave it as it is. NEW is a path beside it, TRAIN a training run over `tiny` into NEW.
+What is refused because of other ranks, of other processes or of the Hub's answers is tested with the module that
 refuses it.
 """
 
@@ -28,11 +28,6 @@ from weights import checkpoint
 
 # 1: one line on stderr begins with "error:". 2: the parser does not know a word, or there is no such network.
 TABLE = """
-2 | train_gpt2.py gpt2-xl                                  | 'gpt2-xl'
-2 | train_gpt2.py quickstrat                               | did you mean quickstart
-2 | train_gpt2.py config/train_gpt2.py                     | did you mean gpt2-124m
-2 | train_gpt2.py quickstart --model.n-head 5              | n_head 5 
-2 | infer.py log/none --start=Once                         | MODEL "PROMPT"
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
 1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264
@@ -44,7 +39,7 @@ TABLE = """
 1 | TRAIN --model.vocab-size 100                           | size, 100
 1 | TRAIN --micro-batch-size 3                             | --micro-batch-size 3
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
-1 | TRAIN --device cuda                                    | 'cuda'
+1 | TRAIN --device cuda                                    | --device cuda
 1 | TRAIN --device cpu:1                                   | --device cpu:1
 1 | TRAIN --data-dir none                                  | none
 1 | TRAIN --data-dir cut                                   | cut/cut_train_000001.npy
@@ -52,12 +47,9 @@ TABLE = """
 1 | TRAIN --init-from none.pt                              | none.pt
 1 | train_gpt2.py finetune --data-dir tiny --out-dir NEW --init-from small --sequence-length 16 | --sequence-length 16
 1 | TRAIN --eval-only                                      | --init-from
-1 | TRAIN --eval-only --check                              | --eval-only
 1 | TRAIN --out-dir run --check                            | --resume auto
 1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
 1 | TRAIN --out-dir text.txt/run                           | text.txt
-1 | TRAIN --out-dir /proc/run                              | /proc/run
-1 | hub.py export small/model_00001.pt NEW/LONG            | too long
 1 | fineweb.py --source none.txt                           | none.txt
 1 | fineweb.py --source text.txt bad.xml                   | bad.xml
 1 | fineweb.py --source empty.jsonl --out NEW              | empty
@@ -93,9 +85,8 @@ TABLE = """
 1 | plots.py cut                                           | cut
 1 | plots.py .                                             | runs
 1 | plots.py run --out NEW/curves.docx                     | curves.docx
-2 | train_gpt2.py quickstart --seeed 1                     | --seeed
-2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3
 2 | hub.py pull-data OWNER/NAME                            | DATA-DIR
+2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3
 """
 
 
@@ -135,7 +126,7 @@ def run_as_main() -> None:
 def test_a_mistake_is_named_in_one_message(stage, tmp_path, run_in_fork, row):
     code, command, named = (part.strip() for part in row.split("|"))
     train = ["train_gpt2.py", "quickstart", *TINY_FLAGS, "--data-dir", "tiny", "--out-dir", "NEW"]
-    command = command.replace("TRAIN", shlex.join(train)).replace("LONG", "x" * 256)
+    command = command.replace("TRAIN", shlex.join(train))
     words = shlex.split(command.replace("NEW", str(tmp_path / "new")))
     files = sorted(stage.rglob("[!.]*"))
 
