@@ -88,8 +88,8 @@ def test_presets_have_the_numbers_of_their_recipes(name):
         "total_steps": cfg.total_steps(10_300_000_000 // 1024),
         "embed_lr": round(cfg.max_lr * cfg.embed_lr_scale, 9),
         "cooldown_steps": round(cfg.cooldown * cfg.max_steps),
-        "betas": str(optim.OPTIMIZERS["adamw"].arguments(cfg)["betas"]).replace(" ", ""),
-        "muon_momentum": optim.OPTIMIZERS["muon"].arguments(cfg)["momentum"],
+        "betas": str(optim.OPTIMIZERS["adamw"].arguments["betas"]).replace(" ", ""),
+        "muon_momentum": optim.OPTIMIZERS["muon"].arguments["momentum"],
     }
     for pair in RECIPES[name].split():
         field, expected = pair.split("=")
