@@ -12,6 +12,7 @@ import pytest
 from helpers import ROOT
 
 from lifecycle import command_line
+from system import cli
 from training.presets import PRESETS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -72,6 +73,7 @@ def parse_only(monkeypatch):
 
     original = argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(cli, "run_cli", lambda main: main())  # which ends with an exit code
 
 
 @pytest.mark.parametrize("command", COMMANDS)
