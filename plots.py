@@ -185,7 +185,7 @@ def write_tensorboard(run: Path, curves: Curves) -> Path:
     with SummaryWriter(str(out)) as writer:
         for key, (steps, values) in curves.items():
             for step, value in zip(steps, values, strict=True):
-                writer.add_scalar(metrics.tensorboard_tag(key), value, step)
+                writer.add_scalar(key, value, step)
     return out
 
 
@@ -196,8 +196,8 @@ def choose_reference(run: Path) -> Reference | None:
     if not config:
         return read_references()[0]
     # The plain trainer has one recipe, gpt2-124m's.
-    max_steps = config.get("resolved_max_steps", config.get("max_steps"))
-    found = find_reference(config.get("preset", "gpt2-124m"), max_steps, config.get("total_batch_size"))
+    max_steps = config.get("resolved_max_steps", config.get("max_steps", 0))
+    found = find_reference(config.get("preset", "gpt2-124m"), max_steps, config.get("total_batch_size", 0))
     if not found:
         print0(f"{run}: no public run has its preset, steps and tokens per step")
     return found

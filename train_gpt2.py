@@ -33,7 +33,7 @@ from system import cli
 cli.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from lifecycle import hellaswag, plan, resume
+from lifecycle import plan, resume
 from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger
@@ -65,10 +65,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
     plan.print_plan(cfg, rt, run.model, run.data, step, max_steps)
 
-    # What can fail is tried before anything is compiled: room on the disk, the rows of HellaSwag.
+    # What can fail is tried before anything is compiled.
     if rt.is_main:
         plan.check_disk(cfg, run.model, step, max_steps)
-    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
     trainer = Trainer(run.model, cfg, rt)
@@ -77,7 +76,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     del saved  # it is mapped from its file
 
     # The evaluations, the log and the checkpoints.
-    evaluator = Evaluator(run, trainer, score_hellaswag)
+    evaluator = Evaluator(run, trainer)
     metrics = MetricsLogger(run)
     saver = Saver(run, trainer, metrics)
     if rt.is_main:
@@ -100,7 +99,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
             # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
             row |= evaluator.measure(step, stop)
-            metrics.log_text(step, evaluator.sample_text(step, stop))
+            metrics.log_text(step, evaluator.sample_text(step))
             if step == max_steps:
                 metrics.write(row)
                 break

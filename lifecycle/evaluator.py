@@ -1,16 +1,13 @@
 """A run's evaluations: validation loss, HellaSwag and samples, each with its own period.
 
-    evaluator = Evaluator(run, trainer, score_hellaswag)
+    evaluator = Evaluator(run, trainer)
     row |= evaluator.measure(step, stop)
-    text = evaluator.sample_text(step, stop)
+    text = evaluator.sample_text(step)
 
 Called by train_gpt2.py between two steps. Nothing here changes the model, the gradients or the order of the data.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -21,7 +18,7 @@ from lifecycle import hellaswag, reference
 from lifecycle.resume import describe_files
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
-from model import GPT, VOCAB_SIZE, Sampler, stream
+from model import VOCAB_SIZE, Sampler, stream
 from system import distributed, machine
 from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
@@ -35,7 +32,6 @@ from training.presets import PRESETS
 from training.step import Trainer
 from weights.open_model import open_model
 
-ScoreHellaswag = Callable[[GPT, Runtime], dict[str, float]]
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
 PROMPT_TOKENS = 8  # of --sample-prompt @val
 
@@ -49,105 +45,70 @@ class Evaluator:
     """Runs the evaluations that are due. HellaSwag and samples call the model itself, because their shapes vary;
     validation calls the compiled forward pass."""
 
-    def __init__(self, run: Run, trainer: Trainer, score_hellaswag: ScoreHellaswag | None):
-        """score_hellaswag: None turns HellaSwag off."""
-        cfg, val_data = run.cfg, run.val_data
-        self.cfg, self.rt, self.model, self.max_steps = cfg, run.rt, run.model, run.max_steps
-        self.trainer, self.val_data = trainer, val_data
-        self.score_hellaswag = score_hellaswag
-        self.reference = choose_reference(cfg, run.max_steps) if val_data else None
+    def __init__(self, run: Run, trainer: Trainer):
+        cfg = self.cfg = run.cfg
+        self.run, self.rt, self.trainer = run, run.rt, trainer
+        self.score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
+        self.reference = choose_reference(cfg, run.max_steps) if run.val_data else None
         self.off_track = 0  # how many evaluations in a row
-        is_judged = self.reference or not cfg.stop_off_track
-        require(is_judged, "--stop-off-track: there are no public runs to compare this one with; leave it out")
-        self.bytes_per_target = 0.0
-        if val_data:
-            self.bytes_per_target = count_bytes_per_target(val_data, cfg)
-            self.val_set = f"{num_val_sequences(val_data, cfg) * val_data.T} tokens of {val_data.fingerprint()}"
+        can_stop = self.reference or not cfg.stop_off_track
+        require(can_stop, "--stop-off-track: there are no public runs to compare this one with; leave it out")
+        self.bytes_per_target = count_bytes_per_target(run.val_data, cfg) if run.val_data else 0.0
 
         # Samples need GPT-2's vocabulary to be readable.
         self.prompt: list[int] = []  # the ids to continue; without a prompt there are no samples
         if cfg.model.vocab_size >= VOCAB_SIZE:
-            self.prompt = choose_prompt(cfg, val_data or run.data)
+            self.prompt = choose_prompt(cfg, run.val_data or run.data)
         elif cfg.sample_every:
             print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
 
     def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
         """Measure and print what is due at this step: any of val_loss (with val_bpb in bits per byte, and
-        val_set, what it was measured on), hellaswag_acc and hellaswag_acc_norm. May raise Stopped, between two batches.
-        Every rank must call it."""
-        cfg, rt = self.cfg, self.rt
-        label = f"step {step:5d}/{self.max_steps}"
+        val_set, what it was measured on), hellaswag_acc and hellaswag_acc_norm. Every rank must call it."""
+        cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
+        label = f"step {step:5d}/{max_steps}"
         results: dict[str, Any] = {}
 
-        def check_stop() -> None:
-            stop.check(rt)
-
-        if self.val_data and is_due(step, cfg.val_every, self.max_steps):
-            check_weights_agree(rt, self.model.parameters(), step)
-            loss = validate(self.trainer.forward, self.val_data, cfg, rt, self.trainer.B, check_stop)
+        if val_data and is_due(step, cfg.val_every, max_steps):
+            check_weights_agree(rt, self.run.model.parameters(), step)
+            loss = validate(self.trainer.forward, val_data, cfg, rt, self.trainer.B)
             results["val_loss"] = loss
             if self.bytes_per_target:
                 results["val_bpb"] = bits_per_byte(loss, self.bytes_per_target)
+            tokens = num_val_sequences(val_data, cfg) * val_data.T
+            results["val_set"] = f"{tokens} tokens of {val_data.fingerprint()}"
             print0(f"{label} | {describe_loss(loss, self.bytes_per_target)}")
+
             verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
-                print0(verdict)
-                self.off_track = self.off_track + 1 if "off track" in verdict else 0
-                if cfg.stop_off_track and self.off_track == 2:
-                    stop.request("--stop-off-track")
-            results["val_set"] = self.val_set
+                print0(verdict.sentence)
+                self.off_track = 0 if verdict.is_on_track else self.off_track + 1
+            if cfg.stop_off_track and self.off_track == 2:
+                stop.request("--stop-off-track")
 
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
-        if self.score_hellaswag and is_due(step, cfg.hellaswag_every, self.max_steps):
-            score = self.score_hellaswag(self.model, rt)
+        if self.score_hellaswag and is_due(step, cfg.hellaswag_every, max_steps):
+            score = self.score_hellaswag(self.run.model, rt)
             print0(f"{label} | {hellaswag.describe_score(score)}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results
 
     @torch.no_grad()
-    def sample_text(self, step: int, stop: StopRequest) -> str:
-        """If samples are due, continuations of the prompt, cut short when this rank is asked to stop; ""
-        otherwise and on all ranks but 0."""
-        cfg, rt = self.cfg, self.rt
-        if not (rt.is_main and self.prompt and step > 0 and is_due(step, cfg.sample_every, self.max_steps)):
+    def sample_text(self, step: int) -> str:
+        """If samples are due, continuations of the prompt; "" otherwise and on all ranks but 0."""
+        is_now = step > 0 and is_due(step, self.cfg.sample_every, self.run.max_steps)
+        if not (self.rt.is_main and self.prompt and is_now):
             return ""
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
-        sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
-        idx = torch.tensor([self.prompt], device=rt.device)  # (1, T)
-        columns = []  # the new ids, NUM_SAMPLES at a time
+        sampler = Sampler(generator=torch.Generator(self.rt.device).manual_seed(self.cfg.seed))
+        idx = torch.tensor([self.prompt], device=self.rt.device)  # (1, T)
         # Without autocast, whose bfloat16 rounds large logits too coarsely (training/forward.py: cast_head).
-        for new_ids in stream(self.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES):
-            if stop.is_requested():
-                break
-            columns.append(new_ids.tolist())
+        columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
         return "\n".join(f"--- step {step}, sample {i} of {len(texts)}\n{text}" for i, text in enumerate(texts, 1))
-
-
-def bits_per_byte(loss: float, bytes_per_target: float) -> float:
-    """A loss in nats per token as bits per byte of text."""
-    return loss / math.log(2) / bytes_per_target
-
-
-def describe_loss(loss: float, bytes_per_target: float) -> str:
-    """bytes_per_target: 0 if it is not known."""
-    in_bits = f" | bits per byte: {bits_per_byte(loss, bytes_per_target):.4f}" if bytes_per_target else ""
-    return f"val loss: {loss:.4f}{in_bits}"
-
-
-def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
-    """The ids that samples continue: --sample-prompt or, if that is @val, the first words of the data."""
-    if cfg.sample_prompt != "@val":
-        prompt = tokenizer.encoding().encode(cfg.sample_prompt, allowed_special="all")
-        return prompt[-cfg.model.block_size :] or [tokenizer.EOT]  # an empty prompt starts a document
-
-    # The first sequence, without the <|endoftext|> that begins a document, and not beyond the next one.
-    tokens = data.read(data.order.span(0, 1))[0].tolist()  # (T + 1,)
-    document = list(takewhile(lambda token: token != tokenizer.EOT, tokens[1:]))
-    return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
 
 def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
@@ -173,6 +134,18 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
         return None
     print0(f"reference: {found.runs} public runs of {cfg.preset}, on {dataset}")
     return found
+
+
+def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
+    """The ids that samples continue: --sample-prompt or, if that is @val, the first words of the data."""
+    if cfg.sample_prompt != "@val":
+        prompt = tokenizer.encoding().encode(cfg.sample_prompt, allowed_special="all")
+        return prompt[-cfg.model.block_size :] or [tokenizer.EOT]  # an empty prompt starts a document
+
+    # The first sequence, without the <|endoftext|> that begins a document, and not beyond the next one.
+    tokens = data.read(data.order.span(0, 1))[0].tolist()  # (T + 1,)
+    document = list(takewhile(lambda token: token != tokenizer.EOT, tokens[1:]))
+    return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
 
 def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
@@ -202,10 +175,19 @@ def count_bytes_per_target(data: Loader, cfg: TrainConfig) -> float:
     return total / (count * data.T)
 
 
+def bits_per_byte(loss: float, bytes_per_target: float) -> float:
+    """A loss in nats per token as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_target
+
+
+def describe_loss(loss: float, bytes_per_target: float) -> str:
+    """bytes_per_target: 0 if it is not known."""
+    in_bits = f" | bits per byte: {bits_per_byte(loss, bytes_per_target):.4f}" if bytes_per_target else ""
+    return f"val loss: {loss:.4f}{in_bits}"
+
+
 @torch.no_grad()
-def validate(
-    forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int, check_stop: Callable[[], None] = lambda: None
-) -> float:
+def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> float:
     """The mean cross-entropy, in nats per token, over the first val_tokens of the val split. It does not depend on the
     number of ranks, nor on B, the number of sequences in a forward pass.
 
@@ -216,19 +198,16 @@ def validate(
         rank 0      0   2   | 4   6   | 8 padding
         rank 1        1   3 |   5   7 | (skips this batch)
 
-    data: the val split. check_stop is called before each batch, equally often on all ranks. Every rank must call this.
+    data: the val split. Every rank must call this.
     """
     # The first sequences of the split, in order. A stride is what all ranks together take at a time.
     count = num_val_sequences(data, cfg)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
 
-    # Float64 sums, where the device has them, keep thousands of batches exact enough that the result does not depend on
-    # the number of ranks.
-    total = torch.zeros((), device=rt.device, dtype=torch.float32 if rt.device.type == "mps" else torch.float64)
+    # Float64 sums keep thousands of batches exact enough that the result does not depend on the number of ranks.
+    total = torch.zeros((), device=rt.device, dtype=torch.float64)
     for i in progress_bar(range(0, count, stride), "validation", is_shown=rt.is_main):
-        check_stop()
-
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
         if len(own) == 0:
@@ -244,7 +223,6 @@ def validate(
         with rt.autocast():
             loss = forward(x, y)
         total += loss.to(total.dtype) * len(own)
-    check_stop()
 
     # `total` is the sum of the mean losses of all sequences, which are equally long.
     return rt.all_reduce(total).item() / count
@@ -276,5 +254,4 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     print0(f"{weights} on {data} | {describe_loss(loss, bytes_per_target)}")
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
-        score = score_hellaswag(model, rt)
-        print0(hellaswag.describe_score(score))
+        print0(hellaswag.describe_score(score_hellaswag(model, rt)))

@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,12 +61,6 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     """What a run has measured at a step; empty if nothing is known of it."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     return next((row for row in rows if row["step"] == step), {})
-
-
-def val_losses(run_dir: Path) -> dict[int, float]:
-    """The val loss of each step of a run that was validated, on the data of the last one."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if isinstance(row.get("val_loss"), float)]
-    return {row["step"]: row["val_loss"] for row in rows if row.get("val_set") == rows[-1].get("val_set")}
 
 
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
@@ -117,27 +111,16 @@ class MetricsLogger:
         self.flops_per_token = run.model.flops_per_token(cfg.sequence_length)
         self.peak_flops = total_peak_flops(rt)
         self.start_time = time.monotonic()
-        self.last_time = self.start_time  # when the step before was logged
-        self.average_s = 0.0  # moving average of a step
-        self.evaluation_s = 0.0  # the last evaluation
+        self.first_step_time = 0.0  # when the first step was done, which compiles
         if rt.is_main:
             self.path = cfg.run_dir / "metrics.jsonl"
             self.measured_at_start = read_step(cfg.run_dir, start)
             self.file: BinaryIO | None = None  # opened by the first line, until which the file stays as it is
-            self.tracker = TRACKERS[cfg.tracker](cfg, start)
+            self.log_to_tracker = TRACKERS[cfg.tracker](cfg, start)
 
     def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
         """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
         the console. row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
-        # For the ETA, the time of a step and of an evaluation, but for the first ones, which compile.
-        is_steady = row["step"] >= self.start + 3
-        total_s = seconds + waited_s
-        self.average_s = 0.9 * self.average_s + 0.1 * total_s if is_steady else total_s
-        now = time.monotonic()
-        if "val_loss" in row and not (row["step"] == self.start and self.cfg.compile):
-            self.evaluation_s = max(0.0, now - self.last_time - total_s)
-        self.last_time = now
-
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
         tokens_per_second = self.cfg.total_batch_size / seconds
         mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
@@ -148,7 +131,7 @@ class MetricsLogger:
 
     def _console_line(self, row: dict[str, Any]) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
-        step = row["step"]
+        step, now = row["step"], time.monotonic()
         parts = [
             f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}",
             f"norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms | tok/sec: {row['tokens_per_second']:,.0f}",
@@ -158,15 +141,15 @@ class MetricsLogger:
         # A disk that is slower than training; the first batch always takes a moment.
         if row["wait_ms"] > max(10, 0.05 * row["step_ms"]) and step > self.start:
             parts.append(f"waited for data: {row['wait_ms']:.0f}ms")
-        # The time of the first step is not representative. The step of this line is done, but not counted yet.
-        if step > self.start:
-            val_every = self.cfg.val_every
-            evaluations = math.ceil(self.max_steps / val_every) - step // val_every if val_every else 0
-            eta_s = self.average_s * (self.max_steps - step - 1) + self.evaluation_s * evaluations
-            parts.append(f"eta: {format_duration(eta_s)}")
+        # The mean time of all steps but the first, with the evaluations and saves between them.
+        if step == self.start:
+            self.first_step_time = now
+        else:
+            step_s = (now - self.first_step_time) / (step - self.start)
+            parts.append(f"eta: {format_duration(step_s * (self.max_steps - step - 1))}")
         if self.cfg.gpu_hour_usd:
-            seconds = time.monotonic() - self.start_time
-            parts.append(f"cost: {format_cost(seconds, self.rt.world_size, self.cfg.gpu_hour_usd)}")
+            cost = format_cost(now - self.start_time, self.rt.world_size, self.cfg.gpu_hour_usd)
+            parts.append(f"cost: {cost}")
         return " | ".join(parts)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -189,114 +172,75 @@ class MetricsLogger:
             self.file.flush()
         with warn_on_error():
             values = {k: v for k, v in row.items() if k not in ("step", "val_set") and v is not None}
-            self.tracker.log(row["step"], values)
+            self.log_to_tracker(row["step"], values)
 
     def log_text(self, step: int, text: str) -> None:
         """Send samples, if there are any, to the console and the tracker."""
         if text:
             print0(text)
             with warn_on_error():
-                self.tracker.log(step, {"samples": text})
+                self.log_to_tracker(step, {"samples": text})
 
     def flush(self) -> None:
-        """Bring everything to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
+        """Bring all lines to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
         checkpoint writes the later lines again, but not the earlier ones."""
         with warn_on_error():
             if self.file:
                 os.fsync(self.file.fileno())
-            self.tracker.flush()
-
-    def close(self) -> None:
-        """Close the file and the tracker. Every rank may call it."""
-        if self.rt.is_main:
-            with warn_on_error():
-                if self.file:
-                    self.file.close()
-                self.tracker.close()
 
 
 # ------------------------------------------------------------------------- trackers
 
-
-class Tracker:
-    """What shows the curves and samples of a run. This one, --tracker none, does nothing; the others override it.
-
-    A resumed run repeats the steps after its checkpoint, which the tracker has been sent already.
-    """
-
-    def __init__(self, cfg: TrainConfig, start_step: int):
-        """For a run that starts or resumes at `start_step`."""
-
-    def log(self, step: int, values: dict[str, float | str]) -> None:
-        """Add a point at `step` to the curve of each number in `values`, {key of metrics.jsonl: value}; show texts."""
-
-    def flush(self) -> None:
-        """Write what is still buffered."""
-
-    def close(self) -> None:
-        """Write what is still buffered; nothing is logged afterwards."""
+# A tracker adds a point at a step to the curve of each number {key of metrics.jsonl: value}, and shows texts. A resumed
+# run repeats the steps after its checkpoint, which the tracker has been sent already.
+Track = Callable[[int, dict[str, float | str]], None]
 
 
-def tensorboard_tag(key: str) -> str:
-    """Where TensorBoard shows the curve of a key of metrics.jsonl: GROUP/KEY. TensorBoard opens the first two groups,
-    so there are only two."""
-    group = "loss" if key.endswith("_loss") else "run"
-    return f"{group}/{key}"
+def open_none(cfg: TrainConfig, start_step: int) -> Track:
+    """--tracker none"""
+    return lambda step, values: None
 
 
-class TensorBoardTracker(Tracker):
-    """Writes RUN_DIR/tensorboard."""
+def open_tensorboard(cfg: TrainConfig, start_step: int) -> Track:
+    """Writes RUN_DIR/tensorboard, in two groups, because TensorBoard opens no more."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, cfg: TrainConfig, start_step: int):
-        from torch.utils.tensorboard import SummaryWriter
+    # purge_step hides the points of the steps that a resumed run repeats.
+    writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start_step)
 
-        # purge_step hides the points of the steps that a resumed run repeats.
-        self.writer = SummaryWriter(str(cfg.run_dir / "tensorboard"), purge_step=start_step)
-
-    def log(self, step: int, values: dict[str, float | str]) -> None:
+    def track(step: int, values: dict[str, float | str]) -> None:
         for key, value in values.items():
             if isinstance(value, str):
-                self.writer.add_text(key, f"```\n{value}\n```", step)
+                writer.add_text(key, f"```\n{value}\n```", step)
             else:
-                self.writer.add_scalar(tensorboard_tag(key), value, step)
+                writer.add_scalar(f"{'loss' if key.endswith('_loss') else 'run'}/{key}", value, step)
+        writer.flush()
 
-    def flush(self) -> None:
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
+    return track
 
 
-class WandbTracker(Tracker):
+def open_wandb(cfg: TrainConfig, start_step: int) -> Track:
     """Sends to Weights & Biases: project WANDB_PROJECT (default gpt2), name WANDB_NAME (default the run folder's)."""
+    import wandb
 
-    def __init__(self, cfg: TrainConfig, start_step: int):
-        import wandb
+    # The id, kept with the run, by which a resumed run continues its curves at wandb, which cannot withdraw points.
+    id_file = cfg.run_dir / "wandb_id"
+    if start_step == 0 or not id_file.exists():
+        id_file.write_text(secrets.token_hex(4))
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or "gpt2",
+        id=id_file.read_text(),
+        name=os.environ.get("WANDB_NAME", cfg.run_dir.name),
+        resume="allow",
+        dir=str(cfg.run_dir),
+        config=cfg.to_dict(),
+    )
+    return lambda step, values: run.log(values, step=step)  # wandb leaves out steps that it has been sent already
 
-        # The id, kept with the run, by which a resumed run continues its curves at wandb, which cannot withdraw points.
-        id_file = cfg.run_dir / "wandb_id"
-        if start_step == 0 or not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or "gpt2",
-            id=id_file.read_text(),
-            name=os.environ.get("WANDB_NAME", cfg.run_dir.name),
-            resume="allow",
-            dir=str(cfg.run_dir),
-            config=cfg.to_dict(),
-        )
 
-    def log(self, step: int, values: dict[str, float | str]) -> None:
-        self.run.log(values, step=step)  # wandb itself leaves out steps that it has been sent already
-
-    def close(self) -> None:
-        self.run.finish()
+TRACKERS = {"none": open_none, "tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 def check_wandb() -> None:
     """Raise UserError, before a run starts, if wandb is not installed."""
     require(find_spec("wandb"), "--tracker wandb needs: pip install wandb")
-
-
-# The classes of TrainConfig.tracker.
-TRACKERS = {"none": Tracker, "tensorboard": TensorBoardTracker, "wandb": WandbTracker}

@@ -1,7 +1,8 @@
 """Figures from public runs of the presets' recipes: what a healthy run looks like, step by step.
 
     reference = find_reference("gpt2-124m", max_steps=19_073, tokens_per_step=524_288)
-    reference.judge(500, 5.31)        # "step 500: val 5.310, reference 5.181 to 5.413: on track"
+    verdict = reference.judge(500, 5.31)
+    verdict.is_on_track, verdict.sentence   # True, "step 500: val 5.310, reference 5.181 to 5.413: on track"
 
 lifecycle/evaluator.py prints that line after each validation; plots.py --reference draws the range behind the curves.
 Nothing here needs torch.
@@ -13,6 +14,7 @@ from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +31,13 @@ MAX_STEPS_TOLERANCE = 0.02  # a schedule that ends this much earlier or later ha
 MIN_MARGIN = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over
 MIN_MARGIN_STEP_0 = 0.1  # nats: random weights differ
 TIMING_NOISE = 0.08  # a healthy run may be this share of its steps early or late
+
+
+class Verdict(NamedTuple):
+    """How a run compares with public ones."""
+
+    is_on_track: bool
+    sentence: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,21 +69,22 @@ class Reference:
         margin = max(low - later, MIN_MARGIN if step else MIN_MARGIN_STEP_0)
         return float(low - margin), float(high + margin)
 
-    def judge(self, step: int, val_loss: float) -> str | None:
-        """One line on how a run compares at `step` with `val_loss` (nats per token), or None where expected_range is
-        None. A loss that is too low is off track as well: no honest run is that good, so something must leak."""
+    def judge(self, step: int, val_loss: float) -> Verdict | None:
+        """How a run compares at `step` with `val_loss` (nats per token), or None where expected_range is None. A loss
+        that is too low is off track as well: no honest run is that good, so something must leak."""
         expected = self.expected_range(step)
         if expected is None:
             return None
         low, high = expected
-        if low <= val_loss <= high:
+        is_on_track = low <= val_loss <= high  # NaN is not
+        if is_on_track:
             verdict = "on track"
         elif val_loss < low:
             verdict = f"off track, {low - val_loss:.3f} too low: "
             verdict += "does attention see the future, or val overlap the train data?"
-        else:  # NaN, too
+        else:
             verdict = f"off track, {val_loss - high:.3f} too high: check --max-lr, --warmup-steps and the data"
-        return f"step {step}: val {val_loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}"
+        return Verdict(is_on_track, f"step {step}: val {val_loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}")
 
 
 @cache
@@ -93,13 +103,10 @@ def read_references() -> list[Reference]:
     return references
 
 
-def find_reference(preset: object, max_steps: object, tokens_per_step: object) -> Reference | None:
-    """The public runs with this preset, about this number of steps and this many tokens per step, or None. The
-    arguments may be anything that a config.json holds."""
-    if tokens_per_step != TOKENS_PER_STEP or not isinstance(max_steps, int):
-        return None
+def find_reference(preset: str, max_steps: int, tokens_per_step: int) -> Reference | None:
+    """The public runs with this preset, about this number of steps and this many tokens per step, or None."""
     for reference in read_references():
-        tolerance = MAX_STEPS_TOLERANCE * reference.max_steps
-        if reference.preset == preset and abs(max_steps - reference.max_steps) <= tolerance:
+        is_as_long = abs(max_steps - reference.max_steps) <= MAX_STEPS_TOLERANCE * reference.max_steps
+        if reference.preset == preset and is_as_long and tokens_per_step == TOKENS_PER_STEP:
             return reference
     return None

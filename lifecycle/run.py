@@ -2,7 +2,7 @@
 
     run, saved = open_run(cfg, rt)                      # lifecycle/resume.py
     metrics = MetricsLogger(run)
-    evaluator = Evaluator(run, trainer, score_hellaswag)
+    evaluator = Evaluator(run, trainer)
     saver = Saver(run, trainer, metrics)
 
 Nothing in it changes while the run trains, but for the weights of the model.

@@ -77,7 +77,6 @@ class Saver:
             self.writer.keep = 0
         self.save(step)
         self.consistent_step = None  # an error of this write is final
-        self.metrics.close()
         self.writer.finish()
 
         # All ranks end together, after rank 0's write.

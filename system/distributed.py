@@ -17,7 +17,6 @@ There are two process groups:
 A rank that fails exits, and torchrun ends the others: its report names the first one, with its message.
 """
 
-import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -139,7 +138,6 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
         torch.use_deterministic_algorithms(True)
         # A debugging aid that writes new tensors twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
-        share_cores(env_number("LOCAL_WORLD_SIZE"))
 
     if env_number("WORLD_SIZE") == 1:
         yield rt
@@ -189,26 +187,12 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     return replace(rt, dtype=getattr(torch, chosen), dtype_reason=reason)
 
 
-def share_cores(ranks_here: int) -> None:
-    """Divide the CPU cores that this process may use among the ranks of this machine; each would use all of them."""
-    # torchrun sets OMP_NUM_THREADS=1 unless the user has set it, and torch has read it.
-    is_users = os.environ.get("OMP_NUM_THREADS", "1") != "1"
-    if ranks_here > 1 and not is_users:
-        # Linux: fewer than cpu_count under taskset or in a container's cpuset.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // ranks_here))
-
-
 def weight_checksum(parameters: Iterable[Tensor]) -> str:
-    """A text that changes with any bit of these weights, computed where they are."""
-    sums = []
+    """A text that changes with any bit of these weights."""
+    crc = 0
     for p in parameters:
-        bits = p.detach().flatten().view(torch.int32 if p.element_size() == 4 else torch.int16)
-        for piece in bits.split(2**22):  # a whole embedding, as int64, would need gigabytes
-            # Each number counts by its place, so that exchanged ones are found. Integers wrap around.
-            places = torch.arange(1, len(piece) + 1, device=p.device)
-            sums.append((piece * places).sum())
-    return str(crc32(torch.stack(sums).cpu().numpy().data))
+        crc = crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
+    return str(crc)
 
 
 def check_weights_agree(rt: Runtime, parameters: Iterable[Tensor], step: int) -> None:

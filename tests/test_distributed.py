@@ -16,10 +16,7 @@ from system.distributed import weight_checksum
 
 def talk() -> None:
     """The script of a rank: every collective once. Rank 1 comes late to the barrier."""
-    os.environ.pop("OMP_NUM_THREADS", None)
-    os.sched_getaffinity = lambda pid: set(range(8))
     with distributed.session("cpu") as rt:
-        assert torch.get_num_threads() == 4  # its share of the cores
         assert rt.gather({"rank": rt.rank}) == [{"rank": 0}, {"rank": 1}]
         assert rt.all_reduce(torch.tensor(1.0 + rt.rank)) == 3
         assert rt.any_rank(rt.rank == 1) and not rt.any_rank(False)
@@ -51,20 +48,6 @@ def wait_for_each_other() -> None:
 def test_a_rank_that_misses_a_barrier_is_named(run_ranks):
     output = run_ranks(2, wait_for_each_other, fails=True)
     assert "Rank 1 failed" in output and "200 ms" in output
-
-
-@pytest.mark.parametrize("variables, threads", [
-    ({}, 3),  # of the cores that taskset leaves
-    ({"OMP_NUM_THREADS": "5"}, None),
-    ({"OMP_NUM_THREADS": "1"}, 3),  # set by torchrun
-])  # fmt: skip
-def test_ranks_share_the_cores_unless_the_user_has_said(monkeypatch, variables, threads):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(os, "environ", variables)
-    distributed.share_cores(2)
-    assert chosen == ([threads] if threads else [])
 
 
 # ------------------------------------------------------------------------- ranks that differ

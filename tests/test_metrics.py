@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl, the console line, and trackers, which draw no point twice."""
 
 import os
+import resource
 import signal
 import sys
 from dataclasses import replace
@@ -44,7 +45,6 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Runtime, "gather", lambda self, obj: [obj, obj])
     logger = make_logger(tmp_path, rt=replace(CPU, rank=1, world_size=2))
     logger.write({"step": 0})
-    logger.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -62,8 +62,9 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     logger.log_step({"step": 6, "val_loss": 4.0} | row, seconds=60.0)
     assert "eta" not in capsys.readouterr().out
 
-    # The second step of a run that has lasted an hour.
+    # The second step of a run that has lasted an hour, 1.25 s after the first.
     logger.start_time -= 3600
+    logger.first_step_time -= 1.25
     logger.log_step({"step": 7} | row, seconds=1.0, waited_s=0.25)
     printed = capsys.readouterr().out
     for value in (
@@ -85,42 +86,45 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     assert second == values | {"wait_ms": 250.0, "tokens_per_second": 524288.0, "mfu": pytest.approx(0.4123)}
 
 
-def test_the_time_to_go_counts_evaluations(tmp_path, capsys):
-    logger = make_logger(tmp_path)
-    row = {"train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
-    logger.log_step({"step": 0, "val_loss": 9.0} | row, seconds=1.0)
-    logger.last_time -= 11  # an evaluation of 10 s, and a step
-    logger.log_step({"step": 250, "val_loss": 4.0} | row, seconds=1.0)
-    assert "eta: 2h01m" in capsys.readouterr().out  # 6,958 steps and 28 evaluations
+def test_a_full_disk_delays_lines_but_not_the_run(tmp_path):
+    """A piece of a line would spoil the next one, too."""
+    logger, (soft, hard) = make_logger(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    logger.write({"step": 0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (logger.path.stat().st_size + 5, hard))
+    try:
+        logger.write({"step": 1})
+        logger.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    logger.write({"step": 2})
+    assert load_metrics(tmp_path) == [{"step": step} for step in range(3)]
 
 
-def test_a_full_disk_costs_lines_but_not_the_run(tmp_path, monkeypatch):
+def test_output_that_nobody_can_write_ends_no_run(tmp_path, monkeypatch):
     logger = make_logger(tmp_path)
-    logger.file = open("/dev/full", "ab")
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     logger.log_step({"step": 0, "train_loss": 3.5, "lr": 1e-3, "grad_norm": 0.25}, seconds=1.0)
-    logger.flush()
+    assert len(load_metrics(tmp_path)) == 1
 
 
 # ------------------------------------------------------------------------- trackers
 
 
-def log_steps(folder, tracker, start_step, end_step) -> MetricsLogger:
+def log_steps(folder, tracker, start_step, end_step) -> None:
     """What a run logs that starts or resumes at a step, and ends before another: samples at steps 4 and 8."""
     logger = make_logger(folder, start_step, tracker)
     for step in range(start_step, end_step):
         if step in (4, 8):
             logger.log_text(step, f"once upon a time {step}")
         logger.write({"step": step, "train_loss": float(step), "mfu": None})
-    return logger
 
 
 def test_tensorboard_draws_each_point_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     # Killed after step 4 was saved, and resumed from the checkpoint of step 3: steps 3 and 4 come again.
-    log_steps(tmp_path, "tensorboard", 0, 5).flush()
-    log_steps(tmp_path, "tensorboard", 3, 9).close()
+    log_steps(tmp_path, "tensorboard", 0, 5)
+    log_steps(tmp_path, "tensorboard", 3, 9)
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["loss/train_loss"]
