@@ -99,15 +99,12 @@ def sequence_starts(num_tokens: int, T: int) -> range:
     return range(0, num_tokens - T, T)
 
 
-def find_enough_shards(cfg: Config, split: str, needed: int, per_pass: int = 1) -> list[Path]:
-    """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed, of
-    which a forward pass of all ranks takes per_pass."""
+def find_enough_shards(cfg: Config, split: str, needed: int) -> list[Path]:
+    """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed."""
     paths = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
     found = sum(len(sequence_starts(shards.count_tokens(path), cfg.sequence_length)) for path in paths)
     problem = f"the {split} shards in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
-    most = found // per_pass * per_pass * cfg.sequence_length
-    fix = f"use more text, or a smaller --sequence-length, or --val-tokens {most}"
-    require(found >= needed, f"{problem}; {fix}")
+    require(found >= needed, f"{problem}; use more text, or a smaller --sequence-length or --val-tokens")
     return paths
 
 
@@ -208,6 +205,28 @@ def count_passes(cfg: Config, world_size: int, flag: str, tokens: int) -> int:
     return tokens // tokens_per_pass
 
 
+def check_start(cfg: Config) -> None:
+    """Raise UserError if the run does not fit its network, or would be written over another one."""
+    T, context = cfg.sequence_length, cfg.model.block_size
+    require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
+    prompt_tokens = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
+    is_readable = 1 <= prompt_tokens <= context or not cfg.sample_every
+    require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
+
+    out_dir = Path(cfg.out_dir)
+    is_free = not out_dir.exists() or not any(out_dir.iterdir())
+    if is_free:
+        return
+    fix = f"use --resume auto, or --out-dir {out_dir}-2"
+    require(cfg.resume == "auto", f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
+    path = out_dir / "config.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    changed = [
+        name for name, value in asdict(cfg).items() if name not in ("resume", "out_dir") and old.get(name) != value
+    ]
+    require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; give the same flags")
+
+
 def train(cfg: Config) -> None:
     """The whole run. Raises UserError if it cannot start as asked. Every rank must call it."""
     # torchrun starts this file once for each GPU. Each of these processes, a rank, learns its number from its
@@ -221,27 +240,9 @@ def train(cfg: Config) -> None:
     micro_steps = count_passes(cfg, world_size, "--total-batch-size", cfg.total_batch_size)
     val_steps = count_passes(cfg, world_size, "--val-tokens", cfg.val_tokens) if cfg.val_every else 0
 
-    # What the run needs must be there, and what is there is not overwritten.
-    context = cfg.model.block_size
-    require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
-    if cfg.sample_every:
-        vocabulary = cfg.model.vocab_size
-        require(
-            vocabulary > tokenizer.EOT, f"--model.vocab-size {vocabulary} is too small for samples: --sample-every 0"
-        )
-        prompt_tokens = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
-        is_readable = 1 <= prompt_tokens <= context
-        require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
     train_shards = find_enough_shards(cfg, "train", needed=1)
-    val_shards = find_enough_shards(cfg, "val", cfg.val_tokens // T, B * world_size) if cfg.val_every else []
-    out_dir = Path(cfg.out_dir)
-    is_free = not out_dir.exists() or not any(out_dir.iterdir())
-    if cfg.resume == "auto" and not is_free:
-        check_same_settings(cfg)
-    else:
-        fix = f"use --resume auto, or --out-dir {out_dir}-2"
-        require(is_free, f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
-    saved = torch.load(out_dir / SAVE_FILE, map_location="cpu") if (out_dir / SAVE_FILE).exists() else None
+    val_shards = find_enough_shards(cfg, "val", cfg.val_tokens // T) if cfg.val_every else []
+    check_start(cfg)
 
     # A GPU if there is one. Autocast computes matrix products in bfloat16, which has half the bits of float32 and the
     # same range. Weights, gradients and the loss stay in float32.
@@ -256,16 +257,9 @@ def train(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model).to(device)
     optimizer = make_optimizer(model, cfg)
-    start_step = 0
-    if saved:
-        start_step = saved["step"]
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+    start_step = load_save(cfg, model, optimizer)
     network = f"{model.num_params():,} parameters on {device}"
     print0(f"{network}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
-
-    if cfg.warmup_steps > cfg.max_steps:
-        print0(f"warning: --warmup-steps {cfg.warmup_steps} of {cfg.max_steps} steps: the rate never reaches its peak")
 
     # `forward` is the same network as training calls it. DDP gives every rank rank 0's weights, and averages the
     # gradients over the ranks during a backward pass. So all make the same update, and their weights stay equal.
@@ -275,6 +269,7 @@ def train(cfg: Config) -> None:
         forward = nn.parallel.DistributedDataParallel(forward)
 
     # What plots.py and people read about the run. The steps after the save are done again, and so are their lines.
+    out_dir = Path(cfg.out_dir)
     if rank == 0:
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
@@ -361,12 +356,15 @@ def save(cfg: Config, model: GPT, optimizer: torch.optim.Optimizer, step: int) -
     os.replace(f"{path}.part", path)
 
 
-def check_same_settings(cfg: Config) -> None:
-    """Raise UserError unless the run folder is that of a run with these settings."""
-    path = Path(cfg.out_dir) / "config.json"
-    old = json.loads(path.read_text()) if path.exists() else {}
-    changed = [name for name, value in asdict(cfg).items() if name != "resume" and old.get(name) != value]
-    require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; give the same flags")
+def load_save(cfg: Config, model: GPT, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the last save of the run folder: returns its step, or 0 without one."""
+    path = Path(cfg.out_dir) / SAVE_FILE
+    if not path.exists():
+        return 0
+    saved = torch.load(path, map_location="cpu")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"]
 
 
 def write_row(out_dir: Path, row: dict[str, float]) -> None:

@@ -197,7 +197,7 @@ def test_it_refuses_in_one_line(tiny_data, tmp_path, expect_failure):
         f"--data-dir {tmp_path}": f"{tmp_path} has no train shard",
         "--val-tokens 2560": "65 sequences, of 80",
         "--sequence-length 64": "--model.block-size 64",
-        "--sample-every 1": "--model.vocab-size 256",
+        "--sample-every 1 --sample-prompt=": "0 tokens",
         "--total-batch-size 0": "--total-batch-size 0",
         "--grad-clip -1": "--grad-clip -1",
         "--model.n-head 3": "n_head 3",
