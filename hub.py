@@ -123,11 +123,15 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
         public: create a public repository, or push to one that is public.
     """
     # Every machine would pull a damaged shard.
-    problems = "; ".join(shards.verify(data_dir))
-    require(not problems, f"{data_dir} was not pushed: {problems}")
+    manifest = shards.read_manifest(data_dir)
+    require(not manifest or manifest.complete, f"{data_dir} is not finished; run the same fineweb.py command again")
+    files = shards.list_shards(data_dir, manifest)
+    require(files, f"{data_dir} has no shard")
+    for file in files:
+        shards.check_ids(shards.read_shard(file.path, file.sha256), file.path)
 
     # The shards of other programs come without a manifest: then the pattern of its name matches no file.
-    names = [path.name for path in shards.shard_files(data_dir)] + [shards.MANIFEST]
+    names = [file.path.name for file in files] + [shards.MANIFEST]
     patterns = [glob.escape(name) for name in names]
     with open_hub() as api:
         repo = open_for_push(api, repo, "dataset", public)

@@ -128,7 +128,7 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 
     dataset = reference.DATASETS[cfg.preset]
     manifest = read_manifest(cfg.data_dir)
-    source = manifest.source["name"] if manifest else HUB_DATASETS[dataset].repo
+    source = manifest.source.name if manifest else HUB_DATASETS[dataset].repo
     if source != HUB_DATASETS[dataset].repo:
         print0(f"no reference: {cfg.data_dir} is made from {source}, the public runs of {cfg.preset} from {dataset}")
         return None

@@ -1,10 +1,7 @@
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
-import csv
-import gzip
 from functools import cache
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,63 +11,50 @@ from helpers import write_jsonl
 
 import fineweb
 from tokens import shards, tokenizer
-from tokens.documents import read_file, suffixes_with
+from tokens.documents import read_chunks
 
 
-def write_parquet(path: Path, column: str, cells: Any) -> None:
-    pq.write_table(pa.table({"n": range(len(cells)), column: cells}), path, row_group_size=3)
+def write_parquet(path: Path, texts: list) -> None:
+    pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), path, row_group_size=3)
 
 
-def write_rows(path: Path, column: str, cells: list) -> None:
-    write_jsonl(path, [{column: cell} for cell in cells])
+def write_rows(path: Path, texts: list) -> None:
+    write_jsonl(path, [{"n": 1, "text": text} for text in texts])
 
 
-def write_csv(path: Path, column: str, cells: list) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("n", column), *enumerate(cells)])
+def write_text(path: Path, texts: list) -> None:
+    path.write_bytes("<|endoftext|>".join(texts).encode())
 
 
-def write_text(path: Path, column: str, cells: list) -> None:
-    path.write_bytes("".join(cells).encode())
-
-
-# Suffix: what writes such a file, with a cell for each document in the column. The tests of texts go through all of
-# them, and the tests of token ids through ID_SUFFIXES.
-WRITERS = {
-    ".parquet": write_parquet,
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), write_rows),
-    ".csv": write_csv,
-    ".txt": write_text,
-}
-ID_SUFFIXES = suffixes_with("ids_column")
+# Suffix: what writes such a file. The tests of readers go through all of them, alone and compressed.
+WRITERS = {".parquet": write_parquet, ".jsonl": write_rows, ".txt": write_text}
+SUFFIXES = [*WRITERS, ".jsonl.gz", ".jsonl.zst", ".txt.gz", ".txt.zst"]
 
 
 def write_documents(path: Path, documents: list) -> Path:
-    """A file of documents in the format that its suffix names."""
+    """A file of documents in the format that its suffixes name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    WRITERS[path.suffix](path, "text", documents)
-    return path
-
-
-def write_ids(path: Path, rows: Any) -> Path:
-    """A file with a list of token ids, or whatever a row holds, in the column `tokens`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    WRITERS[path.suffix](path, "tokens", rows)
+    if path.suffix in WRITERS:
+        WRITERS[path.suffix](path, documents)
+    else:
+        plain = write_documents(path.with_suffix(""), documents)
+        with pa.output_stream(str(path)) as file:  # compressed as the suffix says
+            file.write(plain.read_bytes())
+        plain.unlink()
     return path
 
 
 def write_token_file(path: Path, ids: list[int]) -> Path:
-    """A file of token ids, as nanoGPT's prepare.py writes them, compressed if its name ends in .gz."""
+    """A file of token ids, as nanoGPT's prepare.py writes them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = np.array(ids, "<u2").tobytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    np.array(ids, "<u2").tofile(path)
     return path
 
 
-def read_documents(path: Path, column: str = "text", **source) -> list[str]:
-    """The documents of a file, put together from the pieces in its chunks. source: as of read_file."""
+def read_documents(*paths: Path, column: str = "text") -> list[str]:
+    """The documents of files, put together from the pieces in their chunks."""
     documents = []
-    for chunk in read_file(path, 0, {"column": column, **source}):
+    for chunk in read_chunks(paths, 0, column):
         for text, begins in zip(chunk.texts, chunk.begins, strict=True):
             if begins:
                 documents.append(text)
@@ -85,7 +69,7 @@ def run_fineweb(*args) -> None:
         fineweb.main()
 
 
-# Making one takes a tenth of a second: monkeypatch.setattr(shards, "bulk_encoder", shared_encoder).
+# Making one takes a tenth of a second: monkeypatch.setattr(fineweb, "bulk_encoder", shared_encoder).
 shared_encoder = cache(tokenizer.bulk_encoder)
 
 
@@ -97,11 +81,11 @@ def encode(documents) -> list[int]:
 
 def read_tokens(folder: Path) -> list[int]:
     """All tokens of a folder, val first. Its manifest must be complete and describe them."""
-    assert shards.verify(folder) == []
     manifest = shards.read_manifest(folder)
     sizes = [shard.tokens for shard in manifest.shards]
     assert all(size == manifest.shard_tokens for size in sizes[:-1]) and manifest.complete
-    tokens = np.concatenate([shards.read_shard(folder / shard.file) for shard in manifest.shards])
+    tokens = np.concatenate([shards.read_shard(folder / shard.file, shard.sha256) for shard in manifest.shards])
+    assert len(tokens) == sum(sizes)
     assert sum(shard.documents for shard in manifest.shards) == (tokens == tokenizer.EOT).sum()
     return tokens.tolist()
 

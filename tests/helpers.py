@@ -134,8 +134,7 @@ def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
         sha256 = shards.write_shard(folder / name, tokens)
         end = {"file": 0, "token": i}
         entries.append(shards.Shard(name, len(tokens), int((tokens == 50256).sum()), sha256, end))
-    source = {"name": "toy", "subset": "", "column": "text", "revision": "1"}
-    source["files"] = [{"path": "toy.txt", "bytes": 1}]
+    source = shards.Source("toy", column="text", revision="1", files=[shards.SourceFile("toy.txt", 1)])
     shards.write_manifest(folder, shards.Manifest(source, "npy", size, complete=True, shards=entries))
     return folder
 

@@ -55,10 +55,7 @@ TABLE = """
 1 | fineweb.py --source empty.jsonl --out NEW              | empty
 1 | fineweb.py --source bad.jsonl --out NEW                | bad.jsonl: line 2
 1 | fineweb.py --source OWNER/NAME --out NEW               | 127.0.0.1:9
-1 | fineweb.py --source text.txt --shard-size 0            | --shard-size
-1 | fineweb.py --source text.txt --split test              | --split
-1 | fineweb.py --source good.jsonl --split-on x            | --split-on
-1 | fineweb.py --verify cut                                | cut_train_000001.npy
+2 | fineweb.py --source text.txt --shard-size 0            | --shard-size
 1 | hellaswag.py --limit -1                                | --limit -1
 1 | hellaswag.py --data empty.jsonl                        | empty.jsonl
 1 | hellaswag.py --data NEW --url http://127.0.0.1:9/x     | http://127.0.0.1:9/x

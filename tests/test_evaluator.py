@@ -129,7 +129,7 @@ def test_a_run_of_another_recipe_has_no_verdict(monkeypatch, capsys, flags, name
 
 @pytest.mark.parametrize("source, is_judged", [("HuggingFaceFW/fineweb-edu", True), ("my", False)])
 def test_a_run_on_other_data_has_no_verdict(monkeypatch, capsys, tmp_path, source, is_judged):
-    shards.write_manifest(tmp_path, shards.Manifest({"name": source}, "npy", 400))
+    shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 400))
     output = validate_once(f"gpt2-124m --data-dir {shlex.quote(str(tmp_path))}", monkeypatch, capsys)
     assert ("off track" in output) == is_judged
     assert is_judged or f"{tmp_path} is made from my" in output

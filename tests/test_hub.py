@@ -146,7 +146,7 @@ def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
 def test_a_limited_pull_lists_what_is_there(run, published, data, tmp_path):
     run("pull-data", "tester/toy", tmp_path / "few", "--limit-shards", "1")
     assert len(shards.find_shards(tmp_path / "few", "train")) == 1
-    assert not list(shards.verify(tmp_path / "few"))
+    assert shards.read_manifest(tmp_path / "few").complete
 
     # The limit leaves out nothing that is there already.
     for limit in ((), ("--limit-shards", "1")):

@@ -1,4 +1,4 @@
-"""Properties that hold for any input: order of data, shard writer, config, schedules, manifest.
+"""Properties that hold for any input: order of data, shard writer, schedules.
 
 hypothesis draws the inputs. When a property fails it reports the smallest input that it found.
 """
@@ -9,7 +9,6 @@ import os
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from helpers import choices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from system.cli import UserError, printable
+import fineweb
 from tokens import shards, tokenizer
 from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
@@ -80,8 +79,8 @@ def test_a_step_is_a_function_of_seed_and_step_alone(order, step, B, data):
 
 def write_shards(chunks, folder, manifest) -> shards.Manifest:
     """The manifest once the shards after its own are written."""
-    for tokens, end in shards.fill_shards(chunks, manifest):
-        manifest = shards.add_shard(folder, "x", manifest, tokens, end)
+    for tokens, end in fineweb.fill_shards(chunks, manifest):
+        manifest = fineweb.add_shard(folder, manifest, tokens, end)
     return manifest
 
 
@@ -96,13 +95,12 @@ def write_shards(chunks, folder, manifest) -> shards.Manifest:
 )
 def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, chunk_size, shard_format, data):
     """For any documents, shard size, limit and cut into chunks; also after a stop at any shard."""
-    source = {"name": "x", "subset": "", "column": "text", "revision": "r", "files": [{"path": "x", "bytes": 1}]}
-    empty = shards.Manifest(source, shard_format, shard_tokens, limit)
+    empty = shards.Manifest(shards.Source("x"), shard_format, shard_tokens, limit)
     batches = [documents[i : i + chunk_size] for i in range(0, len(documents), chunk_size)]
-    chunks = [Chunk(texts, [True] * len(texts), 0) for texts in batches]
+    chunks = [Chunk(texts, [True] * len(texts), [0] * len(texts)) for texts in batches]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "bulk_encoder", shared_encoder)
+        patch.setattr(fineweb, "bulk_encoder", shared_encoder)
         patch.setattr(os, "fsync", lambda fd: None)  # most of the time, and no machine loses power here
 
         # The shards hold the tokens in order; all but the last are full.
@@ -122,46 +120,7 @@ def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, 
         assert write_shards(chunks, Path(folder), interrupted) == written
 
 
-SHARD_NAMES = st.from_regex(shards.SHARD_NAME, fullmatch=True).filter(lambda name: len(name.encode()) < 200)
-
-
-@given(SHARD_NAMES)
-def test_a_name_in_a_manifest_does_no_harm(name):
-    assert Path("/x", name).resolve().is_relative_to("/x") and printable(name) == name
-
-
-# ------------------------------------------------------------------------- config and schedule
-
-
-def draw_changes():
-    """A strategy for {name: value} of up to four fields of TrainConfig, with odd values often among them."""
-    odd = {int: st.integers(-2, 2000) | st.integers(), float: st.floats(0, 1) | st.floats(allow_infinity=False)}
-    hints = get_type_hints(TrainConfig)
-    hints.pop("model")
-    names = st.lists(st.sampled_from(sorted(hints)), max_size=4, unique=True)
-    draw_value = {name: odd.get(hint, st.from_type(hint)) for name, hint in hints.items()}
-    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: draw_value[name] for name in chosen}))
-
-
-@settings(max_examples=200)
-@given(st.sampled_from(sorted(PRESETS)), draw_changes())
-def test_any_values_make_a_config_or_are_refused(preset, changes):
-    """The values are those of up to four fields of a preset, odd ones often among them."""
-    try:
-        cfg = dataclasses.replace(PRESETS[preset], **changes)
-    except UserError as e:
-        # Refused with a message, also where the values come from a checkpoint.
-        assert str(e)
-        with pytest.raises(UserError):
-            TrainConfig.from_dict({**PRESETS[preset].to_dict(), **changes})
-        return
-
-    # Accepted: it survives its way through a checkpoint, and a run can be planned from it.
-    assert TrainConfig.from_dict(cfg.to_dict()) == cfg
-    total_steps = cfg.total_steps(cfg.sequences_per_step)
-    assert total_steps >= 1 and cfg.sequences_per_step >= 1
-    for step in (0, 1, 10**6):
-        assert 0 <= lr_factor(step, total_steps, cfg) <= 1
+# ------------------------------------------------------------------------- schedule
 
 
 FRACTIONS = st.floats(0, 1)

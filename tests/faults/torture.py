@@ -61,7 +61,7 @@ class Job:
     def __init__(self, script: str, flags: list, bits: Callable[[Path], dict], ranks: int = 1):
         self.script, self.flags, self.bits, self.ranks = script, flags, bits, ranks
         self.folder = Path(tempfile.mkdtemp())
-        self.undisturbed = self.folder / "undisturbed"
+        self.undisturbed = self.folder / "undisturbed" / "out"  # shards are named after their folder
         start_time = time.monotonic()
         ended = self.run(self.undisturbed)
         assert ended.exit_code == 0, ended.output
