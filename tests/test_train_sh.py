@@ -1,0 +1,445 @@
+"""train.sh: start, log out, restart, stop, publish, give the machine back.
+
+pod.py has stand-ins for what it calls. The last test has every real part but the Hub and runpodctl.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from faults import hub_server
+from helpers import ROOT, TINY_FLAGS, assert_curves_close, load_curve, make_shards, train_quickstart
+from pod import Pod, is_alive
+from processes import rank_pids, wait_for
+
+from weights.names import latest_step
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+@pytest.fixture
+def pod(tmp_path):
+    with Pod(tmp_path / "model_1 [a]", run="my run") as pod:  # a name is neither split, nor taken for a pattern
+        yield pod
+
+
+@pytest.fixture
+def rented(pod):
+    """A pod of two GPUs whose end is to push, and then to remove it."""
+    pod.env |= {"PUSH_TO": "me/x", "REMOVE_POD": "1", "GPU_HOUR_USD": "2.5"}
+    return pod
+
+
+def read_table(text):
+    """[([argument, ...], {setting: value}, the rest of the line)] of lines "ARGUMENT SETTING=VALUE ... | rest"."""
+    rows = []
+    for line in text.strip().splitlines():
+        words, _, rest = line.partition("|")
+        settings = dict(re.findall(r"^([A-Z_]+)=(.*)", "\n".join(shlex.split(words)), re.MULTILINE))
+        rows.append(([w for w in shlex.split(words) if w.partition("=")[0] not in settings], settings, rest.strip()))
+    return rows
+
+
+def count_starts(pod):
+    return len(pod.read("starts").splitlines())
+
+
+# ------------------------------------------------------------------------- start
+
+
+def test_the_same_command_starts_and_resumes(pod):
+    done = pod.start("gpt2-124m", "--max-steps", "5")
+    pod.wait_until_ended()
+
+    assert f"pid {pod.supervisor}" in done.stdout
+    # With a host name that did not resolve, torchrun had not started after 400 seconds; with --local-addr after 21.
+    assert "--standalone --nproc_per_node=2 --local-addr=127.0.0.1 " in pod.read("starts")
+    assert pod.read("starts").endswith(
+        "train_gpt2.py gpt2-124m --max-steps 5 --out-dir my run --resume auto --out-dir my run\n"
+    )
+    assert not pod.read("pushed") and not pod.read("removed")
+
+
+# The words of a command | the run folder that the trainer is given, and that train.sh looks at.
+FOLDERS = """
+                                                | log/gpt2-124m
+record8-124m --max-steps 5                      | log/record8-124m
+--max_steps 5                                   | log/gpt2-124m
+record8-124m --out_dir=x/y --resume auto        | x/y
+--out-dir a --out-dir 'b c'                     | b c
+--sample-prompt '--out-dir x'                   | log/gpt2-124m
+--resume log/old                                | log/old
+--resume=log/old/model_00007.pt                 | log/old
+--resume log/old/model_00007.pt --out-dir new   | new
+"""
+
+
+@pytest.mark.parametrize("words, _, folder", read_table(FOLDERS))
+def test_the_trainer_writes_where_train_sh_looks(pod, words, _, folder):
+    pod.add_checkpoint(pod.root / "log/old", 7)
+    how = {"cwd": pod.root, "env": pod.env, "capture_output": True, "text": True}
+    done = subprocess.run(pod.command(*words), **how)
+    pod.started.append(int(re.search(r"pid (\d+)", done.stdout)[1]))
+    wait_for(lambda: not is_alive(pod.supervisor))
+    assert f"--out-dir {folder}" in pod.read("starts")
+    assert (pod.root / folder / "model_00010.pt").exists() and pod.read(f"{folder}/train.log")
+
+
+def test_a_checkpoint_and_epochs_continue_its_run(pod):
+    folder = pod.root / "log" / "mine"
+    pod.add_checkpoint(folder, 19072)
+    pod.start("model_19072.pt", "2", "--max-lr", "1e-4")
+    wait_for(lambda: not is_alive(pod.supervisor))
+    (folder / "model_19072.pt").unlink()  # --keep may delete it; its run is still there
+    pod.start("log/mine/model_19072.pt", "2")
+    wait_for(lambda: not is_alive(pod.supervisor))
+
+    first, second = pod.read("starts").splitlines()
+    assert first.endswith("--resume log/mine --epochs 2 --max-lr 1e-4 --out-dir log/mine")
+    assert second.endswith("--resume log/mine --epochs 2 --out-dir log/mine")
+
+
+@pytest.mark.parametrize("name", ["model_00001.pt", "model_00007.pt", "nowhere/model_00001.pt"])
+def test_a_checkpoint_without_a_run_is_refused(pod, name):
+    for run in ("a", "b"):
+        pod.add_checkpoint(pod.root / "log" / run, 1)
+    done = pod.start(name, "2", check=False)
+    assert done.returncode == 1 and name.split("/")[0] in done.stderr
+    assert not pod.read("starts") and not (pod.root / "nowhere").exists()
+
+
+def test_a_token_that_may_not_push_is_refused_at_once(pod):
+    (pod.root / "no-token").touch()
+    assert pod.start(check=False, PUSH_TO="me/x").returncode == 1
+    assert not pod.read("starts") and not pod.run.exists()
+
+
+@pytest.mark.parametrize("words", ["-h", "--help", "gpt2-124m --help"])
+def test_help_starts_nothing(pod, words):
+    done = subprocess.run(pod.command(*words.split()), cwd=pod.root, env=pod.env, capture_output=True, text=True)
+    assert done.returncode == 0 and not (pod.root / "log").exists()
+    assert ("MAX_RESTARTS" in done.stdout) == (len(words.split()) == 1)  # else it is that of the trainer
+
+
+REFUSED = """
+MAX_RESTARTS=1.5                              | MAX_RESTARTS=1.5
+NPROC=-1                                      | NPROC=-1
+PUSH_EVERY=60                                 | PUSH_TO
+REMOVE_POD=1                                  | PERSISTENT=1
+REMOVE_POD=1 PERSISTENT=1 RUNPOD_POD_ID=      | SHUTDOWN_CMD
+REMOVE_POD=1 PERSISTENT=1 DISK=overlay        | overlay
+--time-limit=soon                             | soon
+"""
+
+
+@pytest.mark.parametrize("arguments, settings, named", read_table(REFUSED))
+def test_a_bad_setting_is_refused_by_name(pod, arguments, settings, named):
+    done = pod.start(*arguments, check=False, **settings)
+    assert done.returncode == 1 and "error: " in done.stderr and named in done.stderr
+    assert not pod.read("starts")
+
+
+# ------------------------------------------------------------------------- one supervisor, logout, stop
+
+
+def test_a_second_supervisor_is_refused(pod):
+    pod.start_and_train()
+    done = pod.start(check=False)
+    assert done.returncode == 1 and str(pod.supervisor) in done.stderr
+    assert count_starts(pod) == 1
+
+
+def test_a_trainer_that_has_lost_its_supervisor_saves_and_stops(pod):
+    trainer = pod.start_and_train()
+    os.kill(pod.supervisor, signal.SIGKILL)
+    wait_for(lambda: not is_alive(trainer))
+    assert (pod.run / "model_00042.pt").exists()
+
+    # The same command starts again.
+    pod.start()
+    pod.wait_until_ended()
+    assert count_starts(pod) == 2
+
+
+def test_a_push_during_the_run_does_not_hold_the_folder(pod):
+    """All but the push dies, as when a machine runs out of memory."""
+    pod.add_checkpoint(pod.run, 10)
+    trainer = pod.start_and_train(PUSH_TO="me/x", PUSH_EVERY="1", HUB_DOES="echo $$ >push; exec /bin/sleep 60")
+    wait_for(lambda: pod.read("push").strip())
+    for pid in (trainer, pod.supervisor):
+        os.kill(pid, signal.SIGKILL)
+    assert is_alive(int(pod.read("push")))
+    pod.start()
+    os.kill(int(pod.read("push")), signal.SIGKILL)
+    pod.wait_until_ended()
+    assert count_starts(pod) == 2
+
+
+def test_a_run_survives_the_death_of_its_shell(pod):
+    pod.seconds["show_log_s"] = "60"
+    command = pod.command("--out-dir", pod.run.name)
+    shell = subprocess.Popen(
+        command, cwd=pod.root, env={**pod.env, "PLAN": "hang"}, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: pod.read("trainer").strip())
+    pod.started.append(int(pod.read("my run/train.lock").split()[0]))
+
+    for number in (signal.SIGHUP, signal.SIGKILL):
+        os.killpg(shell.pid, number)
+    shell.wait()
+    os.kill(pod.supervisor, signal.SIGHUP)
+    os.kill(int(pod.read("trainer")), signal.SIGHUP)
+    time.sleep(0.2)  # the time in which they would die
+    assert is_alive(pod.supervisor) and is_alive(int(pod.read("trainer")))
+
+
+def test_a_stop_saves_and_keeps_the_machine(rented):
+    """Also a second one, which ranks take as the order to die."""
+    rented.env["ON_TERM"] = "until [[ -e go ]]; do /bin/sleep 0.02; done"
+    trainer = rented.start_and_train()
+    for _ in range(3):
+        rented.start("stop", "my run")
+    (rented.root / "go").touch()
+    log = rented.wait_until_ended()
+
+    assert (rented.run / "model_00042.pt").exists() and not is_alive(trainer)
+    assert rented.read("signals") == "x\n"
+    assert count_starts(rented) == 1  # a stop is no failure
+    assert not rented.read("pushed") and not rented.read("removed")
+    assert "training stopped" in log
+
+
+def test_a_stop_touches_no_other_process(pod):
+    assert pod.start("stop", "my run", check=False).returncode == 1
+    assert pod.start("stop", check=False).returncode == 1
+    assert not pod.run.exists()
+    pod.run.mkdir()
+    with subprocess.Popen(["/bin/sleep", "60"]) as other:
+        # A run that has ended; then one of another machine, whose lock a network volume shows here, too.
+        lock = pod.run / "train.lock"
+        lock.write_text(f"{other.pid} on {os.uname().nodename}\n")
+        assert pod.start("stop", "my run", check=False).returncode == 1
+        lock.write_text(f"{other.pid} on elsewhere\n")
+        with subprocess.Popen(["flock", lock, "/bin/sleep", "60"]) as holder:
+            wait_for(lambda: subprocess.run(["flock", "-n", lock, "true"]).returncode == 1)
+            done = pod.start("stop", "my run", check=False)
+            holder.kill()
+        assert done.returncode == 1 and "elsewhere" in done.stderr
+        assert other.poll() is None
+        other.kill()
+
+
+# ------------------------------------------------------------------------- failures, restarts, time
+
+
+# What the starts of the trainer do, how many there are, and the exit code. A run that gets on is counted anew.
+STARTS = [
+    ("crash", 3, 1),
+    ("user-error finish", 1, 1),
+    ("limit finish", 1, 0),
+    ("crash save-again save-again save-again crash finish", 6, 0),
+    ("cut finish", 2, 0),
+]
+
+
+@pytest.mark.parametrize("plan, starts, exit_code", STARTS)
+def test_crashes_are_restarted_and_nothing_else(pod, plan, starts, exit_code):
+    pod.seconds["show_log_s"] = "20"
+    done = pod.start(PLAN=plan, MAX_RESTARTS="2", check=False)
+    pod.wait_until_ended()
+    assert (count_starts(pod), done.returncode) == (starts, exit_code)
+
+
+@pytest.mark.parametrize("plan", ["crash save-crash finish", "cut save-crash finish"])
+def test_a_restart_resumes_the_runs_own_checkpoint(pod, plan):
+    """Not before it has one: the first save may end between its two files. A file of the user's is none."""
+    pod.run.mkdir()
+    (pod.run / "model_best.pt").write_bytes(pod.root.joinpath("checkpoint").read_bytes())
+    pod.start("--resume", "elsewhere/model-5", PLAN=plan)
+    pod.wait_until_ended()
+    first, second, third = pod.read("starts").splitlines()
+    assert first == second
+    assert third == f"{first} --resume my run"
+
+
+def test_the_status_of_an_earlier_start_does_not_count(pod):
+    for _ in range(2):
+        pod.start(PLAN="user-error crash finish", check=False)
+        pod.wait_until_ended()
+    assert count_starts(pod) == 3
+
+
+def test_the_time_limit_counts_over_restarts(pod):
+    pod.seconds["restart_delays"] = "(1.1 1.1 1.1)"
+    pod.start("--time_limit", "2h", PLAN="crash finish")
+    pod.wait_until_ended()
+    limits = [int(start.rsplit("--time-limit ", 1)[1]) for start in pod.read("starts").splitlines()]
+    assert 7190 <= limits[1] < limits[0] <= 7200
+
+    pod.start("--time-limit", "1", PLAN="crash")
+    pod.wait_until_ended()
+    assert count_starts(pod) == 3  # nothing is restarted once the time is over
+
+
+# ------------------------------------------------------------------------- push, and give the machine back
+
+
+def test_a_push_that_fails_is_tried_again(rented):
+    """And nothing else is pushed any more, or it would replace what was pushed."""
+    rented.start(HUB_DOES="(($(wc -l <pushed) > 2))", PUSH_EVERY="1")
+    rented.wait_until_ended()
+    assert rented.read("pushed").splitlines() == ["push-model my run me/x --with-optimizer --steps best"] * 3
+    assert rented.read("removed") == "pod delete pod7\n"
+
+
+# How a run ends, whether a push succeeds, and what else matters | the command that ends the bill. While the weights are
+# on this machine alone, nothing removes it.
+ENDINGS = """
+finish                                                             | pod delete pod7
+finish REMOVE_POD=0                                                |
+finish HUB_DOES=false                                              |
+finish HUB_DOES='exec /bin/sleep 60'                               |
+finish HUB_DOES=false PERSISTENT=1                                 | pod delete pod7
+finish PUSH_TO= PERSISTENT=1                                       | pod delete pod7
+limit                                                              | pod delete pod7
+save-crash                                                         | pod delete pod7
+save-crash HUB_DOES=false                                          |
+crash HUB_DOES=false                                               | pod delete pod7
+cut HUB_DOES=false                                                 | pod delete pod7
+unmount HUB_DOES=false                                             |
+user-error                                                         |
+user-error early_mistake_s=-1                                      | pod delete pod7
+finish SHUTDOWN_CMD='if [ -e tried ]; then echo twice >removed; else touch tried; exit 1; fi' | twice
+"""
+
+
+@pytest.mark.parametrize("plan, settings, removed", read_table(ENDINGS))
+def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, removed):
+    if "HUB_DOES" in settings:
+        rented.seconds |= {"push_retry_s": "0", "push_try_s": "0.3"}
+    for word in plan[1:]:
+        name, _, value = word.partition("=")
+        rented.seconds[name] = value
+    rented.start(check=False, PLAN=plan[0], MAX_RESTARTS="0", **settings)
+    wait_for(lambda: not is_alive(rented.supervisor))
+    assert rented.read("removed").strip() == removed
+    assert plan != ["crash"] or not rented.read("pushed")
+
+
+@pytest.mark.parametrize("hub", ["false", "true"])
+def test_a_kill_at_the_end_keeps_the_machine(rented, hub):
+    """While it waits to push again, or to remove the machine."""
+    rented.seconds |= {"push_pause_s": "60", "remove_delay_s": "60"}
+    rented.start(HUB_DOES=hub)
+    wait_for(lambda: "in 60 seconds" in rented.log())
+    os.kill(rented.supervisor, signal.SIGTERM)
+    rented.wait_until_ended()
+    assert not rented.read("removed")
+
+
+def test_checkpoints_are_pushed_while_it_trains(pod):
+    pod.add_checkpoint(pod.run, 10)
+    (pod.run / "model_best.pt").touch()  # the user's own
+    pod.start_and_train(PUSH_TO="me/x", PUSH_EVERY="1")
+    push = "push-model my run me/x --with-optimizer --temporary\n"
+    wait_for(lambda: pod.read("pushed") == push)
+    time.sleep(1.2)
+    assert pod.read("pushed") == push  # the same checkpoint is pushed once
+
+    pod.add_checkpoint(pod.run, 100000)
+    wait_for(lambda: pod.read("pushed") == 2 * push)
+    pod.start("stop", "my run")
+    pod.wait_until_ended()
+
+
+@pytest.mark.parametrize("known, removed", [("remove pod", "remove pod pod7\n"), ("terminate pod", "")])
+def test_another_version_of_runpodctl(rented, known, removed):
+    rented.add_tool("bin/runpodctl", f'#!/bin/sh\n[ "$1 $2" = "{known}" ] || exit 1\necho "$@" > "$POD/removed"\n')
+    rented.start()
+    last_line = rented.wait_until_ended().splitlines()[-1]
+    assert rented.read("removed") == removed
+    assert ("$5.00" in last_line) == (not removed)
+
+
+def test_the_log_begins_and_ends_with_the_price(pod):
+    pod.run.mkdir()
+    (pod.run / "train.log").write_text("from an earlier start\n")
+    pod.seconds["show_log_s"] = "20"
+    done = pod.start(PLAN="user-error", GPU_HOUR_USD="2.5", NPROC="8", check=False)
+    earlier, first, *_, last = pod.wait_until_ended().splitlines()
+    for line in (first, last):
+        assert "$20.00" in line and "runpodctl pod delete pod7" in line
+    assert earlier not in done.stdout and "must fix" in done.stdout  # the start shows how it has failed
+
+
+@pytest.mark.slow
+def test_pod_from_rent_to_removal(tmp_path):
+    """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""
+    pod = tmp_path / "pod"
+    pod.mkdir()
+    (tmp_path / "bin").mkdir()
+    run, last_step = pod / "log" / "quickstart", 150
+    make_shards(pod / "toy")
+    flags = [*TINY_FLAGS, "--model.vocab-size", "50304", "--total-batch-size", "64", "--micro-batch-size", "1"]
+    flags += ["--max-steps", str(last_step), "--val-every", "20", "--val-tokens", "256", "--save-every", "5"]
+
+    with hub_server.start(tmp_path / "hub") as server:
+        # runpodctl writes down what the Hub has when it is called.
+        published = server.root / "models" / "tester" / "life"
+        runpodctl = tmp_path / "bin" / "runpodctl"
+        runpodctl.write_text(f'#!/bin/sh\n(echo "$@"; ls {published}) >> {tmp_path}/removed\n')
+        runpodctl.chmod(0o755)
+        path = f"{tmp_path}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        env = {"PATH": path, "HOME": str(pod), "OMP_NUM_THREADS": "1"}
+        env |= {"NPROC": "2", "PUSH_TO": "tester/life", "REMOVE_POD": "1", "RUNPOD_POD_ID": "pod7"}
+        env |= server.env()
+
+        def start():
+            """Returns what the start has printed when its terminal is closed."""
+            command = ["bash", str(ROOT / "train.sh"), "quickstart", *flags, "--data-dir", "toy"]
+            printed = tmp_path / "printed"
+            with open(printed, "w") as f:
+                shell = subprocess.Popen(command, cwd=pod, env=env, stdout=f, start_new_session=True)
+            wait_for(lambda: "stop: " in printed.read_text(), 120)
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+            return printed.read_text()
+
+        def log():
+            return (run / "train.log").read_text()
+
+        def supervisor():
+            return int((run / "train.lock").read_text().split()[0])
+
+        def newest_step():
+            return latest_step(run) or 0
+
+        # Start; stop by the printed command. It saves, and the machine stays.
+        printed = start()
+        wait_for(lambda: newest_step() >= 10, 240)
+        subprocess.run(re.search("stop: +(.*)", printed)[1], shell=True, check=True, cwd="/")
+        wait_for(lambda: not is_alive(supervisor()), 240)
+        stopped_at = newest_step()
+        assert 10 <= stopped_at < last_step
+        assert not (tmp_path / "removed").exists()
+
+        # The same command resumes; a rank that is killed is restarted without human help.
+        start()
+        wait_for(lambda: newest_step() >= stopped_at + 10, 240)
+        torchrun = rank_pids(supervisor())[0]
+        os.kill(rank_pids(torchrun)[-1], signal.SIGKILL)
+        removed = tmp_path / "removed"
+        wait_for(lambda: removed.exists() and f"model_{last_step:05d}.pt" in removed.read_text().split(), 240)
+
+        # The pod was removed after the last checkpoint was published.
+        assert "failure 1" in log() and "training finished" in log(), log()
+        assert removed.read_text().split()[:3] == ["pod", "delete", "pod7"]
+
+    # The losses are those of an undisturbed run.
+    undisturbed = train_quickstart([*flags, "--data-dir", str(pod / "toy")], tmp_path / "undisturbed")
+    assert_curves_close(load_curve(run), load_curve(undisturbed))
