@@ -97,7 +97,7 @@ def test_a_wheel_has_every_file():
 
 # ------------------------------------------------------------------------- make install
 
-# Python and uv, as far as make calls them: they write down their arguments. PyTorch's index is away, if the test says so.
+# Python and uv, as far as make calls them: they write down their arguments.
 RECORDER = """#!/bin/sh
 echo "${0##*/} $@" >> calls
 case "$*" in
