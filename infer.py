@@ -21,7 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from system.cli import UserError, printable, require, run_cli  # before all packages: it says what this Python lacks
+from system.cli import (
+    UserError,
+    print0,
+    printable,
+    require,
+    run_cli,
+)  # before all packages: it says what this Python lacks
 
 # isort: split
 import tyro
@@ -156,7 +162,7 @@ def main() -> None:
     prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
     note = describe_prompt_file(args.prompt)
     if note:
-        print(printable(note), file=sys.stderr, flush=True)
+        print0(note, file=sys.stderr)
 
     # torch takes seconds to import, and --help and the checks above do not need it.
     import torch
@@ -177,7 +183,7 @@ def main() -> None:
     # A token reads every weight from memory: what takes fewer bytes is fastest, even on a CPU that trains in float32.
     dtype = supported_dtypes(device)[0] if args.dtype == "auto" else getattr(torch, args.dtype)
     line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}"
-    print(printable(line), file=sys.stderr, flush=True)
+    print0(line, file=sys.stderr)
     model = prepare(model, device, dtype)
 
     # The same seed gives the same samples: nothing else draws from this generator.

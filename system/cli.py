@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 
 class UserError(Exception):
@@ -137,30 +137,43 @@ def run_cli(main: Callable[[], object]) -> None:
     """Run a script's `main` and exit. What the user can fix, a UserError or a path that may not be used, becomes one
     message, never a traceback."""
     set_omp_wait_policy()
+    is_alone = threading.active_count() == 1  # the kernel of a notebook has other threads, and goes on after this
+    code = 0
     try:
         main()
-    except UsageError as e:
-        fail("user_error", str(e), f"error: {e}", code=2)
-    except (UserError, PermissionError, NotADirectoryError, IsADirectoryError) as e:
-        status = "system_error" if isinstance(e, TransientError) else "user_error"
-        fail(status, str(e), f"error: {e}")
     except KeyboardInterrupt:
-        exit_process(130)  # 128 + SIGINT, as a shell reports it
+        code = 130  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:
         # Python would fail again at exit, when it flushes output that nobody reads.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        exit_process(141)  # 128 + SIGPIPE
+        code = 141  # 128 + SIGPIPE
     except Exception as e:
-        fail("system_error", f"{type(e).__name__}: {e}", traceback.format_exc())
-    exit_process(0)
+        code = report(e)
+
+    # With ranks, or threads that this script has left, skip the interpreter's shutdown: there a thread that tokenizes
+    # or reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank.
+    has_left_threads = is_alone and threading.active_count() > 1
+    if has_left_threads or env_number("WORLD_SIZE") > 1:
+        atexit._run_exitfuncs()
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
-def fail(status: str, reason: str, message: str, code: int = 1) -> None:
-    """Print why this process fails, leave it for the program that started it, and exit with `code`."""
+def report(error: Exception) -> int:
+    """Print why this process fails, and leave it for the program that started it. Returns the exit code."""
+    message, reason, status = traceback.format_exc(), f"{type(error).__name__}: {error}", "system_error"
+    if isinstance(error, UserError | PermissionError | NotADirectoryError | IsADirectoryError):
+        message, reason = f"error: {error}", str(error)
+        if not isinstance(error, TransientError):
+            status = "user_error"
+
     # The status first: torchrun ends this rank as soon as another one has failed. So rank 0 speaks for all of them
     # about the command line, which they share.
     write_status(status, reason)
-    if code == 2 and env_rank() > 0:
+    is_usage = isinstance(error, UsageError)
+    if is_usage and env_rank() > 0:
         time.sleep(3)
     message = printable(message)
     with suppress(OSError):
@@ -172,7 +185,7 @@ def fail(status: str, reason: str, message: str, code: int = 1) -> None:
         details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(error_file).write_text(json.dumps({"message": details}))
-    exit_process(code)
+    return 2 if is_usage else 1
 
 
 def write_status(status: str, reason: str = "") -> None:
@@ -191,18 +204,6 @@ def write_status(status: str, reason: str = "") -> None:
         with open(part, "w") as f:
             json.dump({"status": status, "reason": printable(reason)}, f)
         os.replace(part, path)
-
-
-def exit_process(code: int) -> None:
-    """Exit; if other threads or ranks are left, without the interpreter's shutdown: there a thread that tokenizes or
-    reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank."""
-    if threading.active_count() == 1 and env_number("WORLD_SIZE") == 1:
-        sys.exit(code)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)
 
 
 # ------------------------------------------------------------------------- which process this is
@@ -230,17 +231,15 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
-def print0(*args: object) -> None:
+def print0(*args: object, file: TextIO | None = None) -> None:
     """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
     full disk nor a reader that is gone nor a character that a terminal lacks ends a run."""
     if env_rank() == 0:
-        text = printable(" ".join(map(str, args)))
+        # A bar that is shown moves down a line.
+        write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
         with suppress(OSError, UnicodeError):
-            if "tqdm" in sys.modules and sys.stderr.isatty():
-                sys.modules["tqdm"].tqdm.write(text)  # above a bar that is shown
-            else:
-                print(text)
-            sys.stdout.flush()
+            write(printable(" ".join(map(str, args))), file=file)
+            (file or sys.stdout).flush()
 
 
 def print_next(*commands: str) -> None:
@@ -250,11 +249,11 @@ def print_next(*commands: str) -> None:
 
 
 def progress_bar(items: Iterable, name: str, is_shown: bool) -> Iterable:
-    """The items, with a bar of progress on a terminal. In a log, a line every ten minutes says that work goes on."""
+    """The items, with a bar of progress on a terminal."""
     from tqdm import tqdm
 
-    seconds = 0.2 if sys.stderr.isatty() else 600
-    return tqdm(items, name, disable=not is_shown, mininterval=seconds, delay=seconds, leave=False)
+    # None: not where stderr is a file
+    return tqdm(items, name, disable=None if is_shown else True, delay=0.2, leave=False)
 
 
 # ------------------------------------------------------------------------- units

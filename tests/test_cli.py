@@ -34,7 +34,6 @@ def end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
     monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    monkeypatch.setattr(cli, "exit_process", sys.exit)  # its own may end the process of the tests
 
     def run(main):
         with pytest.raises(SystemExit) as ended:
@@ -133,6 +132,33 @@ def test_a_rank_ends_although_a_thread_does_not():
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
+NOTEBOOK = """
+import runpy, sys, threading, time
+
+class Stream:  # what a kernel has in the place of a file
+    write, flush = sys.stdout.write, sys.stdout.flush
+    isatty = lambda self: False
+
+sys.stdout = Stream()
+threading.Thread(target=time.sleep, args=(0.5,)).start()
+sys.argv = ["script", *{words}]
+try:
+    runpy.run_path("{script}", run_name="__main__")
+except SystemExit as e:
+    print("goes on after", e.code)
+"""
+
+
+@pytest.mark.parametrize("script, words, code", [
+    ("plots.py", ["-h"], 0), ("plots.py", ["no/run"], 1), ("infer.py", ["--no"], 2),
+])  # fmt: skip
+def test_a_notebook_goes_on_after_a_script(script, words, code):
+    """As %run plots.py log/a: there are other threads, and the process is not the script's own."""
+    program = [sys.executable, "-c", NOTEBOOK.format(script=script, words=words)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == f"goes on after {code}" and "AttributeError" not in done.stderr
+
+
 @pytest.mark.parametrize("rank, seconds", [("0", 0), ("1", 3)])
 def test_rank_0_speaks_first_about_the_command_line(end, monkeypatch, rank, seconds):
     """torchrun ends the other ranks as soon as one exits, so that the message comes once."""
@@ -180,8 +206,16 @@ def test_rank_0_prints_without_control_codes(monkeypatch, capsys):
 
 def test_what_the_log_cannot_take_ends_nothing():
     """A full disk, or a character that a terminal's encoding lacks."""
-    script = "from system.cli import print0; print0('a'); print0(chr(0x4e2d)); print0('b')"
+    script = """
+import sys
+from system.cli import print0, progress_bar
+for text in progress_bar(["a", chr(0x4e2d), "b"], "texts", is_shown=True):
+    print0(text)
+    print0(text, file=sys.stderr)
+"""
     assert run_program(script, ">/dev/full").returncode == 0
+    assert run_program(script, "2>/dev/full").returncode == 0
+    assert run_program("1 / 0", "2>/dev/full").returncode == 1
     done = run_program(script, PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stdout) == (0, "a\nb\n")
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.cli import UserError, env_rank, explain_errors, print0, printable, require
+from system.cli import UserError, explain_errors, print0, require
 from system.files import refuse_placeholder
 from system.huggingface import open_hub
 from tokens import tokenizer
@@ -184,9 +184,9 @@ def check_vocabulary(folder: Path, name: str) -> None:
         is_gpt2s = i >= VOCAB_SIZE or gpt2_tokens.get(token) == i
         require(is_gpt2s, f"its tokenizer is not GPT-2's: token {i} is {token!r:.50}; use transformers")
     added = [token for token, i in tokens.items() if i >= VOCAB_SIZE]
-    if added and env_rank() == 0:
+    if added:
         note = f"{len(added)} tokens were added to GPT-2's, which are never read or written here: {added[0]!r:.50}"
-        print(printable(f"warning: {name}: {note}"), file=sys.stderr, flush=True)
+        print0(f"warning: {name}: {note}", file=sys.stderr)
 
 
 def read_json(path: Path) -> Any:
