@@ -24,8 +24,7 @@ import math
 import shlex
 import sys
 import time
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 from system import cli
@@ -38,7 +37,7 @@ from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger
 from lifecycle.save import Saver
-from lifecycle.stop import Stopped, StopRequest
+from lifecycle.stop import StopRequest
 from system import distributed
 from system.cli import TransientError, print0, print_next
 from system.distributed import Runtime
@@ -82,16 +81,13 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     if rt.is_main:
         plan.write_config(cfg, rt, max_steps)
 
-    # This rank's batches, which a thread reads ahead [speed]: (micro_steps, B, T + 1) tokens for each step from here
-    # on. [stop] A single rank may stop at once, also within a step. Several agree on it after their gradients.
-    check_alone = partial(stop.check_alone, rt)
-    batches = run.data.batches(step, cfg.sequences_per_step, trainer.B, rt, cfg.overfit_single_batch, check_alone)
+    # This rank's batches: (micro_steps, B, T + 1) tokens for each step from here on. [speed] A thread reads ahead.
+    batches = run.data.batches(step, cfg.sequences_per_step, trainer.B, rt, cfg.overfit_single_batch)
 
-    row: dict[str, Any] = {}  # becomes the line of metrics.jsonl for a step
-    with saver, suppress(Stopped):  # [stop] Stopped leaves the loop, on all ranks at the same place
-        stop.check(rt)  # a signal that came during the start
-        while True:
-            row = {"step": step}
+    stops = 0  # [stop] how many ranks were asked to stop
+    with saver:  # [resume] joins the thread that writes, and if a single rank crashes saves the last whole step
+        while not stops:
+            row: dict[str, Any] = {"step": step}  # becomes the line of metrics.jsonl for this step
 
             # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
             if step == max_steps or (step > run.start and is_due(step, cfg.save_every, max_steps)):
@@ -112,15 +108,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             loss, norm = trainer.compute_gradients(batch)
 
             # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were
-            # asked to stop, and how many have a norm that is not finite. (DDP gives all the same norm. If a faulty card
-            # differs, all ranks must still decide alike.) The device has finished its work by now, so a signal that
-            # came during the step is seen.
+            # asked to stop after this step, and how many have a norm that is not finite. (DDP gives all the same norm.
+            # If a faulty card differs, all ranks must still decide alike.)
             numbers = torch.tensor([loss / rt.world_size, stop.is_requested(), not math.isfinite(norm)])
             loss, stops, bad_norms = rt.all_reduce(numbers.to(rt.device)).tolist()
-
-            # [stop] The gradients are dropped: a resumed run computes this step again, to the same bits.
-            if stops:
-                stop.raise_stopped()
 
             # Rate and update.
             lr = set_learning_rates(trainer.optimizers, step, max_steps, cfg)
@@ -144,12 +135,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
             metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
             step += 1
-            stop.first_step_is_done = True
-    if stop.is_agreed and len(row) > 1:
-        metrics.write(row)  # [stop] what was measured before a step that was not done
     saver.finish(step)
 
-    if stop.is_agreed:
+    if stops:
         print0(f"stopped by {stop.reason()} at step {step} of {max_steps}, saved in {cfg.run_dir}")
         eager = "" if cfg.compile else " --no-compile"
         print_next(f"python train_gpt2.py --resume {shlex.quote(str(cfg.run_dir))}{eager}")

@@ -100,8 +100,8 @@ def test_a_run_is_judged_by_its_public_runs(monkeypatch, capsys, flags):
 
 
 def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch, capsys):
-    """At the second loss in a row, with this loss in metrics.jsonl, and to be resumed; without public runs the flag is
-    refused."""
+    """After the step of the second loss in a row, which is in metrics.jsonl. Without public runs the flag
+    is refused."""
     flags = ["--stop-off-track", "--val-every", "2", "--max-steps", "12"]
     with pytest.raises(UserError, match="no public runs"):
         train_quickstart(tiny_args, tmp_path / "run", *flags)
@@ -109,9 +109,9 @@ def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch
     runs = SimpleNamespace(judge=lambda step, loss: Verdict(step not in (2, 6, 8), "a sentence"))
     monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: runs)
     run = train_quickstart(tiny_args, tmp_path / "run", *flags)
-    assert "stopped by --stop-off-track at step 8 of 12" in capsys.readouterr().out
+    assert "stopped by --stop-off-track at step 9 of 12" in capsys.readouterr().out
     assert sorted(load_curve(run)) == list(range(9)) and load_curve(run)[8][1] is not None
-    assert complete_steps(run)[-1] == 8
+    assert complete_steps(run)[-1] == 9
 
     train_quickstart(tiny_args, run, *flags[1:], "--resume", "auto")
     assert complete_steps(run)[-1] == 12

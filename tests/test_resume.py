@@ -23,17 +23,17 @@ from weights.open_model import open_model
 
 # ------------------------------------------------------------------------- stopped and resumed
 
-# Where a SIGTERM reaches one process after another, which is as it calls a function for the n-th time: before the first
-# step, in an evaluation, between two of them, in a step before its update, and after its gradients. Each resumes from
-# the one before. Of the 12 steps of the run, 0, 4, 8 and 12 are validated, in 8 batches.
+# Where a SIGTERM reaches one process after another, which is as it calls a function for the n-th time; and the step
+# that it then saves. Each resumes from the one before. Of the 12 steps of the run, 0, 4, 8 and 12 are validated, in 8
+# batches.
 INTERRUPTIONS = [
-    (resume, "open_data", 1),
-    (evaluator, "to_device", 3),
-    (evaluator.Evaluator, "sample_text", 1),
-    (step, "to_device", 1),
-    (train_gpt2, "set_learning_rates", 2),
-    (evaluator, "to_device", 8),
-    (train_gpt2, "set_learning_rates", 1),
+    (evaluator, "to_device", 3, 1),  # in an evaluation: the step that follows is done
+    (resume, "open_data", 1, 2),
+    (evaluator.Evaluator, "sample_text", 1, 3),
+    (step, "to_device", 1, 4),  # in a step before its gradients
+    (evaluator, "to_device", 8, 5),
+    (train_gpt2, "set_learning_rates", 1, 7),  # after the gradients: the next step looks
+    (evaluator, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
 ]
 
 
@@ -43,7 +43,7 @@ def send_signal_at(patch, stop, owner, name, call) -> None:
 
     def interrupted(*args, **kwargs):
         if next(calls) == call:
-            stop.signal = "SIGTERM"
+            stop.request("signal SIGTERM")
         return function(*args, **kwargs)
 
     patch.setattr(owner, name, interrupted)
@@ -54,12 +54,12 @@ def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeyp
     flags = [*tiny_args, *flags.split()]
     undisturbed, resumed = train_quickstart(flags, tmp_path / "undisturbed"), tmp_path / "resumed"
 
-    for place in INTERRUPTIONS:
+    for *place, saved_step in INTERRUPTIONS:
         stop = StopRequest()
         with monkeypatch.context() as patch:
             send_signal_at(patch, stop, *place)
             train_quickstart(flags, resumed, "--resume", "auto", stop=stop)
-        assert stop.signal and latest_step(resumed) < 12, place
+        assert stop.is_requested() and latest_step(resumed) == saved_step, place
     train_quickstart(flags, resumed, "--resume", "auto")
 
     assert load_curve(resumed) == load_curve(undisturbed)
@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_keeps_the_scores_of_its_end(tiny_args, tmp_path):
     val_loss = load_curve(run)[6][1]
 
     stopped = StopRequest()
-    stopped.signal = "SIGTERM"
+    stopped.request("signal SIGTERM")
     train_quickstart(flags, run, "--max-steps", "9", "--resume", "auto", stop=stopped)
     train_quickstart(flags, run, "--max-steps", "9", "--resume", "auto")
     assert load_curve(run)[6][1] == val_loss is not None and load_curve(run)[6][0] is not None
