@@ -32,7 +32,7 @@ OTHERS = set("""
     num_ctx trust_remote_code from_pretrained save_pretrained max_new_tokens generated_text GPT2LMHeadModel
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
-    instance_ids DictReader MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
+    hf_ instance_ids DictReader MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
 """.split())  # fmt: skip
 
 
