@@ -307,12 +307,12 @@ def make_shards(out: Path, manifest: Manifest, paths: Iterable[Path], first_file
 
     stated = re.search(r"(\d+)BT", manifest.source.subset)  # of FineWeb's samples
     total = manifest.limit_tokens or (int(stated[1]) * 10**9 if stated else None)
-    update_seconds = 0.2 if sys.stderr.isatty() else 20  # a log file needs few lines
-    display = {"desc": str(out), "unit": " tokens", "unit_scale": True, "mininterval": update_seconds}
     done = sum(shard.tokens for shard in manifest.shards)
-    with tqdm(total=total, initial=done, **display) as bar:
+    # disable=None: a bar is for a terminal, where it moves below the lines that print0 writes.
+    with tqdm(total=total, initial=done, desc=str(out), unit=" tokens", unit_scale=True, disable=None) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, manifest, tokens, end)
+            print0(f"wrote {out / manifest.shards[-1].file}")
             bar.update(len(tokens))
 
     if not any(shard.tokens > shard.documents for shard in manifest.shards):

@@ -91,13 +91,6 @@ def suggest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {similar[0]}? " if similar else ""
 
 
-def suggest_path(path: Path, paths: Iterable[Path]) -> str:
-    """The same for a path: only its last part is compared."""
-    by_name = {other.name: other for other in paths}
-    similar = get_close_matches(path.name, by_name, n=1)
-    return f"did you mean {by_name[similar[0]]}? " if similar else ""
-
-
 def raise_if_transient(error: Exception) -> None:
     """Raise an error that is not the fault of the file that was read: the run ends as a crash, and is restarted."""
     is_of_system = isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS

@@ -16,7 +16,6 @@ The settings of a field that is a dataclass itself are called "model.n_layer", a
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from math import inf
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -25,26 +24,15 @@ from system.cli import UsageError, require
 Config = TypeVar("Config")
 
 
-def setting(
-    default: Any,
-    help: str,
-    heading: str = "",
-    low: float = 0,
-    high: float = inf,
-    parse: Callable[[str], Any] | None = None,
-    has_flag: bool = True,
-    **marks: bool,
-) -> Any:
-    """A field of a dataclass of settings.
+def setting(default: Any, help: str, **about: Any) -> Any:
+    """A field of a dataclass of settings. What else may be said about it, here and in training/config.py:
 
     heading     of the group in the help that begins with this setting
-    low, high   the least and the greatest value of a number
+    low, high   the least and the greatest value of a number; at least 0 without them
     parse       text -> value, where the type of the field cannot do it
     has_flag    False: only presets set it
-    marks       what else a program wants to know of it (training/config.py)
     """
-    about = {"help": help, "heading": heading, "low": low, "high": high, "parse": parse, "has_flag": has_flag}
-    return dataclasses.field(default=default, metadata=about | marks)
+    return dataclasses.field(default=default, metadata={"help": help, **about})
 
 
 def flag(name: str) -> str:
@@ -72,7 +60,7 @@ def check_settings(config: Any) -> None:
             names = " or ".join(map(str, allowed))
             require(value in allowed, f"{flag(field.name)} {value!s:.99} must be {names}")
         elif isinstance(value, int | float):
-            low, high = field.metadata["low"], field.metadata["high"]
+            low, high = field.metadata.get("low", 0), field.metadata.get("high", inf)
             rule = f"must be at least {low}" if high == inf else f"must lie between {low} and {high}"
             require(low <= value <= high, f"{flag(field.name)} {value} {rule}")  # NaN is in no range
 
@@ -92,7 +80,9 @@ def add_flags(parser: argparse.ArgumentParser, config: Any, section: str = "", h
     `config`."""
     group = parser.add_argument_group(heading)
     for field in dataclasses.fields(config):
-        name, value, about = section + field.name, getattr(config, field.name), field.metadata
+        name = section + field.name
+        value = getattr(config, field.name)
+        about = field.metadata
         if dataclasses.is_dataclass(value):
             add_flags(parser, value, f"{field.name}.", about["help"])
             continue

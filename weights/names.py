@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from system.cli import UserError, require, suggest_path
+from system.cli import UserError, require, suggest
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -78,7 +78,7 @@ def find_runs(folder: Path, files: str = "model_*.pt") -> list[str]:
 
 def describe_nearby(path: Path, files: str = "model_*.pt") -> str:
     """What a message about a missing file or folder can add: the runs beside it, or where to look for them."""
-    meant = suggest_path(path, map(Path, find_runs(path.parent, files)))
+    meant = suggest(str(path), find_runs(path.parent, files))
     return meant + (describe_runs(path.parent, files) or f"look into {path.parent}")
 
 
