@@ -1,5 +1,5 @@
-"""Faults on purpose, one at a time: kills, full disks, losses that are not finite, data that hang, files left behind, a
-folder that is moved; each judged by the bits that are left.
+"""Faults on purpose, one at a time: kills, full disks, losses that are not finite, files left behind; each judged by
+the bits that are left.
 
     python tests/faults/torture.py --seed 97 --faults 200     # `make torture` runs it
 
@@ -35,11 +35,11 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import torch
-import tyro
 from corpora import read_bytes
 from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shards
 from processes import Script, forkserver_context, start, start_ranks
 
+from system.cli import ArgumentParser
 from weights import checkpoint
 from weights.names import complete_steps, model_path, optim_path
 
@@ -191,32 +191,6 @@ def refuse(job: Job, rng: random.Random) -> str:
     return job.judge(out, job.run(out, prepare=partial(poison, rng.randrange(2 * LAST_STEP))))
 
 
-def hang(reads: int) -> None:
-    """From now on, let reading data take for ever after so many reads, as on a network volume that is gone."""
-    from tokens.loader import Loader
-
-    read, calls = Loader.read, itertools.count()
-
-    def read_or_hang(loader, sequences):
-        if "_train_" in loader.paths[0].name and next(calls) >= reads:
-            time.sleep(600)
-        return read(loader, sequences)
-
-    Loader.read = read_or_hang
-
-
-def hang_data(job: Job, rng: random.Random) -> str:
-    """Data that hang, and a SIGTERM: the run saves what it has done."""
-    out = job.new_folder()
-    (run,) = job.start(out, prepare=partial(hang, rng.randint(10, 30)))
-    time.sleep(3 + job.seconds)
-    is_alive = run.send(signal.SIGTERM)
-    ended = run.wait(60)
-    if is_alive and (ended.exit_code != 0 or not complete_steps(out)):
-        return f"LOST: exit code {ended.exit_code}\n{ended.output[-2000:]}"
-    return job.finish(out, "recovered" if is_alive else "unhurt")
-
-
 def leave_orphan(job: Job, rng: random.Random) -> str:
     """An optimizer file whose model file was never written, as a kill between the two leaves it."""
     out = job.new_folder()
@@ -224,22 +198,6 @@ def leave_orphan(job: Job, rng: random.Random) -> str:
     step = 2 * rng.randint(1, LAST_STEP // 2)
     shutil.copy(optim_path(job.undisturbed, step), out)
     return job.finish(out, "recovered")
-
-
-def move_folder(job: Job, rng: random.Random) -> str:
-    """The run folder is moved away while the run writes to it: later checkpoints go to a new folder in its place."""
-    out = job.new_folder()
-    moved = out.with_name("moved")
-    shutil.rmtree(moved, ignore_errors=True)
-    (run,) = job.start(out)
-    time.sleep(rng.uniform(0.3, 0.9) * job.seconds)
-    if (out / "metrics.jsonl").exists():
-        out.rename(moved)
-    ended = run.wait()
-    for folder, outcome in ((out, "recovered"), (moved, "unhurt")):
-        if ended.exit_code == 0 and read_run(folder).get(LAST_STEP) == job.reference[LAST_STEP]:
-            return outcome
-    return f"LOST: exit code {ended.exit_code}\n{ended.output[-2000:]}"
 
 
 # ------------------------------------------------------------------------- all of it
@@ -262,15 +220,18 @@ def make_faults() -> dict[str, Callable[[random.Random], str]]:
         "fineweb killed, bin": partial(kill, tokens_job("bin")),
         "disk full, train": partial(fill_disk, muon),
         "loss not finite": partial(refuse, plain),
-        "data hang": partial(hang_data, plain),
         "orphan left": partial(leave_orphan, plain),
-        "folder moved": partial(move_folder, plain),
         "disk full, fineweb": partial(fill_disk, npy),
     }
 
 
-def main(seed: int = 0, faults: int = 100) -> None:
-    """Inject so many faults, of each kind in turn, and print what came of them."""
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and places of the faults")
+    parser.add_argument("--faults", type=int, default=100, help="how many, of each kind in turn")
+    args = parser.parse_args()
+    seed, faults = args.seed, args.faults
+
     counts = defaultdict(Counter)
     forkserver_context()  # its own folder must outlive this one
     with tempfile.TemporaryDirectory(prefix="torture-") as tempfile.tempdir:
@@ -295,4 +256,4 @@ def main(seed: int = 0, faults: int = 100) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main()
