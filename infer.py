@@ -3,106 +3,40 @@
     python infer.py log/quickstart "ROMEO:"                             # one sample, printed as it is generated
     python infer.py gpt2 "Hello, I'm a language model," --num-samples 4 --temperature 0.8 --seed 42
     echo "Once upon a time" | python infer.py log/gpt2-124m - --temperature 0 --json
+    python infer.py gpt2 -- "-5 degrees"                                # a prompt that begins with a hyphen
 
 An empty prompt starts a new document; - reads standard input. The prompt must fit the model's context, but the text may
 outgrow it: the model then rereads the newer half of the context and drops the older half. <|endoftext|> in a prompt is
-the token between documents. The text goes to stdout; a line on stderr says which model generates it, where and in
-which precision. The sampling itself is in model.py.
+the token between documents, and a sample ends where the model draws it. The text goes to stdout; a line on stderr says
+which model generates it, where and in which precision. The sampling itself is in model.py.
 """
-
-from __future__ import annotations
 
 import codecs
 import json
-import os
-import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
 
-from system.cli import (
-    UserError,
-    print0,
-    printable,
-    require,
-    run_cli,
-)  # before all packages: it says what this Python lacks
+from system import cli
+from system.cli import UserError, print0, printable, require
 
-# isort: split
-import tyro
+cli.set_omp_wait_policy()  # before torch is imported
+import torch
 
+from model import GPT, Sampler, stream
+from system.machine import choose_device, device_name, dtype_name, is_out_of_memory, supported_dtypes
 from tokens import tokenizer
-
-if TYPE_CHECKING:
-    import torch
-
-    from model import GPT
-
-# The least and the greatest value of each number.
-RANGES = {
-    "max_new_tokens": (1, 10**9),
-    "num_samples": (1, 10**9),
-    "temperature": (0, 10**9),
-    "top_k": (0, 10**9),
-    "top_p": (1e-9, 1),
-    "seed": (-(2**63), 2**63 - 1),
-}
-
-
-@dataclass(frozen=True)
-class Args:
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)."""
-    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[PROMPT]", help_behavior_hint="")] = ""
-    """Text to continue; - reads standard input (without a final newline)."""
-    max_new_tokens: int = 64
-    """Generate so many tokens; a token is about 4 characters of English."""
-    num_samples: int = 1
-    """Generate so many texts at once."""
-    temperature: float = 1.0
-    """0 always takes the most likely token."""
-    top_k: int = 50
-    """Sample from this many most likely tokens; 0 means all."""
-    top_p: float = 1.0
-    """Sample from the fewest most likely tokens whose probabilities add up to this."""
-    seed: int = 42
-    """The same seed and flags on the same machine give the same text."""
-    json: bool = False
-    """Write one JSON object per sample."""
-    device: str = "auto"
-    """cuda, mps or cpu; auto takes the first of these that is available."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the weights and the cache; auto: bfloat16 where the device has it."""
-
-
-# ------------------------------------------------------------------------- text in and out
+from weights.open_model import open_and_describe
 
 
 def read_prompt(text: str) -> str:
-    """The prompt that the command line gives, or that of standard input without its final newline. Raises UserError if
-    it is not UTF-8."""
-    source = "standard input" if text == "-" else "the prompt"
-    require(text != "-" or sys.stdin, "the prompt - reads standard input, which is closed; write the prompt instead")
-    content = sys.stdin.buffer.read() if text == "-" else text.encode(errors="surrogateescape")
-    fix = "convert it: iconv -f {} -t UTF-8 FILE | python infer.py MODEL -"
-    require(b"\0" not in content, f"{source} has zero bytes, as text in UTF-16 has; {fix.format('UTF-16')}")
-    try:
-        prompt = content.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        problem = f"{source} is not UTF-8 (byte {content[e.start]:#x} at {e.start})"
-        raise UserError(f"{problem}; {fix.format('WINDOWS-1252')}, or whatever it is in") from None
-    prompt = prompt.replace("\r\n", "\n")
-    return prompt.removesuffix("\n") if text == "-" else prompt
+    """The prompt that the command line gives, or that of standard input: UTF-8, without a final newline."""
+    if text != "-":
+        return text
+    content = sys.stdin.buffer.read().decode("utf-8-sig")  # Windows writes a mark of UTF-8 first
+    return content.replace("\r\n", "\n").removesuffix("\n")
 
 
-def describe_prompt_file(text: str) -> str:
-    """A line for who means a file by the prompt, which is its name; "" for any other prompt."""
-    path = text.removeprefix("FILE:")  # nanoGPT's way
-    if path == text and not os.path.isfile(path):
-        return ""
-    command = f"python infer.py MODEL - < {shlex.quote(path)}"
-    return f"note: the prompt is the name {text!r} itself; for the text in the file: {command}"
+# ------------------------------------------------------------------------- text out
 
 
 def write_stream(prompt: str, ids: Iterable[int]) -> None:
@@ -113,6 +47,8 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     print(printable(prompt), end="", flush=True)
     for token in ids:
+        if token == tokenizer.EOT:
+            break
         text = utf8.decode(encoding.decode_single_token_bytes(token))
         print(printable(text), end="", flush=True)
 
@@ -123,13 +59,20 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
 def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> None:
     """Print all samples once they are complete or, after Ctrl-C, as far as they are. steps: at each, the next id of all
     samples. JSON escapes control codes by itself; text for a terminal is made printable."""
-    columns = []
+    columns: list[list[int]] = []
+    ended = set()  # the samples that have drawn <|endoftext|>
     try:
         for new_ids in steps:
             columns.append(new_ids)
+            ended |= {i for i, token in enumerate(new_ids) if token == tokenizer.EOT}
+            if len(ended) == len(new_ids):
+                break
     finally:
-        for number, ids in enumerate(zip(*columns, strict=True), 1):
-            text = tokenizer.encoding().decode(ids)
+        for number, column in enumerate(zip(*columns, strict=True), 1):
+            ids = list(column)
+            if tokenizer.EOT in ids:
+                ids = ids[: ids.index(tokenizer.EOT) + 1]
+            text = tokenizer.encoding().decode(ids).removesuffix("<|endoftext|>")
             if as_json:
                 print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
             else:
@@ -141,8 +84,6 @@ def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> Non
 
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     """Move `model` to its device and precision, for inference only. Changes the model and returns it."""
-    import torch
-
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
     # training/forward.py: it changes no probability.
     head = model.lm_head
@@ -152,27 +93,34 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
 
 
 def main() -> None:
-    # Mistakes are reported before anything heavy is imported.
-    args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    for name, (least, most) in RANGES.items():
-        value = getattr(args, name)
-        flag = name.replace("_", "-")
-        require(least <= value <= most, f"--{flag} {value}: must lie between {least} and {most}")
-    prompt = read_prompt(args.prompt)
-    prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
-    note = describe_prompt_file(args.prompt)
-    if note:
-        print0(note, file=sys.stderr)
+    parser = cli.ArgumentParser(__doc__)
+    parser.add_argument("model", help="run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)")
+    parser.add_argument("prompt", nargs="?", default="", help="text to continue; - reads standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
+    parser.add_argument("--num-samples", type=int, default=1, help="texts to generate at once")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample from so many most likely tokens; 0: all")
+    top_p_help = "sample from the fewest most likely tokens whose probabilities add up to this"
+    parser.add_argument("--top-p", type=float, default=1.0, help=top_p_help)
+    parser.add_argument("--seed", type=int, default=42, help="the same seed on the same machine gives the same text")
+    parser.add_argument("--json", action="store_true", help="write one JSON object per sample")
+    parser.add_argument("--device", default="auto", help="cuda or cpu; auto: cuda where there is a GPU")
+    dtypes = ("auto", "bfloat16", "float16", "float32")
+    dtype_help = "precision of the weights and the cache; auto: bfloat16 where the device has it"
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help=dtype_help)
+    args = parser.parse_intermixed_args()  # the prompt may come after flags
 
-    # torch takes seconds to import, and --help and the checks above do not need it.
-    import torch
-
-    from model import Sampler, stream
-    from system.machine import choose_device, device_name, dtype_name, is_out_of_memory, supported_dtypes
-    from weights.open_model import open_and_describe
+    # The same seed gives the same samples: nothing else draws from this generator.
+    device = choose_device(args.device)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    try:
+        sampler = Sampler(args.temperature, args.top_k, args.top_p, generator)
+    except ValueError as e:
+        raise UserError(f"--{e}".replace("_", "-")) from None
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
-    device = choose_device(args.device)
+    prompt = read_prompt(args.prompt)
+    prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
     model, description = open_and_describe(args.model)
     config = model.config
     tokens = f"{config.vocab_size} tokens, fewer than GPT-2's"
@@ -185,10 +133,6 @@ def main() -> None:
     line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}"
     print0(line, file=sys.stderr)
     model = prepare(model, device, dtype)
-
-    # The same seed gives the same samples: nothing else draws from this generator.
-    generator = torch.Generator(device).manual_seed(args.seed)
-    sampler = Sampler(args.temperature, args.top_k, args.top_p, generator)
     idx = torch.tensor([prompt_ids], device=device)  # (1, T)
     steps = stream(model, idx, args.max_new_tokens, sampler, args.num_samples)  # yields (num_samples,)
 
@@ -207,5 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # nanoGPT's sample.py names both by flags.
-    run_cli(main)
+    cli.run_cli(main)

@@ -138,12 +138,12 @@ def rope_table(config: GPTConfig) -> Tensor:
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021): rotate the channel pairs of x (B, T, nh, hs) by minus the angles
-    whose cosine and sine are in cos_sin (2, ..., T, 1, hs / 2). Channel i is paired with channel i + hs / 2. Only
+    whose cosine and sine are in cos_sin (2, T, 1, hs / 2). Channel i is paired with channel i + hs / 2. Only
     differences of angles matter, so their sign is free; this one is modded-nanogpt's.
 
     Queries and keys turn with their positions, so the score of a query and a key depends on the distance between them.
     """
-    cos, sin = cos_sin.to(x.dtype)  # each (..., T, 1, hs / 2), the same for all heads
+    cos, sin = cos_sin.to(x.dtype)  # each (T, 1, hs / 2), the same for all heads
     a, b = x.chunk(2, dim=-1)  # (B, T, nh, hs) -> two of (B, T, nh, hs / 2)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from model import ANY_LENGTH_KERNELS, GPT, GPTConfig
-from system import machine
 from system.cli import UserError, explain_errors, print0, progress_bar, require
 from system.distributed import Runtime
 from tokens import tokenizer
@@ -36,6 +35,8 @@ LABELS = ("0", "1", "2", "3")
 # Rows are padded to a multiple of this many positions. A larger number would mean fewer shapes, each of which a GPU's
 # kernels plan anew; a smaller one less padding.
 LENGTH_MULTIPLE = 8
+
+Text = tuple[list[int], list[int]]  # the tokens of a context and of one ending
 
 
 # ------------------------------------------------------------------------- the rows
@@ -57,7 +58,7 @@ def render(row: dict) -> Example:
     context = encode(row["ctx"])
     endings = [encode(" " + ending) for ending in row["endings"]]
     # Without a context nothing would predict the first token of an ending.
-    if not context or not isinstance(row["endings"], list) or len(endings) != NUM_ENDINGS:
+    if not context or len(endings) != NUM_ENDINGS:
         raise ValueError("it has no context, or not four endings")
     # The original has numbers, the Hub's copy text. As text, true and 2.7 are no labels.
     label = LABELS.index(str(row["label"]))
@@ -95,19 +96,20 @@ def require_readable(examples: list[Example], config: GPTConfig) -> None:
 
 def evaluate(model: GPT, examples: list[Example], device: str | torch.device) -> dict[str, float | int]:
     """The accuracies of a model on `device`, in its own precision, as `summarize` returns them. Raises UserError if the
-    model cannot read the examples, or if its losses are not finite."""
+    model cannot read the examples."""
     one_rank = Runtime(torch.device(device), torch.float32)
-    losses = score(model, examples, one_rank)
-    require_finite(losses, model.lm_head.weight.dtype)
-    return summarize(losses, examples)
+    return summarize(score(model, examples, one_rank), examples)
 
 
 def summarize(losses: Tensor, examples: list[Example]) -> dict[str, float | int]:
-    """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns."""
-    labels = torch.tensor([example.label for example in examples])
+    """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns. The accuracies are
+    NaN if a loss is not finite."""
+    n = len(examples)
+    if not losses.isfinite().all():  # of four NaN the first would be the lowest, and right for every label 0
+        return {"acc": math.nan, "acc_norm": math.nan, "stderr": math.nan, "n": n}
 
     # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)
-    n = len(examples)
+    labels = torch.tensor([example.label for example in examples])
     acc = (losses.argmin(1) == labels).sum().item() / n
     acc_norm = (normalize(losses, examples).argmin(1) == labels).sum().item() / n
     stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))  # of the mean of n answers, right or wrong
@@ -123,12 +125,6 @@ def normalize(losses: Tensor, examples: list[Example]) -> Tensor:
     """Losses per token (n, 4), by which acc_norm chooses, from the losses (n, 4) that `score` returns."""
     token_counts = torch.tensor([[len(ending) for ending in example.endings] for example in examples])
     return losses / token_counts
-
-
-def require_finite(losses: Tensor, dtype: torch.dtype) -> None:
-    """Raise UserError unless all losses are numbers: a model of NaNs would score the share of the rows with label 0."""
-    problem = f"the model's losses are not finite, although its weights are: {machine.dtype_name(dtype)} overflows"
-    require(losses.isfinite().all(), f"{problem}; --dtype float32 has the widest range")
 
 
 @torch.no_grad()
@@ -192,34 +188,27 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime], dict] 
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
         return None
-
-    def score_run(model: GPT, rt: Runtime) -> dict[str, float | int]:
-        losses = score(model, examples, rt)
-        # Losses that are not numbers would score the share of the rows with label 0.
-        result = summarize(losses, examples)
-        return result if losses.isfinite().all() else result | {"acc": math.nan, "acc_norm": math.nan}
-
-    return score_run
+    return lambda model, rt: summarize(score(model, examples, rt), examples)
 
 
 # ------------------------------------------------------------------------- the batches
 
 
-def make_texts(example: Example, block_size: int) -> list[tuple[list[int], list[int]]]:
-    """The four texts of an example as (context, ending). All four have as much of the end of the context as the model
+def make_texts(example: Example, block_size: int) -> list[Text]:
+    """The four texts of an example. All four have as much of the end of the context as the model
     reads together with the longest ending, whose last token is not read."""
     longest = max(map(len, example.endings))
     context = example.context[-(block_size + 1 - longest) :]
     return [(context, ending) for ending in example.endings]
 
 
-def row_length(text: tuple[list[int], list[int]]) -> int:
+def row_length(text: Text) -> int:
     """Positions of a text's row, rounded up: the last token is predicted, but not read."""
     context, ending = text
     return math.ceil((len(context) + len(ending) - 1) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
-def plan_batches(texts: list[tuple[list[int], list[int]]], max_positions: int) -> list[list[int]]:
+def plan_batches(texts: list[Text], max_positions: int) -> list[list[int]]:
     """The indices of all texts, in batches of one text or at most max_positions positions, padding included."""
     # Longest first: neighbours have about the same length, and if the first batch fits in memory, all do.
     order = sorted(range(len(texts)), key=lambda i: row_length(texts[i]), reverse=True)
@@ -232,7 +221,7 @@ def plan_batches(texts: list[tuple[list[int], list[int]]], max_positions: int) -
     return batches
 
 
-def make_batch(texts: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+def make_batch(texts: list[Text]) -> tuple[Tensor, Tensor]:
     """ids, targets (N, T) of one batch, whose first text is the longest. -100 is no target. With T = 8:
 
     column       0    1    2    3      4    5    6    7        context: A man sits, ending: on a chair

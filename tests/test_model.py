@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
 from networks import NETWORKS, make_network
 
+import model as model_module
 from model import GPT, VOCAB_SIZE, GPTConfig, KVCache, Sampler, stream
 
 TINY = make_network().config
@@ -176,6 +178,22 @@ def test_a_loaded_network_is_the_one_that_was_saved(name):
 
 
 # ------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("on_embedding", [False, True])
+def test_a_new_norm_is_one_entry(monkeypatch, on_embedding):
+    """What enters the first block, and the embedding's scale, follow from the entry, not from the name."""
+    norm = model_module.Norm(lambda config: torch.nn.LayerNorm(config.n_embd), normalizes_embedding=on_embedding)
+    monkeypatch.setitem(model_module.NORMS, "new", norm)
+    model = GPT(dataclasses.replace(TINY, norm="new", tied_head=False))
+    assert isinstance(model.transformer.ln_0, torch.nn.LayerNorm) == on_embedding
+    assert model.transformer.wte.weight.std().item() == pytest.approx(1 if on_embedding else 0.02, rel=0.02)
+
+
+def test_every_choice_has_its_entry():
+    tables = {"positions": model_module.POSITIONS, "norm": model_module.NORMS, "activation": model_module.ACTIVATIONS}
+    choices = {f.name: get_args(f.type) for f in dataclasses.fields(GPTConfig) if get_args(f.type)}
+    assert choices == {name: tuple(table) for name, table in tables.items()}
 
 
 @pytest.mark.parametrize("change, named", [

@@ -68,7 +68,7 @@ def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
     if rt.device.type == "cpu":
         machine.keep_freed_memory()
 
-    if not cfg.compile or rt.device.type == "mps":
+    if not cfg.compile:
         return Forward(model, compiles=False)
     missing = machine.missing_compiler(rt.device)
     if missing:
