@@ -83,7 +83,7 @@ def run_plain(args: Namespace, name: str, steps: int) -> float:
     shared = {field.name for field in fields(train_gpt2_plain.Config)} & vars(cfg).keys()
     settings = {setting: getattr(cfg, setting) for setting in shared}
     settings |= {"dtype": choose_dtype(args), "compile": name == "plain-compiled", "max_steps": steps}
-    settings |= {"val_every": 0, "sample_every": 0, "save_every": 0, "resume": False}
+    settings |= {"val_every": 0, "sample_every": 0, "save_every": 0}
     with tempfile.TemporaryDirectory() as out:
         train_gpt2_plain.train(train_gpt2_plain.Config(**settings | {"out_dir": out}))
         return last_loss(Path(out))
