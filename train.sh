@@ -8,7 +8,8 @@
 #   PUSH_TO=me/gpt2-124m REMOVE_POD=1 GPU_HOUR_USD=2.5 ./train.sh
 #
 # The same command starts a run and resumes it, from the newest checkpoint of its run folder. There, train.log has what
-# is printed and decided, and status.json how the trainer ended. A --time-limit counts over all restarts.
+# is printed and decided, and status.json how the trainer ended. A --time-limit counts over all restarts. As the first
+# process of a container, or in a batch job, it stays in the foreground and prints there.
 #
 # Settings are environment variables:
 #
@@ -59,7 +60,8 @@ main() {
     read_arguments "$@"
     if [[ -z ${IN_BACKGROUND-} ]]; then
         check
-        start_in_background "$@"
+        # A container and a batch job end with their first process: there it stays in the foreground.
+        [[ $$ == 1 || -n ${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-} ]] || start_in_background "$@"
     fi
     supervise
 }
@@ -196,7 +198,7 @@ supervise() {
     child=''         # the process that this one waits for
     early_mistake='' # whether training has ended so
     set -m           # each child gets a process group: Ctrl-C in a terminal comes here alone
-    trap ask_to_stop TERM INT
+    trap ask_to_stop TERM INT HUP USR1 USR2 XCPU # clusters announce the end of a job by one of these
     SECONDS=0        # bash counts on
     echo "$$ on $HOSTNAME" >"$out/train.lock"
 

@@ -214,6 +214,52 @@ def test_a_stop_saves_and_keeps_the_machine(rented):
     assert "training stopped" in log
 
 
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_signals_of_clusters_save_and_stop(pod, number):
+    trainer = pod.start_and_train()
+    os.kill(pod.supervisor, number)
+    assert "training stopped" in pod.wait_until_ended()
+    assert not is_alive(trainer) and (pod.run / "model_00042.pt").exists()
+
+
+FOREGROUND = ["process 1", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"]
+
+
+def start_in_foreground(pod, place, plan):
+    """train.sh as process 1 of a container, or in a batch job."""
+    command = [*pod.command("--out-dir", pod.run.name)]
+    if place == "process 1":
+        may_unshare = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0
+        if not may_unshare:
+            pytest.skip("needs the right to make a process namespace")
+        command = ["unshare", "--pid", "--fork", *command]
+    env = {**pod.env, place: "7", "PLAN": plan}
+    return subprocess.Popen(command, cwd=pod.root, env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("place", FOREGROUND)
+def test_a_batch_job_stops_with_the_run(pod, place):
+    job = start_in_foreground(pod, place, "hang")
+    wait_for(lambda: pod.read("trainer").strip())
+    assert job.poll() is None
+    os.kill(rank_pids(job.pid)[0] if place == "process 1" else job.pid, signal.SIGTERM)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "training stopped" in output
+    assert (pod.run / "model_00042.pt").exists() and pod.read("signals") == "x\n"
+
+
+@pytest.mark.parametrize("place", FOREGROUND[:2])
+@pytest.mark.parametrize("plan, exit_code", [("crash finish", 0), ("user-error", 1)])
+def test_a_batch_job_exits_with_the_code_of_the_run(pod, place, plan, exit_code):
+    job = start_in_foreground(pod, place, plan)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == exit_code and "training" in output
+    assert (pod.run / "model_00010.pt").exists() == (exit_code == 0)
+
+
 def test_a_stop_touches_no_other_process(pod):
     assert pod.start("stop", "my run", check=False).returncode == 1
     assert pod.start("stop", check=False).returncode == 1
