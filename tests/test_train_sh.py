@@ -429,7 +429,7 @@ def test_pod_from_rent_to_removal(tmp_path):
     pod = tmp_path / "pod"
     pod.mkdir()
     (tmp_path / "bin").mkdir()
-    run, last_step = pod / "log" / "quickstart", 150
+    run, last_step = pod / "log" / "quickstart", 80
     make_shards(pod / "toy")
     flags = [*TINY_FLAGS, "--model.vocab-size", "50304", "--total-batch-size", "64", "--micro-batch-size", "1"]
     flags += ["--max-steps", str(last_step), "--val-every", "20", "--val-tokens", "256", "--save-every", "5"]
