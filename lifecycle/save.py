@@ -12,7 +12,6 @@ Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resumin
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from lifecycle.metrics import MetricsLogger, best_steps
 from lifecycle.resume import train_state
@@ -21,6 +20,7 @@ from system.distributed import check_weights_agree
 from training import master_weights
 from training.step import Trainer
 from weights import checkpoint
+from weights.names import complete_steps
 
 
 class Saver:
@@ -32,8 +32,7 @@ class Saver:
         self.run, self.rt = run, run.rt
         self.trainer, self.metrics = trainer, metrics
         self.consistent_step: int | None = run.start  # of both weights and optimizers; None during an update
-        run_dir = run.cfg.run_dir
-        self.writer = checkpoint.CheckpointWriter(run_dir, run.cfg.keep, partial(best_steps, run_dir))
+        self.writer = checkpoint.CheckpointWriter(run.cfg.run_dir, run.cfg.keep)
 
     def __enter__(self) -> "Saver":
         return self
@@ -68,7 +67,9 @@ class Saver:
         if self.rt.is_main:
             # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
             self.metrics.flush()
-            self.writer.save(step, checkpoint.model_file(model, step, weights, preset=preset), state)
+            run_dir = self.run.cfg.run_dir
+            best = best_steps(run_dir, complete_steps(run_dir))
+            self.writer.save(step, checkpoint.model_file(model, step, weights, preset=preset), state, best)
 
     def finish(self, step: int, deletes_old: bool = True) -> None:
         """Save this step as the last one, and wait until it is on the disk. Raises what a failed write has raised.

@@ -33,11 +33,10 @@ The optimizer comes first because a model file is what every reader looks for: w
 
 from __future__ import annotations
 
-import functools
 import shlex
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -47,13 +46,13 @@ import torch
 from torch import Tensor
 
 from model import GPT, GPTConfig, has_rope
-from system.cli import TransientError, UserError, explain_errors, print0, raise_if_transient, require
-from system.files import atomic_write, refuse_placeholder
+from system.cli import TransientError, UserError, explain_errors, print0, require
+from system.files import atomic_write
 from system.machine import copy_to_host
 from weights.names import (
     CHECKPOINT_FILE,
     complete_steps,
-    describe_nearby,
+    describe_runs,
     latest_step,
     model_path,
     newest_model,
@@ -62,20 +61,6 @@ from weights.names import (
 
 # Stored in every file. Files of another layout would have another number, and are refused.
 FORMAT = 1
-
-# What every optim_*.pt has, and of which type.
-TRAIN_STATE_TYPES = {
-    "step": int,
-    "max_steps": int,
-    "config": dict,
-    "data": str,
-    "optimizers": list,
-}
-# The first number of llm.c's files of weights, such as gpt2_124M.bin.
-LLMC_WEIGHTS = 20240326
-
-MAX_STEP = 2**53  # the schedules compute with steps as floats, which hold no larger integers
-
 
 # ------------------------------------------------------------------------- reading
 
@@ -96,8 +81,7 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
     with explain_errors(f"{path}: the weights are damaged, or do not fit the config stored with them", fix):
-        config = read_network(content["config"])
-        return GPT.from_state_dict(config, weights).eval(), content
+        return GPT.from_state_dict(read_network(content["config"]), weights).eval(), content
 
 
 def read_network(saved: dict[str, Any]) -> GPTConfig:
@@ -120,32 +104,19 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     optim_*.pt, and as `model_file` the path of the weights. Raises UserError if the run cannot resume from there.
     """
     path = Path(path)
+    fix = "to start a new run from weights, use --init-from FILE"
     if path.is_dir():
-        step = latest_step(path)
-        problem = f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt)"
-        fix = "to start a new run from weights, use --init-from FILE (convert build-nanogpt's with hub.py import)"
-        if step is None:
-            if (path / "ckpt.pt").is_file():
-                newest_model(path)  # raises the error that says what to do with nanoGPT's file
-            raise UserError(f"{problem}; {fix}")
-        path = model_path(path, step)
+        steps = complete_steps(path)
+        require(steps, f"{path} holds no complete checkpoint to resume from (model_*.pt with optim_*.pt); {fix}")
+        path = model_path(path, steps[-1])
 
-    # Find the train state: the file itself, or the one beside a model file.
-    require(path.is_file(), f"no checkpoint {path}; {describe_nearby(path)}")
-    match = CHECKPOINT_FILE.fullmatch(path.name)
-    fix = f"to start a new run from its weights, use --init-from {shlex.quote(str(path))}"
-    if match is None:
-        others = f"a file of nanoGPT or build-nanogpt first: python hub.py import {shlex.quote(str(path))} OUT_DIR"
-        raise UserError(f"cannot resume from {path}: checkpoints are named like model_00500.pt; {fix}, {others}")
-    optim = path.with_name(f"optim_{match['step']}.pt")
-    require(optim.is_file(), f"{path} has no {optim.name} next to it, so the run cannot resume exactly; {fix}")
-
-    # Check that the file is what a run has saved, before anything uses it.
+    # The train state: the file itself, or the one beside a model file.
+    optim = path.with_name(path.name.replace("model_", "optim_"))
+    require(path.is_file(), f"no checkpoint {path}; {describe_runs(path.parent)}")
+    require(optim.is_file(), f"{path} has no {optim.name} next to it to resume from; {fix}")
     state = read_file(optim)
-    is_train_state = all(isinstance(state.get(key), kind) for key, kind in TRAIN_STATE_TYPES.items())
-    is_train_state = is_train_state and 0 <= state["step"] <= MAX_STEP and 0 < state["max_steps"] <= MAX_STEP
-    require(is_train_state, f"{optim} is not the train state of a run; {fix}")
-    return state | {"model_file": path.with_name(f"model_{match['step']}.pt")}
+    require("optimizers" in state, f"{optim} is not the train state of a run; {fix}")
+    return state | {"model_file": optim.with_name(optim.name.replace("optim_", "model_"))}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -153,65 +124,27 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
     """
-    require(path.is_file(), f"no checkpoint {path}; {describe_nearby(path)}")
-    refuse_other_formats(path)
-    import_command = f"convert build-nanogpt and nanoGPT files: python hub.py import {shlex.quote(str(path))} OUT_DIR"
-    match = CHECKPOINT_FILE.fullmatch(path.name)
-    with open(path, "rb") as f:
-        start = f.read(2)
-    problem = f"{path} is not a checkpoint of this project, nor any of torch since 1.6"
-    fix = import_command if start[:1] == b"\x80" else "a model is a model_*.pt"  # torch before 1.6 wrote a pickle
-    require(match or start == b"PK", f"{problem}; {fix}")
-
-    status = path.stat()
-    damage = find_damage(path, status.st_size, status.st_mtime_ns)
-    if damage:
-        fix = f"; move *_{match['step']}.pt away, and --resume auto uses the previous one" if match else ""
-        raise UserError(f"checkpoint {path} ({path.stat().st_size:,} bytes) is damaged or truncated: {damage}{fix}")
-
-    # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers.
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError:
-        raise UserError(f"{path} holds pickled objects, which are never run; {import_command}") from None
-    except Exception as e:  # torch raises many exception types for a file that is not what it seems
-        raise_if_transient(e)
-        raise UserError(f"cannot read checkpoint {path} ({type(e).__name__}); use an earlier one") from None
-
-    # torch.load reads any torch file: a bare state dict of another program has no format number.
-    is_ours = isinstance(content, dict) and content.get("format") == FORMAT
-    require(is_ours, f"{path} is not a checkpoint of this project; {import_command}")
-    return content
-
-
-def refuse_other_formats(path: Path) -> None:
-    """Raise UserError, which says what a file is and what opens it, for weights in a format that is read elsewhere or
-    not at all. Called for every file of weights that is no part of a Hugging Face folder."""
-    refuse_placeholder(path)
-    with open(path, "rb") as f:
-        start = f.read(9)
-
-    # The length of a header in JSON, then the header.
-    is_safetensors = start[8:] == b"{"
-    folder = shlex.quote(str(path.parent))
-    require(not is_safetensors, f"{path} has weights (safetensors) without their config; open its folder: {folder}")
-
-    is_llmc = start[:4] == LLMC_WEIGHTS.to_bytes(4, "little")
-    fix = "its dev/eval/export_hf.py writes a folder that opens here, and OpenAI's weights are gpt2"
-    require(not is_llmc, f"{path} has weights of llm.c; {fix}")
-
-
-@functools.cache
-def find_damage(path: Path, size: int, time_ns: int) -> str | None:
-    """The part of a .pt file that is damaged, or None. It reads the whole file, once for each size and time of change,
-    and compares the CRC-32 of every record, which torch.load does not do: without this, a flipped bit on a disk becomes
-    a wrong weight."""
-    try:
+    require(path.is_file(), f"no checkpoint {path}; {describe_runs(path.parent)}")
+    fix = "move the files of its step away, and --resume auto uses the one before"
+    fix += f"; build-nanogpt's or nanoGPT's first: python hub.py import {shlex.quote(str(path))} OUT_DIR"
+    with explain_errors(f"{path} is damaged, or no checkpoint of this project", fix):
+        # The CRC-32 of every record, which torch.load does not compare: without this, which reads the whole file, a
+        # flipped bit on a disk becomes a wrong weight.
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip()
-    except Exception as e:  # zipfile raises many exception types for damaged archives
-        raise_if_transient(e)
-        return f"its directory ({type(e).__name__})"
+            damaged = archive.testzip()
+        require(damaged is None, f"{damaged} has changed since it was written")
+
+        # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers. Its
+        # own words for that tell how to run the code.
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except UnpicklingError:
+            raise UserError("it holds pickled objects, which are never run") from None
+
+        # A bare state dict of another program has no format number.
+        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+        require(is_ours, f"it has no format number {FORMAT}")
+    return content
 
 
 # ------------------------------------------------------------------------- writing
@@ -244,22 +177,21 @@ class CheckpointWriter:
     docstring.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int = 0, best: Callable[[list[int]], set[int]] = lambda steps: set()):
-        """best: which of these steps may be the best, and are not deleted."""
+    def __init__(self, run_dir: str | Path, keep: int = 0):
         self.run_dir = Path(run_dir)
         self.keep = keep
-        self.best = best
         self.thread: threading.Thread | None = None
         self.saved_step = latest_step(run_dir)  # the last one that is complete
         self.error: Exception | None = None  # of the last write; set by the thread
 
-    def save(self, step: int, model: dict[str, Any], train: dict[str, Any]) -> None:
+    def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best: Collection[int] = ()) -> None:
         """Write both files in a thread. `model` is what model_file returns; it is copied to host memory, and may change
-        once this has returned. `train` is the train state, whose tensors are copies already."""
+        once this has returned. `train` is the train state, whose tensors are copies already. best: the steps that may
+        be the best so far, which are not deleted."""
         # Training waits for the write before and for this copy. The thread shares no tensor with training.
         self.join()
         contents = (copy_to_host(model), {"format": FORMAT, **train})
-        self.thread = threading.Thread(target=self._write, args=(step, *contents))
+        self.thread = threading.Thread(target=self._write, args=(step, *contents, best))
         self.thread.start()
 
     def join(self) -> None:
@@ -275,13 +207,13 @@ class CheckpointWriter:
             self.error.add_note(f"{self.run_dir} has the newest complete step: {latest_step(self.run_dir)}")
             raise self.error
 
-    def _write(self, step: int, model: dict, train: dict) -> None:
+    def _write(self, step: int, model: dict, train: dict, best: Collection[int]) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
         try:
             # Weights that are not finite would replace good checkpoints with useless ones.
             bad_names = [name for name, weight in model["model"].items() if not weight.isfinite().all()]
             if bad_names:  # an error of the hardware, perhaps, which does not come again
-                raise TransientError(f"the weights are not finite ({', '.join(bad_names[:1])}); lower --max-lr")
+                raise TransientError(f"the weights are not finite ({bad_names[0]}); lower --max-lr")
 
             # Somebody may have moved the folder away. The model last: once it is there, the step is complete.
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -290,7 +222,7 @@ class CheckpointWriter:
             write(model_path(self.run_dir, step), model)
             self.saved_step = step
             print0(f"saved {model_path(self.run_dir, step)}")
-            self._delete_old(step)
+            self._delete_old(step, best)
             self.error = None
         except Exception as e:
             # An exception in a thread does not end the program: print it now, and let `finish` raise it.
@@ -308,8 +240,8 @@ class CheckpointWriter:
             if match and int(match["step"]) > newest and not model_path(self.run_dir, int(match["step"])).exists():
                 path.unlink()
 
-    def _delete_old(self, step: int) -> None:
-        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best by val loss.
+    def _delete_old(self, step: int, best: Collection[int]) -> None:
+        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
 
         Steps after `step` stay: they are there because the run was resumed from an earlier checkpoint. Steps with only
         one of the two files stay, too: whoever removed the other file may want to keep this one.
@@ -317,9 +249,7 @@ class CheckpointWriter:
         if not self.keep:
             return
         steps = [s for s in complete_steps(self.run_dir) if s <= step]
-        too_old = set(steps[: -self.keep])
-
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
-        for old_step in too_old - self.best(steps):
+        for old_step in set(steps[: -self.keep]) - set(best):
             model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()
