@@ -22,15 +22,11 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from system.cli import UserError, print0, require, run_cli  # before all packages: it says what this Python lacks
-
-# isort: split
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from lifecycle import metrics
-from model import GPT, VOCAB_SIZE
+from model import GPT
+from system.cli import ArgumentParser, UserError, print0, require, run_cli
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -44,14 +40,8 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------- repositories
 
 
-def check(repo: str, public: bool = False) -> None:
-    """Check that your token may push a model to REPO, which is created if it does not exist. train.sh calls this before
-    a run.
-
-    Args:
-        repo: OWNER/NAME; private unless --public.
-        public: create a public repository, or allow one that is public.
-    """
+def check(repo: str, public: bool) -> None:
+    """Check that this token may push a model to `repo`. train.sh calls this before a run."""
     with open_hub() as api:
         repo = open_for_push(api, repo, "model", public)
         _, files = list_files(api, repo, "model")
@@ -85,13 +75,10 @@ def list_files(api: HfApi, repo: str, repo_type: str, branch: str = "main") -> t
 def download(api: HfApi, repo: str, repo_type: str, commit: str, files: dict[str, RepoSibling], folder: Path) -> None:
     """Download `files` of one commit into `folder`, and check them. A file that is already there is never replaced:
     it must have the same content."""
-    missing = []
-    for name, file in files.items():
-        if not (folder / name).exists():
-            missing.append(name)
-        else:
-            fix = "pull into an empty folder, or move the file away"
-            require(has_content_of(file, folder / name), f"{folder} has a different {name} than {repo}; {fix}")
+    missing = [name for name in files if not (folder / name).exists()]
+    for name in files.keys() - set(missing):
+        fix = "pull into an empty folder, or move the file away"
+        require(has_content_of(files[name], folder / name), f"{folder} has a different {name} than {repo}; {fix}")
 
     patterns = [glob.escape(name) for name in missing]
     api.snapshot_download(repo, repo_type=repo_type, revision=commit, local_dir=folder, allow_patterns=patterns)
@@ -114,14 +101,8 @@ def has_content_of(file: RepoSibling, path: Path) -> bool:
 # ------------------------------------------------------------------------- token shards
 
 
-def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
-    """Upload a folder of token shards as a dataset, after every byte is checked.
-
-    Args:
-        data_dir: the folder of shards.
-        repo: OWNER/NAME; created if it does not exist, private unless --public.
-        public: create a public repository, or push to one that is public.
-    """
+def push_data(data_dir: Path, repo: str, public: bool) -> None:
+    """Upload a folder of token shards as a dataset, after every byte is checked."""
     # Every machine would pull a damaged shard.
     manifest = shards.read_manifest(data_dir)
     require(not manifest or manifest.complete, f"{data_dir} is not finished; run the same fineweb.py command again")
@@ -139,15 +120,9 @@ def push_data(data_dir: Path, repo: str, public: bool = False) -> None:
     print0(f"{repo} is complete; to pull: python hub.py pull-data {repo} DIR")
 
 
-def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> None:
-    """Download token shards into a folder, and check the sha256 of each.
-
-    Args:
-        repo: OWNER/NAME; without a manifest, every file there that is named like a shard.
-        data_dir: a new folder, or the one of an earlier pull.
-        limit_shards: only the first so many shards for training, and those for validation.
-    """
-    require(limit_shards is None or limit_shards > 0, f"--limit-shards {limit_shards} must be at least 1")
+def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
+    """Download token shards into a folder, and check the sha256 of each. Without a manifest: every file of the
+    repository that is named like a shard."""
     with open_hub() as api:
         commit, files = list_files(api, repo, "dataset")
         manifest = read_remote_manifest(api, repo, commit) if shards.MANIFEST in files else None
@@ -169,10 +144,9 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None = None) -> Non
         require(train_names, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
 
         # A limit leaves out the later shards for training, but none that is here already.
-        if limit_shards:
+        if limit_shards is not None:
             too_late = {name for name in train_names[limit_shards:] if not (data_dir / name).exists()}
             names = [name for name in names if name not in too_late]
-
         download(api, repo, "dataset", commit, {name: files[name] for name in names}, data_dir)
 
         # The manifest comes last, and lists what was pulled: it says that the folder is complete.
@@ -200,24 +174,8 @@ RUN_FILES = {"metrics.jsonl": "metrics.jsonl", "curves.png": "curves.png", "conf
 UNFINISHED = "unfinished"
 
 
-def push_model(
-    path: Path,
-    repo: str,
-    public: bool = False,
-    with_optimizer: bool = False,
-    steps: Literal["newest", "best", "all"] = "newest",
-    temporary: bool = False,
-) -> None:
-    """Upload checkpoints of a run, or one .pt file, with an export that from_pretrained("OWNER/NAME") loads.
-
-    Args:
-        path: a run folder or a .pt file.
-        repo: OWNER/NAME; created if it does not exist, private unless --public.
-        public: create a public repository, or push to one that is public.
-        with_optimizer: also push the newest step with its optimizer state, which --resume needs.
-        steps: which checkpoints of the run: the newest, the one with the lowest val loss, or all.
-        temporary: to the branch `unfinished` of the repository, which the run's next push replaces; without export.
-    """
+def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps: str, temporary: bool) -> None:
+    """Upload checkpoints of a run, or one .pt file, with an export that from_pretrained("OWNER/NAME") loads."""
     # The last model is the one that is exported. Loading also checks it: a damaged one is not pushed.
     models = choose_models(path, steps)
     model, facts = checkpoint.load(models[-1])
@@ -288,28 +246,21 @@ def add_run_files(upload_dir: Path, run_dir: Path, checkpoints: set[Path]) -> No
             shutil.copy(run_dir / name, upload_dir / pushed_name)
 
 
-def pull_model(repo: str, out_dir: Path, every_step: bool = False) -> None:
-    """Download a pushed model for infer.py and, if its optimizer state was pushed too, for `train_gpt2.py --resume`.
-
-    Args:
-        repo: OWNER/NAME.
-        out_dir: a new folder, or the one of a pull that was interrupted.
-        every_step: all checkpoints instead of the newest, but none of a run that is still training.
-    """
+def pull_model(repo: str, out_dir: Path) -> None:
+    """Download the newest step that was pushed, for infer.py and, if its optimizer state was pushed too, for
+    `train_gpt2.py --resume`."""
     with open_hub() as api:
         # The branch with the newest step: `unfinished` may be left behind. At a tie it comes first, because it has the
         # optimizer state.
-        branches = ["main"]
-        if not every_step and api.revision_exists(repo, UNFINISHED):
-            branches = [UNFINISHED, "main"]
+        branches = [UNFINISHED, "main"] if api.revision_exists(repo, UNFINISHED) else ["main"]
         listings = [list_files(api, repo, "model", branch) for branch in branches]
         commit, files = max(listings, key=lambda listing: max(find_checkpoints(listing[1]).values(), default=-1))
 
-        # The newest step, or all, and what describes the run. The export has the same weights as the checkpoint.
+        # The newest step, and what describes the run. The export has the same weights as the checkpoint.
         step_by_name = find_checkpoints(files)
         require(step_by_name, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
         newest_step = max(step_by_name.values())
-        names = [name for name, step in step_by_name.items() if every_step or step == newest_step]
+        names = [name for name, step in step_by_name.items() if step == newest_step]
         names += [name for name in RUN_FILES.values() if name in files]
         download(api, repo, "model", commit, {name: files[name] for name in names}, out_dir)
 
@@ -354,16 +305,12 @@ In transformers:
 
 
 def export(path: Path, out_dir: Path) -> None:
-    """Write a model as a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card.
-
-    Args:
-        path: a run folder, whose newest checkpoint is taken, or a .pt file.
-        out_dir: a new folder. Its README.md shows how to load the model.
-    """
+    """Write a model as a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card. Its
+    README.md shows how to load it."""
     model, facts = checkpoint.load(path)
     run_dir = path if path.is_dir() else path.parent
     write_export(model, facts, run_dir, out_dir, str(out_dir))
-    print0(f"{out_dir} is ready; {next_command(model, out_dir)}")
+    print0(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:
@@ -386,12 +333,7 @@ def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path
 
 
 def import_old(old: Path, out_dir: Path) -> None:
-    """Convert a checkpoint of build-nanogpt or nanoGPT to OUT-DIR/model_STEP.pt. Pickled code in it is never run.
-
-    Args:
-        old: the .pt file.
-        out_dir: a folder without a model.
-    """
+    """Convert a checkpoint of build-nanogpt or nanoGPT to OUT-DIR/model_STEP.pt. Pickled code in it is never run."""
     # Among the models of another run, the imported one could be taken for that run's newest step.
     has_model = any(out_dir.glob("model_*.pt"))
     require(not has_model, f"{out_dir} already has a model, and an import never joins another run; choose another one")
@@ -400,34 +342,60 @@ def import_old(old: Path, out_dir: Path) -> None:
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(model_path(out_dir, step), checkpoint.model_file(model, step))
-    text = f"the model is in {out_dir}"
-    print0(f"{text}; {next_command(model, out_dir)}")
-
-
-def next_command(model: GPT, folder: Path) -> str:
-    """What to do with a model in a folder."""
-    if model.config.vocab_size >= VOCAB_SIZE:
-        return f"try: python infer.py {shlex.quote(str(folder))} Hello,"
-    return f"its {model.config.vocab_size} tokens are not GPT-2's: infer.py and hellaswag.py cannot use it"
+    print0(f"the model is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 # ------------------------------------------------------------------------- the command line
 
 
 def main() -> None:
-    """Run one command. Each is a function, whose arguments become flags and whose docstring is the help."""
-    commands: dict[str, Callable[..., None]] = {
-        "push-data": push_data,
-        "pull-data": pull_data,
-        "push-model": push_model,
-        "pull-model": pull_model,
-        "check": check,
-        "export": export,
-        "import": import_old,
-    }
-    # An argument without a default is positional, and the help calls it by its name.
-    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName)
-    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, config=config)
+    """Run one command."""
+    parser = ArgumentParser(__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    owner_name = "OWNER/NAME, or NAME of your own; created if it does not exist"
+    public = "create a public repository, or push to one that is public"
+
+    def add(name: str, run: Callable[..., None], description: str) -> ArgumentParser:
+        command = commands.add_parser(name, help=description, description=description)
+        command.set_defaults(run=run)
+        return command
+
+    command = add("push-data", push_data, "upload a folder of token shards as a dataset, after every byte is checked")
+    command.add_argument("data_dir", type=Path, help="the folder of shards")
+    command.add_argument("repo", help=owner_name)
+    command.add_argument("--public", action="store_true", help=public)
+
+    command = add("pull-data", pull_data, "download token shards into a folder, and check the sha256 of each")
+    command.add_argument("repo", help="OWNER/NAME; without a manifest, all that is named like a shard")
+    command.add_argument("data_dir", type=Path, help="a new folder, or the one of an earlier pull")
+    command.add_argument("--limit-shards", type=int, metavar="N", help="the first N for training, and those for val")
+
+    command = add("push-model", push_model, "upload checkpoints of a run, with an export that from_pretrained loads")
+    command.add_argument("path", type=Path, help="a run folder or a .pt file")
+    command.add_argument("repo", help=owner_name)
+    command.add_argument("--public", action="store_true", help=public)
+    command.add_argument("--steps", choices=("newest", "best", "all"), default="newest", help="best: by val loss")
+    command.add_argument("--with-optimizer", action="store_true", help="also what --resume needs of the newest step")
+    command.add_argument("--temporary", action="store_true", help="until the run's next push, without an export")
+
+    command = add("pull-model", pull_model, "download the newest step of a pushed model")
+    command.add_argument("repo", help="OWNER/NAME")
+    command.add_argument("out_dir", type=Path, help="a new folder, or the one of a pull that was interrupted")
+
+    command = add("check", check, "check that this token may push a model to a repository")
+    command.add_argument("repo", help=owner_name)
+    command.add_argument("--public", action="store_true", help=public)
+
+    command = add("export", export, "write a folder that transformers' AutoModelForCausalLM and AutoTokenizer load")
+    command.add_argument("path", type=Path, help="a run folder, whose newest checkpoint is taken, or a .pt file")
+    command.add_argument("out_dir", type=Path, help="a new folder")
+
+    command = add("import", import_old, "convert a checkpoint of build-nanogpt or nanoGPT, whose code never runs")
+    command.add_argument("old", type=Path, help="the .pt file")
+    command.add_argument("out_dir", type=Path, help="a folder without a model")
+
+    arguments = vars(parser.parse_args())
+    arguments.pop("run")(**arguments)
 
 
 if __name__ == "__main__":

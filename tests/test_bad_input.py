@@ -61,7 +61,6 @@ TABLE = """
 1 | hellaswag.py --data NEW --url http://127.0.0.1:9/x     | http://127.0.0.1:9/x
 1 | hellaswag.py --data good.jsonl --model small           | reads 8
 1 | hub.py push-data cut OWNER/NAME                        | cut_train_000001.npy
-1 | hub.py pull-data OWNER/NAME NEW --limit-shards 0       | --limit-shards 0
 1 | hub.py push-model tiny OWNER/NAME                      | tiny
 1 | hub.py push-model cut/foreign.pt OWNER/NAME            | cut/foreign.pt
 1 | hub.py push-model weights OWNER/NAME --with-optimizer  | optim_00003.pt
@@ -81,8 +80,7 @@ TABLE = """
 1 | plots.py none                                          | none
 1 | plots.py cut                                           | cut
 1 | plots.py .                                             | runs
-1 | plots.py run --out NEW/curves.docx                     | curves.docx
-2 | hub.py pull-data OWNER/NAME                            | DATA-DIR
+2 | hub.py pull-data OWNER/NAME                            | data_dir
 2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3
 """
 
