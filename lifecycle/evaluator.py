@@ -77,7 +77,7 @@ class Evaluator:
                 results["val_bpb"] = bits_per_byte(loss, self.bytes_per_target)
             tokens = num_val_sequences(val_data, cfg) * val_data.T
             results["val_set"] = f"{tokens} tokens of {val_data.fingerprint()}"
-            print0(f"{label} | {describe_loss(loss, self.bytes_per_target)}")
+            print0(f"{label} | {describe_loss(loss, val_data.T, self.bytes_per_target)}")
 
             verdict = self.reference.judge(step, loss) if self.reference else None
             if verdict:
@@ -113,8 +113,8 @@ class Evaluator:
 
 def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
     """The public runs to compare a run of `max_steps` with, and print which; None for a run from trained weights, whose
-    loss is much lower, for a preset without public runs, for another recipe than the preset's, and for other data. A
-    folder without a manifest is taken to hold the data of the public runs."""
+    loss is much lower, for a preset without public runs, for another recipe than the preset's, and unless a manifest
+    says that the data are theirs."""
     found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
     if found is None or cfg.init_from != "scratch":
         return None
@@ -128,7 +128,7 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 
     dataset = reference.DATASETS[cfg.preset]
     manifest = read_manifest(cfg.data_dir)
-    source = manifest.source.name if manifest else HUB_DATASETS[dataset].repo
+    source = manifest.source.name if manifest else "text that no manifest names"
     if source != HUB_DATASETS[dataset].repo:
         print0(f"no reference: {cfg.data_dir} is made from {source}, the public runs of {cfg.preset} from {dataset}")
         return None
@@ -180,10 +180,10 @@ def bits_per_byte(loss: float, bytes_per_target: float) -> float:
     return loss / math.log(2) / bytes_per_target
 
 
-def describe_loss(loss: float, bytes_per_target: float) -> str:
-    """bytes_per_target: 0 if it is not known."""
+def describe_loss(loss: float, T: int, bytes_per_target: float) -> str:
+    """T: tokens of context that it was measured with. bytes_per_target: 0 if it is not known."""
     in_bits = f" | bits per byte: {bits_per_byte(loss, bytes_per_target):.4f}" if bytes_per_target else ""
-    return f"val loss: {loss:.4f}{in_bits}"
+    return f"val loss: {loss:.4f} | context: {T}{in_bits}"
 
 
 @torch.no_grad()
@@ -251,7 +251,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     tokens = num_val_sequences(val_data, cfg) * T
     bytes_per_target = count_bytes_per_target(val_data, cfg)
     data = f"{tokens:,} tokens of {val_data.paths[0]} in {machine.dtype_name(rt.dtype)}"
-    print0(f"{weights} on {data} | {describe_loss(loss, bytes_per_target)}")
+    print0(f"{weights} on {data} | {describe_loss(loss, T, bytes_per_target)}")
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
         print0(hellaswag.describe_score(score_hellaswag(model, rt)))

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from zlib import crc32
 
 from system.cards import total_peak_flops
 from system.cli import format_cost, format_duration, print0, require
@@ -223,13 +224,14 @@ def open_wandb(cfg: TrainConfig, start_step: int) -> Track:
     """Sends to Weights & Biases: project WANDB_PROJECT (default gpt2), name WANDB_NAME (default the run folder's)."""
     import wandb
 
-    # The id, kept with the run, by which a resumed run continues its curves at wandb, which cannot withdraw points.
+    # The id by which a resumed run continues its curves at wandb, which cannot withdraw points. The folder is part of
+    # it: a copy of the folder is another run.
     id_file = cfg.run_dir / "wandb_id"
     if start_step == 0 or not id_file.exists():
         id_file.write_text(secrets.token_hex(4))
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "gpt2",
-        id=id_file.read_text(),
+        id=f"{id_file.read_text()}-{crc32(bytes(cfg.run_dir.resolve())):08x}",
         name=os.environ.get("WANDB_NAME", cfg.run_dir.name),
         resume="allow",
         dir=str(cfg.run_dir),

@@ -17,6 +17,7 @@ There are two process groups:
 A rank that fails exits, and torchrun ends the others: its report names the first one, with its message.
 """
 
+import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -129,6 +130,12 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
+    # srun and mpirun start N tasks, each of which would train alone, while N are paid for.
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        tasks = os.environ.get(name, "1")
+        problem = f"{name} is {tasks}, but these tasks are no ranks of one run; start each machine's by torchrun"
+        require(tasks == "1" or "RANK" in os.environ, f"{problem}, as cloud/slurm.sbatch does")
+
     machine.use_expandable_segments()  # before CUDA starts
     rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK")), torch.float32)
     if rt.device.type == "cuda":

@@ -9,16 +9,16 @@ Called wherever the project writes a file that must not be lost: checkpoints, sh
 again: the same command, run again, is the way back from a disk that has failed.
 """
 
+import errno
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from system.cli import TransientError, require
+from system.cli import TransientError, print0, require
 
 
 @contextmanager
@@ -53,6 +53,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         os.close(folder)
 
 
+# What the system says of a disk without locks, as some network disks are.
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock `folder`, which is created if missing, for this process. Raises TransientError if another process holds the
@@ -64,6 +68,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TransientError(f"{folder} is in use by another process; wait for it or choose another") from None
+        except OSError as e:
+            if e.errno not in NO_LOCKS:
+                raise
+            print0(f"warning: the disk of {folder} has no locks: let no other process write there")
         yield
 
 
@@ -81,8 +89,3 @@ def refuse_placeholder(path: str | Path) -> None:
     is_page = re.match(page, first, re.DOTALL)
     fix = "download it again, from the address of the file itself (on the Hub /resolve/, not /blob/)"
     require(not is_page, f"{path} is a saved web page, not the file; {fix}")
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that can be written to an existing folder."""
-    return shutil.disk_usage(folder).free

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from system import cli, distributed
+from system.cli import UserError
 from system.distributed import weight_checksum
 
 # ------------------------------------------------------------------------- real ranks
@@ -48,6 +49,20 @@ def wait_for_each_other() -> None:
 def test_a_rank_that_misses_a_barrier_is_named(run_ranks):
     output = run_ranks(2, wait_for_each_other, fails=True)
     assert "Rank 1 failed" in output and "200 ms" in output
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_without_torchrun_are_refused(monkeypatch, name):
+    """Of two that are paid for, each would train alone. Ranks of torchrun are meant to be several."""
+    monkeypatch.setenv(name, "1")
+    with distributed.session("cpu"):
+        pass
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UserError, match=r"torchrun.*slurm\.sbatch"), distributed.session("cpu"):
+        pass
+    monkeypatch.setenv("RANK", "0")
+    with distributed.session("cpu"):
+        pass
 
 
 # ------------------------------------------------------------------------- ranks that differ

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -159,8 +160,9 @@ def test_wandb_gets_each_point_once(tmp_path, monkeypatch):
     samples = {4: {"samples": "once upon a time 4"}, 8: {"samples": "once upon a time 8"}}
     assert points == {step: {"train_loss": float(step), **samples.get(step, {})} for step in range(9)}
 
-    # A run that follows wandb only now, and a new run, are other ones to wandb.
+    # A copy of the folder, a run that follows wandb only now, and a new run, are other ones to wandb.
+    make_logger(shutil.copytree(tmp_path / "run", tmp_path / "copy"), 7, "wandb")
     (tmp_path / "run" / "wandb_id").unlink()
     make_logger(tmp_path / "run", 7, "wandb")
     make_logger(tmp_path / "run", tracker="wandb")
-    assert len({start["id"] for start in starts}) == 3
+    assert len({start["id"] for start in starts}) == 4
