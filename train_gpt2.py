@@ -159,8 +159,6 @@ def main() -> None:
     """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
     cfg, mode = parse(sys.argv[1:])
-    if mode.kind == "check":
-        return plan.check(cfg)
     if mode.kind == "card":
         return print0(plan.predict(cfg, mode.card))
 

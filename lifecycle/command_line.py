@@ -30,7 +30,7 @@ USAGE = """%(prog)s [PRESET] [--flag value ...]
 class Mode:
     """What is done with the settings of a run."""
 
-    kind: str = "train"  # train, dry-run, card, eval-only or check
+    kind: str = "train"  # train, dry-run, card or eval-only
     card: str = ""  # the cards to predict for
 
 
@@ -50,7 +50,6 @@ def make_parser(cfg: TrainConfig) -> ArgumentParser:
     kinds = {
         "dry-run": "print the plan with measured speed, memory, time and cost",
         "eval-only": "print val loss and HellaSwag of --resume's or --init-from's weights",
-        "check": "print the run folder and the number of ranks, or what would be refused",
     }
     for kind, help in kinds.items():
         group.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=help)

@@ -120,15 +120,6 @@ def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> Non
 # ------------------------------------------------------------------------- without training
 
 
-def check(cfg: TrainConfig) -> None:
-    """--check: print the run folder and the number of ranks for this machine, a line each. Raises UserError if the data
-    are missing, the run folder has another run, or the GPU cannot be used."""
-    find_checkpoint(cfg)
-    open_data(cfg)
-    is_cuda = machine.choose_device(cfg.device).type == "cuda"
-    print(cfg.run_dir.resolve(), torch.cuda.device_count() if is_cuda and ":" not in cfg.device else 1, sep="\n")
-
-
 def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     """--dry-run: print the plan, then memory, step time as measured here, ETA and dollars. Needs no data if the preset
     fixes the number of steps. Nothing is saved. Every rank must call it."""

@@ -47,7 +47,7 @@ TABLE = """
 1 | TRAIN --init-from none.pt                              | none.pt
 1 | train_gpt2.py finetune --data-dir tiny --out-dir NEW --init-from small --sequence-length 16 | --sequence-length 16
 1 | TRAIN --eval-only                                      | --init-from
-1 | TRAIN --out-dir run --check                            | --resume auto
+1 | TRAIN --out-dir run                                    | --resume auto
 1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
 1 | TRAIN --out-dir text.txt/run                           | text.txt
 1 | fineweb.py --source none.txt                           | none.txt
