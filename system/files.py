@@ -12,13 +12,12 @@ again: the same command, run again, is the way back from a disk that has failed.
 import errno
 import fcntl
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from system.cli import TransientError, print0, require
+from system.cli import TransientError, print0
 
 
 @contextmanager
@@ -73,19 +72,3 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 raise
             print0(f"warning: the disk of {folder} has no locks: let no other process write there")
         yield
-
-
-def refuse_placeholder(path: str | Path) -> None:
-    """Raise UserError if a file only stands in the place of the one that its name says: the pointer that Git LFS or
-    git-annex leaves where the content was not fetched, or a web page that was saved instead of it. To be called
-    wherever a file of a user's is opened."""
-    with open(path, "rb") as f:
-        first = f.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    is_lfs = first.startswith(b"version https://git-lfs.github.com/spec/")
-    require(not is_lfs, f"{path} is a pointer of Git LFS, not the file; in its repository run: git lfs pull")
-    is_annex = re.match(rb"(\.\./)*(\.git)?/annex/objects/", first)
-    require(not is_annex, f"{path} is a pointer of git-annex, not the file; in its repository run: git annex get")
-    page = rb"(<\?xml.*?\?>|<!--.*?-->|\s)*(<!doctype html|<html|<error>)"
-    is_page = re.match(page, first, re.DOTALL)
-    fix = "download it again, from the address of the file itself (on the Hub /resolve/, not /blob/)"
-    require(not is_page, f"{path} is a saved web page, not the file; {fix}")

@@ -91,7 +91,7 @@ EDU = "HuggingFaceFW/fineweb-edu"
     ("--init-from gpt2", EDU, ""),
     # Other data: a text of one's own, and shards of which nobody knows.
     ("", "my", "is made from my"),
-    ("", None, "data"),
+    ("", None, "no reference"),
 ])  # fmt: skip
 def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeypatch, capsys, flags, source, said):
     """By a loss of 9 nats, which is off every track."""
