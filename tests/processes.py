@@ -37,7 +37,7 @@ from helpers import ROOT
 from system.cli import run_cli
 
 # The server imports these once; a fork of it starts with all of them.
-PRELOAD = "__main__ helpers train_gpt2 torch._dynamo tyro fineweb hub hellaswag infer plots matplotlib.pyplot".split()
+PRELOAD = "__main__ helpers train_gpt2 torch._dynamo fineweb hub hellaswag infer plots matplotlib.pyplot".split()
 
 
 @cache
