@@ -199,7 +199,7 @@ supervise() {
     early_mistake='' # whether training has ended so
     set -m           # each child gets a process group: Ctrl-C in a terminal comes here alone
     trap ask_to_stop TERM INT HUP USR1 USR2 XCPU # clusters announce the end of a job by one of these
-    SECONDS=0        # bash counts on
+    SECONDS=0        # bash counts them from here on
     echo "$$ on $HOSTNAME" >"$out/train.lock"
 
     local costs pusher='' stays='this machine STAYS' end="${PUSH_TO:+push to $PUSH_TO, for at most an hour; }"
@@ -291,8 +291,9 @@ train() {
     done
 }
 
-# torchrun with its ranks. If this process is killed, it is asked to save and stop, too (--pdeathsig). --local-addr:
-# where a machine's own name does not resolve, torchrun would wait for more than six minutes.
+# torchrun with its ranks. If this process is killed, it is asked to save and stop, too (--pdeathsig). Some clusters
+# signal every process of a job: torchrun must outlive that, or its ranks would be left alone (--signals-to-handle).
+# Where a machine's own name does not resolve, torchrun would wait for more than six minutes (--local-addr).
 run_trainer() {
     # Compiled code stays in the project's folder, which may be on a network volume: the next pod then has it, too. But
     # torch cannot compile in a folder whose name a shell would split: it puts the name on a command line as it is.
@@ -301,7 +302,8 @@ run_trainer() {
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
     export TRAIN_STATUS_FILE=$out/status.json
     run setpriv --pdeathsig TERM "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
-        --local-addr=127.0.0.1 "$here/train_gpt2.py" "$@"
+        --local-addr=127.0.0.1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU \
+        "$here/train_gpt2.py" "$@"
 }
 
 # Push each new checkpoint while it trains; the next one takes its place (--temporary). Ends with the supervisor.
