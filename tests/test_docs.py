@@ -29,7 +29,7 @@ WORDS = set(re.findall(r"\w+", "\n".join(text for name, text in SOURCES.items() 
 # Names in code style that belong to other programs, or that the reader makes.
 OTHERS = set("""
     mine.py my/new.txt old.txt few.txt input.txt pytorch_model.bin gpt2_124M.bin gpt2_124M export_hf.py export_hf
-    convert_hf_to_gguf num_ctx trust_remote_code from_pretrained save_pretrained max_new_tokens generated_text GPT2LMHeadModel
+    convert_hf_to_gguf num_ctx trust_remote_code from_pretrained save_pretrained generated_text GPT2LMHeadModel
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
     hf_ instance_ids DictReader MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
