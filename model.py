@@ -243,16 +243,6 @@ class KVCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
-class SharedInputs(NamedTuple):
-    """What every block is given beside the residual stream, made once by GPT.embed.
-
-    No field has a default, so Python reports every caller that does not give a new one.
-    """
-
-    cos_sin: Tensor | None  # RoPE's angles (2, T, 1, hs / 2), if used
-    cache: KVCache | None  # keys and values of earlier positions
-
-
 class Attention(nn.Module):
     """Causal self-attention (Vaswani et al. 2017). One matrix product gives queries, keys and values of all heads."""
 
@@ -269,10 +259,9 @@ class Attention(nn.Module):
         self.c_attn.weight.matrix_rows = self.matrix_rows  # type: ignore[attr-defined]  # a note of our own
         self.c_proj = nn.Linear(C, C, bias=config.bias)
 
-    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
-        """x (B, T, C) -> (B, T, C)"""
+    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
+        """x (B, T, C) -> (B, T, C). cos_sin: RoPE's angles (2, T, 1, hs / 2), if used. cache: of earlier positions."""
         B, T, C = x.shape
-        cos_sin, cache = shared
 
         # The query, key and value of each head at each position.
         # (B, T, C) -> (B, T, 3C) -> three of (B, T, C) -> three of (B, T, nh, hs)
@@ -332,10 +321,10 @@ class Block(nn.Module):
         self.ln_2 = norm.build(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
-        """x (B, T, C) -> (B, T, C)"""
+    def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
+        """x (B, T, C) -> (B, T, C). The other arguments are those of Attention."""
         # Pre-norm: each part reads a normalized copy of the residual stream and adds to the stream itself.
-        x = x + self.attn(self.ln_1(x), shared)
+        x = x + self.attn(self.ln_1(x), cos_sin, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -405,18 +394,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
-        """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises ValueError or
-        RuntimeError if they do not match `config`."""
-        # Check before building the layers: a config from a file may ask for a million of them.
-        if config.n_layer > len(state):
-            raise ValueError(f"{len(state)} tensors for a config with {config.n_layer} layers")
-        for name, tensor in state.items():
-            is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-            if not is_dense or tensor.dtype != torch.float32:
-                raise ValueError(f"{name} is not a dense float32 tensor")
-            if not tensor.isfinite().all():
-                raise ValueError(f"{name} has numbers that are not finite")
-
+        """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises RuntimeError if
+        they do not match `config`."""
         # assign=True replaces the parameters. Keep what the modules have noted on theirs (matrix_rows); tie the head
         # again.
         model = cls.without_memory(config)
@@ -441,30 +420,12 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, cache: KVCache | None = None, blocks: Sequence[Callable] = ()) -> Tensor:
         """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`. cache: of the
         text that idx continues, when sampling. blocks: the compiled versions of the model's blocks, when training."""
-        x, shared = self.embed(idx, cache)
-        for block in blocks or self.transformer.h:
-            # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
-            # would append to the cache twice.
-            if self.recompute and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, shared)
-
-        # All layers have appended their keys and values.
-        if cache is not None:
-            cache.length += idx.size(1)
-        return x
-
-    def embed(self, idx: Tensor, cache: KVCache | None) -> tuple[Tensor, SharedInputs]:
-        """What enters the first block, (B, T, C), and what every block is given beside it. The arguments are those of
-        `hidden`."""
-        # The T new positions come after the `start` cached ones.
-        start = cache.length if cache is not None else 0
+        # The T new positions come after the `start` cached ones. The causal mask is that of a whole text, and a single
+        # position needs none.
         T = idx.size(1)
+        start = cache.length if cache is not None else 0
         end = start + T
         assert end <= self.config.block_size, f"{end} positions, block_size {self.config.block_size}"
-
-        # The causal mask is that of a whole text, and a single position needs none.
         assert start == 0 or T == 1, "after cached positions only one more at a time"
 
         # Learned positions are added here; RoPE is applied in the attention.
@@ -474,7 +435,19 @@ class GPT(nn.Module):
             cos_sin = self.cos_sin[:, start:end, None]  # (2, T, 1, hs / 2)
         else:
             x = x + self.transformer.wpe.weight[start:end]  # (T, C)
-        return x, SharedInputs(cos_sin, cache)
+
+        for block in blocks or self.transformer.h:
+            # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
+            # would append to the cache twice.
+            if self.recompute and cache is None and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos_sin, cache, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos_sin, cache)
+
+        # All layers have appended their keys and values.
+        if cache is not None:
+            cache.length = end
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""

@@ -137,7 +137,7 @@ def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch
         monkeypatch.setitem(model_module.ACTIVATIONS, "gelu", torch.nn.functional.gelu)  # the exact one
     if edit == "attention":
         forward = model_module.Attention.forward
-        monkeypatch.setattr(model_module.Attention, "forward", lambda self, x, shared: 1.01 * forward(self, x, shared))
+        monkeypatch.setattr(model_module.Attention, "forward", lambda self, *args: 1.01 * forward(self, *args))
     model = make_network(vocab_size=256)
     if edit == "weight":
         model.transformer.h[0].scale = torch.nn.Parameter(torch.full((), 2.0))  # GPT-2 has no such weight

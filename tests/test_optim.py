@@ -1,7 +1,7 @@
 """Every parameter has one optimizer, and state moves between runs unchanged."""
 
 import dataclasses
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from helpers import CPU, choices, same_bits
 
 from model import GPT, GPTConfig
 from training import master_weights, optim, schedule
-from training.config import Recipe, TrainConfig
+from training.config import TrainConfig
 from training.presets import PRESETS
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
@@ -61,38 +61,32 @@ def test_rate_and_decay_come_from_the_group(name):
     without_rate = weights_after_three_steps(cfg, peak_lr=0.0)
     assert not [n for n in before if not torch.equal(without_rate[n], before[n])]
 
-    decays = [field.name for field in dataclasses.fields(Recipe) if field.name.endswith("weight_decay")]
-    decayed = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.5)))
-    plain = weights_after_three_steps(dataclasses.replace(cfg, **dict.fromkeys(decays, 0.0)))
     # Decay acts on what is not zero: biases are zero at first.
+    decayed, plain = (weights_after_three_steps(cfg, weight_decay=decay) for decay in (0.5, 0.0))
     assert not [n for n in before if before[n].any() and torch.equal(decayed[n], plain[n])]
 
 
-def test_an_optimizer_of_the_project_has_tests_of_its_own():
-    """Of its formula: all other tests accept any update that moves the weights."""
-    modules = [facts.optimizer_class.__module__ for facts in optim.OPTIMIZERS.values()]
-    own = [module.rpartition(".")[2] for module in modules if module.startswith("training.")]
-    assert [name for name in own if not (Path(__file__).parent / f"test_{name}.py").exists()] == []
-
-
-def test_each_role_has_its_own_rate():
+@pytest.mark.parametrize("name, block_matrices", [("adamw", (1.0, 0.1)), ("muon", (5.0, None))])
+def test_each_role_has_its_own_rate_and_decay(name, block_matrices):
     """By what a parameter is, not by its name: an added table of the vocabulary is an embedding, wherever it is."""
-    cfg = dataclasses.replace(BASE, optimizer="muon", embed_lr_scale=2.0, max_lr=1.0, muon_lr=5.0)
+    cfg = dataclasses.replace(BASE, optimizer=name, embed_lr_scale=2.0, max_lr=1.0, muon_lr=5.0)
     model = GPT(dataclasses.replace(SMALL, tied_head=False))
     model.transformer.h[0].attn.value_table = torch.nn.Embedding(64, 16)
     model.temperature = torch.nn.Parameter(torch.ones(1))
-    rates = {
-        p: g["peak_lr"] for groups in optim.parameter_groups(model, cfg).values() for g in groups for p in g["params"]
-    }
-    block = model.transformer.h[0]
+    groups = itertools.chain(*optim.parameter_groups(model, cfg).values())
+    found = {p: (group["peak_lr"], group.get("weight_decay")) for group in groups for p in group["params"]}
 
-    assert len(rates) == len(list(model.parameters()))
+    assert len(found) == len(list(model.parameters()))
+    roles = {p: optim.find_roles(model)[p] for p in found}
+    expected = {"embedding": (2.0, 0.1), "matrix": (1.0, 0.1), "vector": (1.0, 0.0), "block matrix": block_matrices}
+    assert found == {p: expected[roles[p]] for p in found}
+    block = model.transformer.h[0]
+    assert {roles[p] for p in (model.transformer.wte.weight, block.attn.value_table.weight)} == {"embedding"}
+    assert {roles[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)} == {"vector"}
+    assert [roles[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == ["block matrix", "matrix"]
     # Checkpoints keep the state of parameters in this order.
-    roles = [optim.find_roles(model)[p] for p in rates]
-    assert list(dict.fromkeys(roles)) == ["embedding", "matrix", "vector", "block matrix"]
-    assert [rates[p] for p in (model.transformer.wte.weight, block.attn.value_table.weight)] == [2.0, 2.0]
-    assert [rates[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)] == [1.0, 1.0, 1.0]
-    assert [rates[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == [5.0, 1.0]
+    if name == "muon":
+        assert list(dict.fromkeys(roles.values())) == ["embedding", "matrix", "vector", "block matrix"]
 
 
 # ------------------------------------------------------------------------- saving and loading state

@@ -81,7 +81,7 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
     with explain_errors(f"{path}: the weights are damaged, or do not fit the config stored with them", fix):
-        return GPT.from_state_dict(read_network(content["config"]), weights).eval(), content
+        return build_model(read_network(content["config"]), weights), content
 
 
 def read_network(saved: dict[str, Any]) -> GPTConfig:
@@ -95,6 +95,18 @@ def read_network(saved: dict[str, Any]) -> GPTConfig:
     if has_rope(config) and config.block_size * config.head_size > 2**26:
         raise ValueError(f"rope's table for block_size {config.block_size} would have more than 2**26 numbers")
     return config
+
+
+def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
+    """The GPT (in eval mode) of weights that come from a file. Raises ValueError or RuntimeError if they are not dense
+    float32 numbers, or do not fit the config, which may ask for a million layers."""
+    if config.n_layer > len(weights):
+        raise ValueError(f"{len(weights)} tensors for a config with {config.n_layer} layers")
+    for name, tensor in weights.items():
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not is_dense or tensor.dtype != torch.float32 or not tensor.isfinite().all():
+            raise ValueError(f"{name} has numbers that are not float32, or not finite")
+    return GPT.from_state_dict(config, weights).eval()
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from model import GPT, VOCAB_SIZE, GPTConfig
 from system.cli import UserError, explain_errors, print0, require
 from system.huggingface import open_hub
 from tokens import tokenizer
-from weights.checkpoint import read_network
+from weights.checkpoint import build_model, read_network
 
 # Where transformers stores weights: in one file, or in the parts that the index names.
 WEIGHTS = "model.safetensors"
@@ -131,7 +131,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
             wte = weights["transformer.wte.weight"]
             head = weights.setdefault("lm_head.weight", wte)
             config = replace(config, tied_head=torch.equal(head, wte))
-        return GPT.from_state_dict(config, {name: weight.float() for name, weight in weights.items()}).eval()
+        return build_model(config, {name: weight.float() for name, weight in weights.items()})
 
 
 def download(name: str, files: list[str]) -> Path:
@@ -386,4 +386,4 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
 
     # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
-    return GPT.from_state_dict(config, weights).eval(), step if isinstance(step, int) else 0
+    return build_model(config, weights), step if isinstance(step, int) else 0
