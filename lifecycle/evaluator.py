@@ -24,7 +24,7 @@ from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
 from tokens import tokenizer
 from tokens.loader import Loader, to_device
-from tokens.shards import read_manifest
+from tokens.shards import find_shards, read_manifest, read_shard
 from tokens.sources import HUB_DATASETS
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.forward import Forward
@@ -113,8 +113,8 @@ class Evaluator:
 
 def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
     """The public runs to compare a run of `max_steps` with, and print which; None for a run from trained weights, whose
-    loss is much lower, for a preset without public runs, for another recipe than the preset's, and unless a manifest
-    says that the data are theirs."""
+    loss is much lower, for a preset without public runs, for another recipe than the preset's, and unless the manifest
+    or the first words say that the data are theirs."""
     found = reference.find_reference(cfg.preset, max_steps, cfg.total_batch_size)
     if found is None or cfg.init_from != "scratch":
         return None
@@ -128,9 +128,14 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 
     dataset = reference.DATASETS[cfg.preset]
     manifest = read_manifest(cfg.data_dir)
-    source = manifest.source.name if manifest else "text that no manifest names"
-    if source != HUB_DATASETS[dataset].repo:
-        print0(f"no reference: {cfg.data_dir} is made from {source}, the public runs of {cfg.preset} from {dataset}")
+    if manifest:
+        is_theirs = manifest.source.name == HUB_DATASETS[dataset].repo
+    else:
+        first_ids = tokenizer.encoding().encode_ordinary(reference.FIRST_WORDS[dataset])
+        val_ids = read_shard(find_shards(cfg.data_dir, "val")[0])
+        is_theirs = val_ids[1 : 1 + len(first_ids)].tolist() == first_ids  # after EOT
+    if not is_theirs:
+        print0(f"no reference: the public runs of {cfg.preset} are on {dataset}, and {cfg.data_dir} is not")
         return None
     print0(f"reference: {found.runs} public runs of {cfg.preset}, on {dataset}")
     return found

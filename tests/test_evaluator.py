@@ -10,7 +10,7 @@ from helpers import CPU, load_curve, load_weights, parse_config, same_bits, trai
 from networks import make_network
 
 from lifecycle import evaluator
-from lifecycle.reference import Verdict
+from lifecycle.reference import FIRST_WORDS, Verdict
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT
@@ -89,13 +89,17 @@ EDU = "HuggingFaceFW/fineweb-edu"
     ("--max-lr 1e-3 --warmup-steps 256", EDU, "--max-lr, --warmup-steps"),
     ("--model.n-layer 6", EDU, "--model.n-layer"),
     ("--init-from gpt2", EDU, ""),
-    # Other data: a text of one's own, and shards of which nobody knows.
-    ("", "my", "is made from my"),
-    ("", None, "no reference"),
+    # Other data: a text of one's own, and shards without a manifest, which their first words identify.
+    ("", "my", "no reference"),
+    ("", "The Independent Jane\nFor all the love", "no reference"),
+    ("", FIRST_WORDS["fineweb-edu"] + "'s books", "off track"),
 ])  # fmt: skip
 def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeypatch, capsys, flags, source, said):
     """By a loss of 9 nats, which is off every track."""
-    if source:
+    if " " in source:
+        ids = [EOT, *encoding().encode_ordinary(source)]
+        shards.write_shard(tmp_path / "published_val_000000.npy", np.array(ids, np.uint16))
+    else:
         shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 400))
     words = ["gpt2-124m", *flags.split(), "--data-dir", tmp_path, "--hellaswag-every", 0, "--sample-every", 0]
     cfg = parse_config(*words)
