@@ -27,7 +27,7 @@ DATASETS = {
     "llmc-124m": "fineweb",
     "record8-124m": "fineweb",
 }
-# How the first document of each begins, as the Hub's viewer shows it. Shards that others have published have no manifest.
+# How the first document of each begins (by the Hub's viewer): shards that others have published have no manifest.
 FIRST_WORDS = {
     "fineweb-edu": "The Independent Jane\nFor all the love, romance and scandal in Jane Austen",
     "fineweb": "|Viewing Single Post From: Spoilers for the Week of February 11th|",
