@@ -32,7 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -126,22 +126,31 @@ def set_omp_wait_policy() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+class LossyStream:
+    """A stream that loses what cannot be written, as on a full disk."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def run_cli(main: Callable[[], object]) -> None:
     """Run a script's `main` and exit. What the user can fix, a UserError or a path that may not be used, becomes one
     message, never a traceback."""
     set_omp_wait_policy()
     is_alone = threading.active_count() == 1  # the kernel of a notebook has other threads, and goes on after this
-    code = 0
-    try:
-        main()
-    except KeyboardInterrupt:
-        code = 130  # 128 + SIGINT, as a shell reports it
-    except BrokenPipeError:
-        # Python would fail again at exit, when it flushes output that nobody reads.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141  # 128 + SIGPIPE
-    except Exception as e:
-        code = report(e)
+    with redirect_stderr(LossyStream(sys.stderr)):  # type: ignore[type-var]
+        code = run(main)
 
     # With ranks, or threads that this script has left, skip the interpreter's shutdown: there a thread that tokenizes
     # or reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank.
@@ -152,6 +161,21 @@ def run_cli(main: Callable[[], object]) -> None:
             sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def run(main: Callable[[], object]) -> int:
+    """Run `main`, report an error, and return the exit code."""
+    try:
+        main()
+        return 0
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as a shell reports it
+    except BrokenPipeError:
+        # Python would fail again at exit, when it flushes output that nobody reads.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE
+    except Exception as e:
+        return report(e)
 
 
 def report(error: Exception) -> int:
@@ -169,8 +193,7 @@ def report(error: Exception) -> int:
     if is_usage and env_rank() > 0:
         time.sleep(3)
     message = printable(message)
-    with suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)
 
     # torchrun prints the text of this file last, as the cause. The format is that of its ErrorHandler.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -92,17 +92,16 @@ def test_a_full_disk_costs_only_the_status(end, monkeypatch):
     assert (code, printed, status) == (1, "error: no room\n", None)
 
 
-def test_success_and_an_interrupt_have_exit_codes(end):
-    assert end(lambda: None)[0] == 0
-    assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
-
-
 def run_program(script, redirection="", **env):
     """A Python program as a main of run_cli, started by a shell."""
     program = f"from system.cli import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
     command = f"{shlex.join([sys.executable, '-c', program])} {redirection}"
     env = {**os.environ, **env}
     return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+
+
+def test_ctrl_c_is_no_error(end):
+    assert end(lambda: raise_error(KeyboardInterrupt))[0] == 130
 
 
 def test_a_reader_that_has_exited_is_no_error():
@@ -216,6 +215,7 @@ for text in progress_bar(["a", chr(0x4e2d), "b"], "texts", is_shown=True):
     assert run_program(script, ">/dev/full").returncode == 0
     assert run_program(script, "2>/dev/full").returncode == 0
     assert run_program("1 / 0", "2>/dev/full").returncode == 1
+    assert run_program("from tqdm import tqdm; list(tqdm(range(3)))", "2>/dev/full").returncode == 0
     done = run_program(script, PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stdout) == (0, "a\nb\n")
 
@@ -233,8 +233,7 @@ def test_a_cost_is_that_of_all_gpus():
 
 
 @pytest.mark.parametrize("seconds, text", [
-    (59.9, "59s"), (60, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (3720, "1h02m"), (86400, "1d00h"),
-    (93784, "1d02h"), (20575, "5h43m"), (103468, "1d05h"), (3599, "1h00m"), (86399, "1d00h"),
+    (59.9, "59s"), (60, "1m00s"), (3599, "1h00m"), (3720, "1h02m"), (86399, "1d00h"), (103468, "1d05h"),
 ])  # fmt: skip
 def test_a_duration_shows_its_two_largest_units(seconds, text):
     assert format_duration(seconds) == text

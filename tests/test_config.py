@@ -200,7 +200,6 @@ def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
     ({"sequence_length": 1024}, {"sequence_length": 2048}, "--sequence-length 2048"),
     ({"micro_batch_size": 1}, {"micro_batch_size": 0}, "--micro-batch-size 0"),
     ({"val_tokens": 1024}, {"val_tokens": 1023}, "--val-tokens 1023"),
-    ({"epochs": 1}, {"epochs": 0}, "--epochs 0"),
     ({"min_lr": 6e-4}, {"min_lr": 1.0}, "--min-lr 1.0"),
     ({"save_every": 0}, {"save_every": -1}, "--save-every -1"),
     ({"cooldown": 1}, {"cooldown": 1.5}, "--cooldown 1.5"),
@@ -259,19 +258,14 @@ def test_a_setting_is_restored_by_its_flag():
     assert parse_words(as_flag("shuffle", True)).shuffle
 
 
-def test_a_resume_does_not_inherit_what_is_of_one_start(saved):
-    saved |= {"allow_drift": True, "time_limit": "1h", "compile": False, "keep": 7}
-    cfg = parse_words("--resume log/q")
-    assert (cfg.allow_drift, cfg.time_limit, cfg.compile, cfg.keep) == (False, "", True, 7)
-
-
 def test_the_config_of_an_older_run_keeps_its_meaning(saved):
     """Settings that are gone had their values of "off", some values had another name, and newer settings are absent."""
     off = {"attention_scale": 0.0, "head_bias": False, "softcap": 0.0}
     gone = {"beta1": 0.9, "newton_schulz": "fast", "skip_bad_steps": 2, "dry_run": True, "eval_only": False, "card": ""}
     saved |= gone | {"model": saved["model"] | off, "micro_batch_size": "auto", "hellaswag_data": ""}
+    saved |= {"allow_drift": True, "time_limit": "1h", "compile": False, "keep": 7}  # the first three are of one start
     del saved["zero_stage"]
-    assert parse_words("--resume log/q") == replace(QUICKSTART, seed=7, out_dir="log", resume="log/q")
+    assert parse_words("--resume log/q") == replace(QUICKSTART, seed=7, keep=7, out_dir="log", resume="log/q")
 
     saved["model"] = saved["model"] | {"value_tables": 3}
     with pytest.raises(UserError, match="value_tables"):
@@ -286,10 +280,3 @@ def test_ranks_share_all_settings_but_local_ones():
 
     other = settings_by_flag(parse_words("quickstart --val-every 5 --model.n-layer 3 --init-from gpt2"))
     assert {flag for flag in shared if other[flag] != shared[flag]} == {"--val-every", "--model.n-layer", "--init-from"}
-
-
-@pytest.mark.parametrize("saved_config", [None, {"model": 3}, {"model": {"n_layer": "x"}}, {"model": {"tables": 3}}])
-def test_a_config_that_is_none_is_refused_in_one_line(saved_config):
-    with pytest.raises(UserError) as e:
-        TrainConfig.from_dict(saved_config)
-    assert "\n" not in str(e.value) and len(str(e.value)) < 400
