@@ -5,11 +5,13 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 
 import dataclasses
 import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import same_bits, train_quickstart, write_jsonl
+from helpers import load_weights, same_bits, train_quickstart, write_jsonl
 
 from lifecycle.metrics import best_steps
 from model import GPT, GPTConfig
@@ -87,6 +89,32 @@ def test_only_a_complete_step_counts(tmp_path):
     assert open_and_describe(tmp_path)[1] == f"{tmp_path}/model_00001.pt, step 1"
 
 
+def die_between_the_renames(model_name: str) -> None:
+    """A `prepare` for a run that is killed when the optimizer's file has its name, and the model's not yet."""
+    rename = os.replace
+
+    def replace(old, new):
+        if Path(new).name == model_name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(old, new)
+
+    os.replace = replace
+
+
+@pytest.mark.parametrize("step, complete", [(3, []), (9, [3, 6])])
+def test_a_run_that_was_killed_between_the_renames_resumes(tiny_args, one_run, tmp_path, start_script, step, complete):
+    """From the step before or, at its first save, from the start."""
+    run = tmp_path / "run"
+    prepare = partial(die_between_the_renames, f"model_{step:05d}.pt")
+    killed = start_script("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run, prepare=prepare)
+    assert killed.wait().exit_code == -signal.SIGKILL
+    assert names.optim_path(run, step).exists() and names.complete_steps(run) == complete
+
+    train_quickstart(tiny_args, run, "--resume", "auto")
+    assert names.complete_steps(run) == [3, 6, 9, 12]
+    assert same_bits(load_weights(run), load_weights(one_run))
+
+
 def test_a_flipped_bit_is_found(tmp_path):
     """torch.load does not compare the CRC of its records."""
     save(tmp_path, 1)
@@ -99,12 +127,19 @@ def test_a_flipped_bit_is_found(tmp_path):
             read(tmp_path / name)
 
 
-@pytest.mark.parametrize("change", [{"n_embd": 32}, {"n_layer": 10**6}, {"attention": "sigmoid"}, {"bias": 1}], ids=str)
-def test_weights_must_fit_their_config(tmp_path, change):
-    """Not: of another shape, too few, with a setting of somebody's own model.py, of another type."""
+@pytest.mark.parametrize("change, named", [
+    ({"n_embd": 32}, "do not fit"),
+    ({"n_layer": 10**6}, "do not fit"),
+    ({"attention": "sigmoid"}, "attention"),  # a setting of somebody's own model.py
+    ({"bias": 1}, "bias"),
+    ({"n_head": None}, "n_head"),
+])  # fmt: skip
+def test_weights_must_fit_their_config(tmp_path, change, named):
+    """A setting that is None is left out."""
     content = checkpoint.model_file(GPT(SMALL), 1)
-    checkpoint.write(tmp_path / "model_00001.pt", content | {"config": content["config"] | change})
-    with pytest.raises(UserError, match=r"model_00001\.pt.*(do not fit|attention)"):
+    config = {name: value for name, value in (content["config"] | change).items() if value is not None}
+    checkpoint.write(tmp_path / "model_00001.pt", content | {"config": config})
+    with pytest.raises(UserError, match=rf"model_00001\.pt.*{named}"):
         open_model(tmp_path)
 
 
