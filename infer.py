@@ -123,8 +123,8 @@ def main() -> None:
     prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
     model, description = open_and_describe(args.model)
     config = model.config
-    tokens = f"{config.vocab_size} tokens, fewer than GPT-2's"
-    require(config.vocab_size > tokenizer.EOT, f"{args.model} has a vocabulary of {tokens}; choose a GPT-2")
+    is_gpt2s = tokenizer.has_gpt2_tokens(config.vocab_size)
+    require(is_gpt2s, f"{args.model} has a vocabulary of {config.vocab_size} tokens, not GPT-2's; choose a GPT-2")
     context = f"the context of {args.model} is {config.block_size}"
     require(len(prompt_ids) <= config.block_size, f"the prompt has {len(prompt_ids)} tokens, but {context}; shorten it")
 

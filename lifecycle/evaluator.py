@@ -18,7 +18,7 @@ from lifecycle import hellaswag, reference
 from lifecycle.resume import describe_files
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
-from model import VOCAB_SIZE, Sampler, stream
+from model import Sampler, stream
 from system import distributed, machine
 from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
@@ -57,10 +57,10 @@ class Evaluator:
 
         # Samples need GPT-2's vocabulary to be readable.
         self.prompt: list[int] = []  # the ids to continue; without a prompt there are no samples
-        if cfg.model.vocab_size >= VOCAB_SIZE:
+        if tokenizer.has_gpt2_tokens(cfg.model.vocab_size):
             self.prompt = choose_prompt(cfg, run.val_data or run.data)
         elif cfg.sample_every:
-            print0(f"samples are off: the model has {cfg.model.vocab_size} tokens, fewer than GPT-2's")
+            print0(f"samples are off: the model has a vocabulary of {cfg.model.vocab_size} tokens, not GPT-2's")
 
     def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
         """Measure and print what is due at this step: any of val_loss (with val_bpb in bits per byte, and
@@ -165,7 +165,7 @@ def count_bytes_per_target(data: Loader, cfg: TrainConfig) -> float:
     The loss in bits per byte compares models of other vocabularies, whose tokens are longer or shorter. It is the nats
     of all targets over the bytes of their text; <|endoftext|> has no bytes, but its nats count.
     """
-    if data.vocab_size < VOCAB_SIZE:
+    if not tokenizer.has_gpt2_tokens(data.vocab_size):
         return 0.0
     encoding = tokenizer.encoding()
     lengths = np.zeros(2**16, np.int64)  # of the text of each id

@@ -84,7 +84,8 @@ def load_examples(path: str | Path = HELLASWAG_DATA, limit: int = 0) -> list[Exa
 
 def require_readable(examples: list[Example], config: GPTConfig) -> None:
     """Raise UserError unless a model of this shape can read the examples."""
-    require(config.vocab_size > tokenizer.EOT, f"the model has {config.vocab_size} tokens, fewer than GPT-2's")
+    is_gpt2s = tokenizer.has_gpt2_tokens(config.vocab_size)
+    require(is_gpt2s, f"the model has a vocabulary of {config.vocab_size} tokens, not GPT-2's")
 
     # A long context can be cut, but an ending must be read as a whole.
     longest = max(len(ending) for example in examples for ending in example.endings)

@@ -4,7 +4,8 @@ A row of the table is an exit code, a command, and what its message must name. T
 
     tiny, run      the data and the checkpoints of conftest.one_run
     weights        a model without its optimizer state
-    small          a model of one layer that reads 8 tokens; odd.pt lacks GPT-2's last token
+    small          a model of one layer that reads 8 tokens; odd.pt lacks GPT-2's last token,
+                   and wide.pt has twice as many
     cut            a shard, a checkpoint and metrics that were cut off; a checkpoint that is none
     *.*            texts and HellaSwag rows; line 2 of bad.jsonl is neither
 
@@ -76,6 +77,7 @@ TABLE = """
 1 | infer.py ./rnu                                         | no model at rnu
 1 | infer.py OWNER/NAME                                    | 127.0.0.1:9
 1 | infer.py small/odd.pt Hello                            | 50256 tokens
+1 | infer.py small/wide.pt Hello                           | 100352 tokens
 1 | plots.py none                                          | none
 1 | plots.py cut                                           | cut
 1 | plots.py .                                             | runs
@@ -91,7 +93,7 @@ def stage(one_run, tmp_path_factory):
     for name in ("weights", "small", "cut"):
         (folder / name).mkdir()
     shutil.copy(folder / "run" / "model_00003.pt", folder / "weights")
-    for name, vocab_size in (("model_00001.pt", 50304), ("odd.pt", 50256)):
+    for name, vocab_size in (("model_00001.pt", 50304), ("odd.pt", 50256), ("wide.pt", 100352)):
         network = GPTConfig(block_size=8, vocab_size=vocab_size, n_layer=1, n_head=1, n_embd=8)
         checkpoint.write(folder / "small" / name, checkpoint.model_file(GPT(network), 1))
 

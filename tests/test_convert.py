@@ -32,7 +32,7 @@ CLASSES = {
     "record8 tied": "GPTForCausalLM",
 }
 
-OTHER_SIZES = {"block_size": 24, "vocab_size": 300, "n_layer": 3, "n_head": 4, "n_embd": 48}
+OTHER_SIZES = {"block_size": 24, "vocab_size": 100_352, "n_layer": 3, "n_head": 4, "n_embd": 48}
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +125,11 @@ def test_every_network_survives_an_export(tmp_path, name, monkeypatch):
 
 @pytest.mark.parametrize("name", OTHER_SIZES)
 def test_every_size_survives_an_export(tmp_path, name):
+    """Of twice GPT-2's vocabulary no row is cut off, and there is no tokenizer."""
     model = make_network(**{"vocab_size": 256, name: OTHER_SIZES[name]})
     convert.save_hf(model, tmp_path / "out")
     assert same_bits(convert.load_hf(tmp_path / "out").state_dict(), model.state_dict())
+    assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
 @pytest.mark.parametrize("edit", ["activation", "attention", "weight"])
@@ -238,7 +240,10 @@ def test_weights_with_old_names_are_read(small_export):
 @pytest.mark.parametrize("config, change, named", [
     (GPT2, {"activation_function": "relu"}, "activation_function.*'relu'.*gelu_new"),
     (GPT2, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
-    (GPT2, {"model_type": "llama"}, "model_type.*'llama'"),
+    (GPT2, {"model_type": "gpt_neo"}, "model_type.*'gpt_neo'"),
+    (GPT2, {"model_type": None}, "model_type"),
+    (GPT2, {"n_head": None}, "n_head"),
+    (NETWORKS["record8"], {"n_head": None}, "n_head"),
     (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
@@ -251,10 +256,15 @@ def test_weights_with_old_names_are_read(small_export):
     (NETWORKS["record8"], {"n_embd": 64}, "wte"),
 ])  # fmt: skip
 def test_what_the_network_cannot_compute_is_refused(tmp_path, config, change, named):
+    """An entry that is None is left out."""
     convert.save_hf(make_network(config, vocab_size=256), tmp_path / "out")
     path = tmp_path / "out/config.json"
     hf_config = json.loads(path.read_text())
-    hf_config.get("network", hf_config).update(change)
+    entries = hf_config.get("network", hf_config)
+    for key, value in change.items():
+        entries[key] = value
+        if value is None:
+            del entries[key]
     path.write_text(json.dumps(hf_config))
     with pytest.raises(UserError, match=f"^cannot open {tmp_path}/out.*{named}") as error:
         convert.load_hf(tmp_path / "out")
@@ -357,6 +367,7 @@ def test_what_is_no_checkpoint_of_nanogpt_says_so(tmp_path):
     for content, zipped, named in (
         (weights, True, r"bare state dict.*pytorch_model\.bin"),
         ({"model": weights, "config": argparse.Namespace(heads=4)}, True, "n_head"),
+        ({"model": weights}, True, "n_head"),
         (pickled, False, r"before 1\.6"),
         (ours, True, "of this project already"),
     ):

@@ -150,6 +150,7 @@ def test_shapes_are_few_and_batches_within_bounds():
 @pytest.mark.parametrize("name, size, why_not", [
     ("rows.jsonl", {"block_size": 25}, ""), ("rows.jsonl", {"block_size": 24}, "reads 24"),
     ("rows.jsonl", {"vocab_size": 50256}, "50256"),
+    ("rows.jsonl", {"vocab_size": 100352}, "100352"),
     ("data/hellaswag/hellaswag_val.jsonl", {}, "data/hellaswag"),
 ])  # fmt: skip
 def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, name, size, why_not):

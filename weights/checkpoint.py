@@ -87,6 +87,9 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
 def read_network(saved: dict[str, Any]) -> GPTConfig:
     """The network that a file describes, which may come from anywhere: what is no number of its type, or asks for all
     memory, raises ValueError or TypeError."""
+    # GPTConfig has a default for it, and no tensor tells.
+    if "n_head" not in saved:
+        raise ValueError("it does not say n_head")
     config = GPTConfig.from_dict(saved)
     for field in fields(config):
         value = getattr(config, field.name)

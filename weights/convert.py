@@ -208,17 +208,19 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     """Write config, float32 weights and tokenizer to the new folder `out_dir`, all or nothing. Returns whether the
     folder has code that transformers must be allowed to run.
 
-    Rows that only pad the vocabulary are dropped; absent biases become zeros where transformers' class always has them.
-    Without GPT-2's vocabulary there is no tokenizer. Raises UserError if `out_dir` exists, or if what was written does
-    not compute what the model computes.
+    Rows that only pad GPT-2's vocabulary are dropped; absent biases become zeros where transformers' class always has
+    them. Of another vocabulary all rows stay, and there is no tokenizer. Raises UserError if `out_dir` exists, or if
+    what was written does not compute what the model computes.
     """
     out_dir = Path(out_dir)
     require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
     # Whatever has a row for each token of the vocabulary, (padded V, ...) -> (V, ...).
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
-    padded, V = model.config.vocab_size, min(model.config.vocab_size, VOCAB_SIZE)
-    trimmed = {name: w[:V] if w.shape[:1] == (padded,) else w for name, w in weights.items()}
+    rows = V = model.config.vocab_size
+    if tokenizer.has_gpt2_tokens(rows):
+        V = VOCAB_SIZE
+    trimmed = {name: w[:V] if w.shape[:1] == (rows,) else w for name, w in weights.items()}
     config = replace(model.config, vocab_size=V)
 
     # transformers' GPT-2 computes this network, if it is GPT-2 but for its sizes, biases, head and GELU.
@@ -229,7 +231,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     out_dir.mkdir(parents=True)
     try:
         compute_logits = (save_with_code if needs_code else save_gpt2)(config, trimmed, out_dir)
-        check_logits(GPT.from_state_dict(model.config, weights), compute_logits)
+        check_logits(GPT.from_state_dict(model.config, weights), compute_logits, V)
         if V == VOCAB_SIZE:
             save_hf_tokenizer(out_dir, config.block_size)
     except BaseException:
@@ -239,11 +241,10 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
 
 
 @torch.no_grad()
-def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor]) -> None:
-    """Raise UserError unless an export gives the model's logits at the end of a full context. So a change of model.py
-    that has no field in GPTConfig is not exported as the network that the config describes."""
-    T, V = model.config.block_size, min(model.config.vocab_size, VOCAB_SIZE)
-    idx = (torch.arange(T) % V)[None]  # (1, T)
+def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor], V: int) -> None:
+    """Raise UserError unless an export of V tokens gives the model's logits at the end of a full context. So a change
+    of model.py that has no field in GPTConfig is not exported as the network that the config describes."""
+    idx = (torch.arange(model.config.block_size) % V)[None]  # (1, T)
     expected = last_logits(model, idx)[..., :V]  # (1, 16, V)
     difference = (compute_logits(idx) - expected).abs().max() / expected.std()
     problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
@@ -365,12 +366,14 @@ def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     # A tied head may be stored once, under the name of the embedding.
     head = weights.setdefault("lm_head.weight", wte)
 
-    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. Without them
-    # heads have 64 channels, as all of OpenAI's.
+    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. No tensor
+    # tells how many heads there are, and another number would compute something else.
     is_nanogpt = "model_args" in saved
-    network_args = saved.get("model_args", saved.get("config", {"n_head": wte.size(1) // 64}))
+    network_args = saved.get("model_args", saved.get("config", {}))
     if not isinstance(network_args, dict):
         network_args = vars(network_args)
+    fix = "where it was made, save it again with 'config': {'n_head': the number of heads}"
+    require("n_head" in network_args, f"it does not say n_head; {fix}")
 
     # The network that the tensors fit.
     config = GPTConfig(
