@@ -102,9 +102,12 @@ read_arguments() {
     [[ -z $GPU_HOUR_USD ]] || args+=(--gpu-hour-usd "$GPU_HOUR_USD")
     args+=(--out-dir "$out")
 
+    limit_s=0
     limit=$(value_of --time-limit "${args[@]}")
-    local program='import sys; from system.cli import parse_duration; print(int(parse_duration(sys.argv[1])))'
-    limit_s=$(cd "$here" && "$python" -c "$program" "${limit:-0}") || fail "--time-limit $limit is not a duration"
+    if [[ -n $limit ]]; then
+        local program='import sys; from system.cli import parse_duration; print(int(parse_duration(sys.argv[1])))'
+        limit_s=$(cd "$here" && "$python" -c "$program" "$limit") || fail "--time-limit $limit is not a duration"
+    fi
 }
 
 # value_of --FLAG WORD...: the last value of a flag, which may be spelled with underscores, with = or a space.
