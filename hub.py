@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from lifecycle import metrics
 from model import GPT
-from system.cli import ArgumentParser, UserError, print0, require, run_cli
+from system.cli import ArgumentParser, UserError, print0, print_next, require, run_cli
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -44,12 +44,7 @@ def check(repo: str, public: bool) -> None:
     """Check that this token may push a model to `repo`. train.sh calls this before a run."""
     with open_hub() as api:
         repo = open_for_push(api, repo, "model", public)
-        _, files = list_files(api, repo, "model")
     print0(f"{repo} exists, and this token may push to it")
-    checkpoints = find_checkpoints(files)
-    if checkpoints:
-        newest = max(checkpoints, key=lambda name: checkpoints[name])
-        print0(f"note: it has {newest}; if that is another run's, choose another name: pull takes the newest")
 
 
 def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
@@ -125,7 +120,12 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
     repository that is named like a shard."""
     with open_hub() as api:
         commit, files = list_files(api, repo, "dataset")
-        manifest = read_remote_manifest(api, repo, commit) if shards.MANIFEST in files else None
+        # The manifest is read from a folder of its own: among the shards it would say that they are complete.
+        manifest = None
+        if shards.MANIFEST in files:
+            with tempfile.TemporaryDirectory() as folder:
+                api.hf_hub_download(repo, shards.MANIFEST, repo_type="dataset", revision=commit, local_dir=folder)
+                manifest = shards.read_manifest(folder)
 
         # Two sets of shards are never mixed: the repository must have every shard that its own manifest lists, and
         # every one that an earlier pull has left in the folder's.
@@ -154,14 +154,6 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
             pulled = [shard for shard in manifest.shards if shard.file in names]
             shards.write_manifest(data_dir, replace(manifest, shards=pulled))
     print0(f"{len(names)} shards in {data_dir}, all hashes verified")
-
-
-def read_remote_manifest(api: HfApi, repo: str, commit: str) -> shards.Manifest | None:
-    """The manifest of a repository. It is read from a folder of its own: among the shards it would say that they are
-    complete."""
-    with tempfile.TemporaryDirectory() as folder:
-        api.hf_hub_download(repo, shards.MANIFEST, repo_type="dataset", revision=commit, local_dir=folder)
-        return shards.read_manifest(folder)
 
 
 # ------------------------------------------------------------------------- models
@@ -214,8 +206,6 @@ def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps:
         finally:
             shutil.rmtree(upload_dir, ignore_errors=True)
     print0(f"{repo} is complete; to pull: python hub.py pull-model {repo} DIR")
-    if not with_optimizer:
-        print0("note: without --with-optimizer, the run cannot be resumed from there")
 
 
 def choose_models(path: Path, steps: str) -> list[Path]:
@@ -268,7 +258,7 @@ def pull_model(repo: str, out_dir: Path) -> None:
     config, pulled_config = out_dir / "config.json", out_dir / RUN_FILES["config.json"]
     if pulled_config.exists() and not config.exists():
         shutil.copy(pulled_config, config)
-    print0(f"{repo} is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 def find_checkpoints(files: Iterable[str]) -> dict[str, int]:
@@ -310,7 +300,7 @@ def export(path: Path, out_dir: Path) -> None:
     model, facts = checkpoint.load(path)
     run_dir = path if path.is_dir() else path.parent
     write_export(model, facts, run_dir, out_dir, str(out_dir))
-    print0(f"{out_dir} is ready; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:
@@ -342,7 +332,7 @@ def import_old(old: Path, out_dir: Path) -> None:
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(model_path(out_dir, step), checkpoint.model_file(model, step))
-    print0(f"the model is in {out_dir}; try: python infer.py {shlex.quote(str(out_dir))} Hello,")
+    print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 # ------------------------------------------------------------------------- the command line

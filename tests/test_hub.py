@@ -241,21 +241,27 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
     scores = f"| {last['val_loss']:.4f} | 1.2500 | - |"
     assert f"{model.num_params():,}" in card and scores in card and '"tester/run")' in card
 
-    # A pull brings the newest step and the run's files, without the export.
+    # A pull brings the newest step and the run's files, without the export. What arrives corrupted is not taken.
     for path in trained_run.glob("*_0000[369].pt"):
         path.unlink()
+    hub.faults.append(Fault("corrupt", "/metrics.jsonl"))
+    run("pull-model", "tester/run", tmp_path / "copy", fails_with=r"metrics\.jsonl.*damaged")
     for _ in range(2):
         run("pull-model", "tester/run", tmp_path / "copy")
     pulled = read_folder(tmp_path / "copy")
     assert pulled.pop("train_config.json") == pulled["config.json"] and pulled == read_folder(trained_run)
 
-    # A run that was continued keeps its settings; another run is never mixed in.
+    # A run that was continued keeps its settings; another run is never mixed in, also if its files are as long.
     (tmp_path / "copy/config.json").write_text("{}")
     run("pull-model", "tester/run", tmp_path / "copy")
     assert (tmp_path / "copy/config.json").read_text() == "{}"
-    (tmp_path / "copy/model_00012.pt").write_bytes(b"mine")
-    run("pull-model", "tester/run", tmp_path / "copy", fails_with=r"model_00012\.pt")
-    assert (tmp_path / "copy/model_00012.pt").read_bytes() == b"mine"
+    for name in ("metrics.jsonl", "model_00012.pt"):
+        path = tmp_path / "copy" / name
+        path.write_bytes(path.read_bytes()[::-1])
+        before = path.read_bytes()
+        run("pull-model", "tester/run", tmp_path / "copy", fails_with=f"different {name}")
+        assert path.read_bytes() == before
+        path.unlink()
 
 
 @pytest.mark.parametrize("flags, names", [
@@ -269,10 +275,7 @@ def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
     write_jsonl(trained_run / "metrics.jsonl", rows)
     (trained_run / "model_00009.pt").unlink()
 
-    output = run("push-model", trained_run, "tester/run", *flags.split())
-
-    # Without its optimizer state, the run cannot be resumed from the Hub: the push says so.
-    assert ("--with-optimizer" in output) == ("--with-optimizer" not in flags)
+    run("push-model", trained_run, "tester/run", *flags.split())
     assert list_checkpoints(hub.root / "models/tester/run") == names
 
 
@@ -306,20 +309,6 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
     assert not unfinished.exists()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "train_config.json"])
-def test_a_file_of_equal_length_is_not_the_same_file(run, hub, trained_run, tmp_path, name):
-    run("push-model", trained_run, "tester/run")
-    hub.faults.append(Fault("corrupt", f"/{name}"))
-    run("pull-model", "tester/run", tmp_path / "copy", fails_with=f"{name}.*damaged")
-
-    run("pull-model", "tester/run", tmp_path / "copy")
-    path = tmp_path / "copy" / name
-    other = path.read_text().replace("1", "2")
-    path.write_text(other)
-    run("pull-model", "tester/run", tmp_path / "copy", fails_with=f"different {name}")
-    assert path.read_text() == other
-
-
 @pytest.mark.parametrize("can_link", [True, False])
 def test_a_checkpoint_deleted_in_its_upload_arrives(run, hub, trained_run, monkeypatch, can_link):
     """--keep of a run that is training deletes old checkpoints at any time; a hard link holds them."""
@@ -342,7 +331,6 @@ def test_a_checkpoint_deleted_in_its_upload_arrives(run, hub, trained_run, monke
 
     assert (hub.root / "models/tester/run/model_00012.pt").read_bytes() == content
     assert not (trained_run / ".push" / "files").exists()
-    assert "model_00012.pt" in run("check", "tester/run")
 
 
 def test_an_export_says_how_to_load_it(run, one_run, tmp_path):

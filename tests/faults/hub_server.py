@@ -11,7 +11,6 @@ is gone.
 
 import hashlib
 import json
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ class Fault:
     path: str
     times: int = 1
     code: int = 500
-    message: str = "planted fault"
 
 
 @dataclass
@@ -143,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.hub.take_fault(self.command, self.path)
         try:
             if fault.kind == "status":
-                raise Refused(fault.code, fault.message)
+                raise Refused(fault.code, "planted fault")
             answer = self.find_answer(unquote(urlsplit(self.path).path), body)
         except Refused as error:
             self.status, message, code = (*error.args, "")[:3]
@@ -225,15 +223,8 @@ class Handler(BaseHTTPRequestHandler):
                 file = branch.joinpath(*names)
                 if not file.is_file():
                     raise Refused(404, "Entry not found", "EntryNotFound")
-                data = file.read_bytes()
                 self.answer_headers = {"X-Repo-Commit": hash_of(branch), "ETag": f'"{hash_of(file)}"'}
-                # A range, such as bytes=1000-, continues an interrupted download.
-                if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-                    start, end = int(match[1]), min(int(match[2] or len(data)), len(data) - 1)
-                    self.status = 206
-                    self.answer_headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
-                    return data[start : end + 1]
-                return data
+                return file.read_bytes()
             case [_, "preupload", _]:
                 names = [file["path"] for file in json.loads(body)["files"]]
                 return {"files": [{"path": name, "uploadMode": "lfs", "shouldIgnore": False} for name in names]}
