@@ -15,8 +15,9 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +105,9 @@ NANOGPT_FILES = ["val.bin", "train.bin"]
 def with_val_first(files: dict[Path, str]) -> dict[Path, str]:
     """nanoGPT's train.bin after the val.bin beside it, so that the first shard is its validation split. Other files
     stay as they are. Raises UserError for a val.bin that would be trained on."""
-    for path in files:
-        pair = {path.with_name(name): name for name in NANOGPT_FILES}
-        if path.name == "train.bin" and files.keys() <= pair.keys() and all(map(Path.is_file, pair)):
+    for train in [path for path in files if path.name == "train.bin"]:
+        pair = {train.with_name(name): name for name in NANOGPT_FILES}
+        if files.keys() <= pair.keys() and all(map(Path.is_file, pair)):
             return pair
     fix = "give the train.bin beside it alone, and both are read"
     require("val.bin" not in [*files.values()][1:], f"val.bin, nanoGPT's validation split, would be trained on; {fix}")
@@ -166,7 +167,7 @@ def plan_manifest(args: argparse.Namespace, source: Source, files: list[Path]) -
 
 def list_parameters(manifest: Manifest) -> dict[str, object]:
     """All that decides which bytes the shards of a manifest have. The revision stands for the files."""
-    parameters = {**asdict(manifest), **asdict(manifest.source)}
+    parameters = {**vars(manifest), **vars(manifest.source)}
     for name in ("source", "files", "complete", "shards"):
         del parameters[name]
     return parameters
@@ -303,7 +304,8 @@ def make_shards(out: Path, manifest: Manifest, paths: Iterable[Path], first_file
     from tqdm import tqdm
 
     # A few chunks are read while others are tokenized.
-    chunks = prefetch(read_chunks(paths, first_file, manifest.source.column), 4)
+    counts: Counter = Counter()
+    chunks = prefetch(read_chunks(paths, first_file, manifest.source.column, counts), 4)
 
     stated = re.search(r"(\d+)BT", manifest.source.subset)  # of FineWeb's samples
     total = manifest.limit_tokens or (int(stated[1]) * 10**9 if stated else None)
@@ -315,6 +317,8 @@ def make_shards(out: Path, manifest: Manifest, paths: Iterable[Path], first_file
             print0(f"wrote {out / manifest.shards[-1].file}")
             bar.update(len(tokens))
 
+    for name, count in counts.items():
+        print0(f"{name}, left out: {count:,}")
     if not any(shard.tokens > shard.documents for shard in manifest.shards):
         shards.write_manifest(out, replace(manifest, shards=[]))  # so that the folder takes another source
         raise UserError(f"there is no text in {manifest.source.files[0].path}; give another --source")

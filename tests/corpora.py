@@ -1,5 +1,6 @@
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -54,7 +55,7 @@ def write_token_file(path: Path, ids: list[int]) -> Path:
 def read_documents(*paths: Path, column: str = "text") -> list[str]:
     """The documents of files, put together from the pieces in their chunks."""
     documents = []
-    for chunk in read_chunks(paths, 0, column):
+    for chunk in read_chunks(paths, 0, column, Counter()):
         for text, begins in zip(chunk.texts, chunk.begins, strict=True):
             if begins:
                 documents.append(text)
@@ -74,9 +75,9 @@ shared_encoder = cache(tokenizer.bulk_encoder)
 
 
 def encode(documents) -> list[int]:
-    """The ids that shards of these documents must hold: EOT before each one, None as an empty document."""
+    """The ids that shards of these documents must hold: EOT before each one."""
     encoding = tokenizer.encoding()
-    return [i for text in documents for i in (tokenizer.EOT, *encoding.encode_ordinary(text or ""))]
+    return [i for text in documents for i in (tokenizer.EOT, *encoding.encode_ordinary(text))]
 
 
 def read_tokens(folder: Path) -> list[int]:

@@ -2,6 +2,10 @@
 
 import codecs
 import json
+import shlex
+import subprocess
+import sys
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +28,12 @@ DOCUMENTS = ["first", WORDS, 'a "quoted", one\nof two lines <|endof', "é" * 110
 def tokens_of(monkeypatch):
     """The stream of the tokens of some files."""
     monkeypatch.setattr(fineweb, "bulk_encoder", shared_encoder)
-    return lambda *paths: [i for ids, _ in fineweb.tokenize(read_chunks(paths, 0, "text")) for i in ids.tolist()]
+
+    def encode_files(*paths):
+        chunks = read_chunks(paths, 0, "text", Counter())
+        return [i for ids, _ in fineweb.tokenize(chunks) for i in ids.tolist()]
+
+    return encode_files
 
 
 @pytest.mark.parametrize("piece_characters", [1, 7, 1 << 16])
@@ -38,7 +47,7 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, tokens_of,
     assert tokens_of(*paths) == encode(DOCUMENTS * 2)
 
     # A chunk ends with the text that fills it.
-    chunks = list(read_chunks(paths, 7, "text"))
+    chunks = list(read_chunks(paths, 7, "text", Counter()))
     assert all(sum(map(len, chunk.texts[:-1])) < chunk_bytes for chunk in chunks)
     assert all(sum(map(len, chunk.texts)) >= chunk_bytes for chunk in chunks[:-1])
     assert {file for chunk in chunks for file in chunk.files} == {7, 8}
@@ -79,7 +88,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, value):
 ])  # fmt: skip
 def test_every_type_of_parquet_that_is_text(tmp_path, values):
     pq.write_table(pa.table({"body": values}), tmp_path / "a.parquet")
-    assert read_documents(tmp_path / "a.parquet", column="body") == ["one", "", "è"]
+    assert read_documents(tmp_path / "a.parquet", column="body") == ["one", "è"]
 
 
 @pytest.mark.parametrize("values, named", [
@@ -94,10 +103,34 @@ def test_what_is_no_text_in_parquet(tmp_path, values, named):
 
 
 def test_lines_of_json_arrive_as_they_stand(tmp_path):
-    texts = ["2020-01-01", "NA", "  two\nlines ", None, "", "\u2028 and \x85"]
+    texts = ["2020-01-01", "NA", "  two\nlines ", "\u2028 and \x85", " "]
     lines = [json.dumps({"body": text}, ensure_ascii=False) for text in texts]
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + "\n\n".join(lines).encode())
-    assert read_documents(tmp_path / "a.jsonl", column="body") == [text or "" for text in texts]
+    assert read_documents(tmp_path / "a.jsonl", column="body") == texts
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_row_without_text_is_no_document(tmp_path, suffix):
+    path = write_documents(tmp_path / f"a{suffix}", ["one", "", None, " ", "", "two"])
+    counts = Counter()
+    (chunk,) = read_chunks([path, path], 0, "text", counts)
+    assert chunk.texts == ["one", " ", "two"] * 2 and chunk.files == [0, 0, 0, 1, 1, 1]
+    assert list(counts.values()) == [6]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_chats_are_answered_with_a_line_that_makes_text_of_them(tmp_path, suffix, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    chats = [[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]] * 2
+    path = write_documents(tmp_path / f"a{suffix}", chats)
+    with pytest.raises(UserError) as error:
+        read_documents(path)
+
+    command = str(error.value)[str(error.value).index("python -c") :].partition("; leave")[0]
+    words = shlex.split(command[: command.rindex('"') + 1])
+    subprocess.run([sys.executable, *words[1:]], check=True)
+    assert read_documents(tmp_path / "texts.jsonl") == ["Hello\nGood day"] * 2
 
 
 # ------------------------------------------------------------------------- text
@@ -125,7 +158,7 @@ def test_a_long_text_is_cut_at_any_line_end(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 100)
     for line_end in ("\n", "\r\n", " "):
         (tmp_path / "a.txt").write_bytes(f"日本語の文章{line_end}".encode() * 500)
-        (chunk,) = read_chunks([tmp_path / "a.txt"], 0, "text")
+        (chunk,) = read_chunks([tmp_path / "a.txt"], 0, "text", Counter())
         assert max(map(len, chunk.texts)) < 200
 
 
@@ -145,13 +178,24 @@ def test_the_tokens_of_nanogpt_are_those_of_its_documents(tmp_path, monkeypatch,
     assert tokens_of(path) == expected
 
 
-@pytest.mark.parametrize("ids, named", [
-    ([50258, 300], "50258"), (list(range(65)), "characters"), ([], "0 bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize("ids, named", [([50258, 300], "50258"), (list(range(65)), "characters"), ([], "0 bytes")])
 def test_a_file_of_other_tokens_is_refused(tmp_path, ids, named):
     path = write_token_file(tmp_path / "train.bin", ids)
     with pytest.raises(UserError, match=f"train.bin.*{named}"):
-        list(read_chunks([path], 0, "text"))
+        read_documents(path)
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_wider_ids_are_answered_with_the_line_that_converts_them(tmp_path, tokens_of, kind):
+    ids = [262, 0, 0, 0, 0, 7, EOT, 8]
+    path = tmp_path / "train.bin"
+    np.array(ids, kind).tofile(path)
+    with pytest.raises(UserError, match=kind) as error:
+        read_documents(path)
+    command = str(error.value)[str(error.value).index("python -c") :]
+    words = shlex.split(command[: command.rindex('"') + 1])
+    subprocess.run([sys.executable, *words[1:]], check=True)
+    assert tokens_of(path) == [EOT, *ids]
 
 
 def test_shards_are_a_source_as_they_stand(tmp_path, monkeypatch, tokens_of):

@@ -52,8 +52,9 @@ def text_file(tmp_path):
 
 
 @pytest.mark.parametrize("shard_format, limit", [("npy", 1_000_000), ("bin", 12_345)])
-def test_the_shards_hold_the_documents(tmp_path, quick, monkeypatch, shard_format, limit):
-    """Those of two files, in chunks and shards that are smaller than a file, up to the limit."""
+def test_the_shards_hold_the_documents(tmp_path, quick, monkeypatch, capsys, shard_format, limit):
+    """Those of two files, in chunks and shards that are smaller than a file, up to the limit; rows without text are
+    left out and counted."""
     documents = [*make_documents(1), None, "last"]
     files = [write_documents(tmp_path / name, documents) for name in ("a-1.parquet", "a-2.jsonl")]
     monkeypatch.setattr(readers, "CHUNK_BYTES", 2000)
@@ -62,7 +63,9 @@ def test_the_shards_hold_the_documents(tmp_path, quick, monkeypatch, shard_forma
     flags = ("--shard-size", 5000, "--limit-tokens", f"{limit:.5e}", "--format", shard_format)
     run_fineweb("--source", *files, "--out", out, *flags)
 
-    assert read_tokens(out) == encode(documents * 2)[:limit]
+    with_text = [document for document in documents if document]
+    assert read_tokens(out) == encode(with_text * 2)[:limit]
+    assert limit < 1e6 or str(2 * (len(documents) - len(with_text))) in capsys.readouterr().out
     names = [path.name for path in shards.shard_files(out)]
     assert names[:2] == [f"a b_val_000000.{shard_format}", f"a b_train_000001.{shard_format}"]
 
@@ -323,8 +326,8 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
         with pytest.raises(UserError, match=message):
             run_fineweb(*flags, flag, value)
 
-    # A file of the same name and size with other content is another revision.
-    text_file.write_text("else text " * 100)
+    # An edit that keeps the size makes another revision.
+    text_file.write_text("some text " * 99 + "else text ")
     with pytest.raises(UserError, match="revision"):
         run_fineweb(*flags)
     assert read_bytes(out) == before

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import re
-import shutil
 from dataclasses import asdict
 
 import numpy as np
@@ -58,6 +57,7 @@ def test_a_shard_is_numpys_or_llm_cs_file(tmp_path, suffix, expected):
     ("version.bin", make_bin(TOKENS, 20240520, 7, 70_000), "7"),
     ("more.bin", make_bin(TOKENS, 20240520, 1, 69_999), "69,999"),
     ("page.bin", b"<!doctype html>", "page.bin"),
+    ("other.bin", make_bin(TOKENS, 20250211, 1, 70_000), "DDP-BASEMODEL-TRAIN"),
 ])  # fmt: skip
 def test_a_bad_shard_is_named(tmp_path, name, content, value):
     (tmp_path / name).write_bytes(content)
@@ -107,11 +107,24 @@ def test_a_folder_that_is_missing_or_misses_shards_is_named(tmp_path):
             shards.find_shards(tmp_path / name, "train")
 
 
-def test_a_folder_is_what_its_manifest_says(tmp_path):
+def test_a_folder_is_what_its_manifest_says(tmp_path, capsys):
+    """Other shards are left out, and named."""
     folder = make_shards(tmp_path / "t", size=100)
     names = [path.name for path in shards.find_shards(folder, "train")]
-    shutil.copy(folder / "toy_val_000000.npy", folder / "toy_train_000009.npy")
+    assert capsys.readouterr().out == ""
+    for name in ("toy_train_000009.npy", "toy_train_000001.bin"):
+        shards.write_shard(folder / name, TOKENS)
     assert [path.name for path in shards.find_shards(folder, "train")] == names
+    output = capsys.readouterr().out
+    assert "toy_train_000009.npy" in output and "toy_train_000001.bin" in output
+
+
+def test_two_formats_of_one_split_are_not_mixed(tmp_path):
+    for name in ("toy_train_000001.npy", "toy_train_000001.bin", "toy_val_000000.bin"):
+        shards.write_shard(tmp_path / name, TOKENS)
+    with pytest.raises(UserError, match=r"toy_train_000001\.\w+.*toy_train_000001\.\w+"):
+        shards.find_shards(tmp_path, "train")
+    assert len(shards.find_shards(tmp_path, "val")) == 1
 
 
 def test_fingerprint_changes_with_the_data_only(tmp_path):

@@ -3,7 +3,9 @@ files below a path, and files of a split, which `datasets` lists."""
 
 import os
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 from corpora import encode, read_bytes, read_tokens, run_fineweb, write_documents
 from faults import hub_server
@@ -12,7 +14,7 @@ from helpers import make_documents
 from system.cli import UserError
 from tokens import documents as readers
 from tokens import shards
-from tokens.sources import find_files, is_on_hub
+from tokens.sources import find_files, identify, is_on_hub
 
 # Two configurations, three splits. Only the card says which files are whose; the order of the patterns is not by name.
 CARD = """---
@@ -45,6 +47,34 @@ def test_patterns_name_files_in_order(tmp_path, monkeypatch):
     assert list(find_files(["my/**"]).values()) == ["a.txt", "b[1].txt", "c.txt"]
 
 
+def test_a_file_counts_once(tmp_path, monkeypatch):
+    """However many links, hard ones included, and patterns lead to it; another file of its name and content counts."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("2023", "2024"):
+        (tmp_path / "c" / folder).mkdir(parents=True)
+        (tmp_path / "c" / folder / "a.txt").write_text("text")
+    (tmp_path / "c" / "latest").symlink_to("2024")
+    (tmp_path / "c" / "2024" / "loop").symlink_to("../2024")
+    (tmp_path / "c" / "2024" / "b.txt").hardlink_to("c/2024/a.txt")
+    files = find_files(["c/*/*.txt", "c/**/*.txt", str(tmp_path / "c/2024/a.txt")])
+    assert list(files) == [Path("c/2023/a.txt"), Path("c/2024/a.txt")]
+
+
+@pytest.mark.parametrize("text, name", [
+    ("The Independent Jane\nFor all the love, romance and scandal in Jane Austen", "fineweb-edu"),
+    ("|Viewing Single Post From: Spoilers for the Week of February 11th|\n|Lil||Feb 1 2013, 09:58 AM|", "fineweb"),
+    ("The Independent", None),
+])  # fmt: skip
+def test_data_are_identified_by_their_manifest_or_first_words(tmp_path, text, name):
+    """Those of a manifest count, whatever the tokens: a mixture may begin as FineWeb does."""
+    shards.write_shard(tmp_path / "x_val_000000.npy", np.array(encode([text, "more"])))
+    assert identify(tmp_path) == name
+    listed = [shards.Shard("x_val_000000.npy", 1, 1, "0" * 64, {})]
+    for source, expected in (("files", None), ("HuggingFaceFW/fineweb", "fineweb")):
+        shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 100, shards=listed))
+        assert identify(tmp_path) == expected
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A Hub, of this process too, with owner/web: five parquet files under sample/, which hold hub.documents, and
@@ -63,7 +93,7 @@ def hub(tmp_path, monkeypatch):
         for i in range(5):
             documents = make_documents(20 + i, 30)
             write_documents(server.repos / "web" / "sample" / f"{i:03d}_00000.parquet", documents)
-            server.documents += documents
+            server.documents += filter(None, documents)  # the others are no documents
         for name in ("part-a/0", "part-a/1", "part-b/0", "held-out/one", "fr/0"):
             write_documents(server.repos / "web" / f"{name}.parquet", [name])
         (server.repos / "web" / "README.md").write_text(CARD)

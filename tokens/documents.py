@@ -1,6 +1,6 @@
 """Documents: the texts of files, in small chunks however large a file is.
 
-    for chunk in read_chunks([Path("a.parquet"), Path("b.txt")], first_file=0, column="text"):
+    for chunk in read_chunks([Path("a.parquet"), Path("b.txt")], first_file=0, column="text", counts=Counter()):
         ...  # chunk.texts: a few megabytes of text, to be tokenized together
 
     file --- a reader, chosen by its suffix ---> documents, or pieces of them --- read_chunks ---> chunks
@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from system.cli import UserError, explain_errors, require
-from tokens.shards import BIN_MAGIC, check_ids, map_shard
+from tokens.shards import BIN_MAGIC, DDP_MAGIC, check_ids, map_shard
 from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
@@ -35,8 +36,8 @@ SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 # what comes before it, so the tokens of the two parts are those of the whole.
 SAFE_CUT = re.compile(r"\S(?=[ \r\n])")
 
-# What a reader yields: a document or a piece of one, a str or the ids (n,) uint16 of a file of tokens; and whether it
-# begins a document, or continues the document before it.
+# What a reader yields: a document or a piece of one, a str or the ids (n,) uint16 of a file of tokens, or None for a
+# row of a table without text; and whether it begins a document, or continues the document before it.
 Piece = tuple[Any, bool]
 
 
@@ -52,16 +53,21 @@ class Chunk(NamedTuple):
     files: list[int]
 
 
-def read_chunks(paths: Iterable[Path], first_file: int, column: str) -> Iterator[Chunk]:
+def read_chunks(paths: Iterable[Path], first_file: int, column: str, counts: Counter) -> Iterator[Chunk]:
     """Chunks of files, each of which may hold several files. Raises UserError if one cannot be read.
 
-    first_file: index of the first one in its source. column: of tables, the one with the text.
+    first_file: index of the first one in its source.
+    column: of tables, the one with the text.
+    counts: rows without text, which are no documents, are added to it.
     """
     chunk = Chunk([], [], [])
     size = 0
     for file, path in enumerate(paths, first_file):
         with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
             for text, begins in find_reader(path)(path, column):
+                if text is None:
+                    counts["rows without text"] += 1
+                    continue
                 chunk.texts.append(text)
                 chunk.begins.append(begins)
                 chunk.files.append(file)
@@ -81,28 +87,40 @@ def explain_column(column: str, names: Iterable[str]) -> str:
     return f"it has no column {column!r} but {', '.join(names) or 'none'}; choose one with --text-column"
 
 
+def explain_content(path: Path, column: str, content: str) -> str:
+    """The message for a column of other things than text, such as the messages of chats."""
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    text = f"'\\n'.join(message['content'] for message in row['{column}'])"
+    rows = f"datasets.load_dataset('{kind}', data_files='{path}', split='train')"
+    fix = f"import datasets; {rows}.map(lambda row: {{'text': {text}}}).to_json('texts.jsonl')"
+    return f'its column {column!r} holds no text but {content:.80}; make text of it, as in: python -c "{fix}"'
+
+
 def read_parquet(path: Path, column: str) -> Iterator[Piece]:
-    """A document per row; null is an empty one. Memory use stays small, however large a row group is."""
+    """A document per row, or None. Memory use stays small, however large a row group is."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     # pre_buffer=False: do not read the column of an entire row group at once.
     table = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    names = table.schema_arrow.names
-    require(column in names, explain_column(column, names))
+    schema = table.schema_arrow
+    require(column in schema.names, explain_column(column, schema.names))
     row = 0
     for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column]):
-        # As bytes, so that a row that is not UTF-8 can be named. Another type than text is an error of the cast.
-        for value in batch.column(0).cast(pa.large_binary()).to_pylist():
+        # As bytes, so that a row that is not UTF-8 can be named.
+        try:
+            values = batch.column(0).cast(pa.large_binary()).to_pylist()
+        except pa.ArrowNotImplementedError:
+            raise UserError(explain_content(path, column, str(schema.field(column).type))) from None
+        for value in values:
             row += 1
             with explain_errors(f"row {row} is not UTF-8 text: {value!r:.80}", "convert it to UTF-8"):
-                text = (value or b"").decode()
+                text = value.decode() if value else None
             yield text, True
 
 
 def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
-    """A document per line, an object with a field of the column's name; null is an empty one. Blank lines are
-    skipped."""
+    """A document per line, an object with a field of the column's name, or None. Blank lines are skipped."""
     with open_binary(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
@@ -110,8 +128,9 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
             with explain_errors(f"line {number} is not an object of JSON in UTF-8: {line[:80]!r}", "correct it"):
                 row = dict(json.loads(line))
             require(column in row, f"line {number}: {explain_column(column, row)}")
-            text = row[column] or ""
-            require(isinstance(text, str), f"line {number} is not text: {text!r:.80}; choose another --text-column")
+            text = row[column] or None
+            is_text = text is None or isinstance(text, str)
+            require(is_text, f"line {number}: {explain_content(path, column, repr(text))}")
             yield text, True
 
 
@@ -120,6 +139,8 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
 
 def open_binary(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed if its last suffix says so."""
+    if path.suffix not in (".gz", ".zst"):
+        return open(path, "rb")
     import pyarrow as pa
 
     return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)  # type: ignore[arg-type]
@@ -176,7 +197,7 @@ def read_shard(path: Path, _column: str) -> Iterator[Piece]:
 
 def read_bin(path: Path, column: str) -> Iterator[Piece]:
     """llm.c's shards, told apart by their first number, or else nanoGPT's tokens."""
-    is_shard = np.fromfile(path, "<i4", 1).tolist() == [BIN_MAGIC]
+    is_shard = np.fromfile(path, "<i4", 1).tolist() in ([BIN_MAGIC], [DDP_MAGIC])
     yield from read_shard(path, column) if is_shard else read_nanogpt(path)
 
 
@@ -186,8 +207,14 @@ def read_nanogpt(path: Path) -> Iterator[Piece]:
     size = path.stat().st_size
     require(size > 0 and size % 2 == 0, f"it has {size} bytes, and no ids of two bytes")
     ids = np.memmap(path, "<u2", "r")
+    first = ids[:CHUNK_BYTES]
+    # Ids of 4 or 8 bytes have zeros between them.
+    if len(first) > 1 and not first[1::2].any():
+        kind = "int32" if first[2::4].any() else "int64"
+        convert = f"numpy.fromfile('{path}', '{kind}').astype('uint16').tofile('{path}')"
+        raise UserError(f'its ids are {kind}, not uint16; convert it: python -c "import numpy; {convert}"')
     # Every text of some length has a token above 255, such as 262, " the".
-    highest = ids[:CHUNK_BYTES].max()
+    highest = first.max()
     fix = "give its text instead, such as nanoGPT's input.txt"
     require(highest > 255, f"its ids, up to {highest}, are those of characters or bytes, not of GPT-2; {fix}")
 
@@ -220,8 +247,9 @@ READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
 
 def find_reader(path: Path) -> Callable[[Path, str], Iterator[Piece]]:
     """How a file is read, judging by its name alone. Raises UserError for a suffix that has no reader."""
+    name = path.name.lower()
     for suffix, read in READERS.items():
-        if path.name.lower().endswith(suffix):
+        if name.endswith(suffix):
             return read
     fix = "convert it to .jsonl, an object with a text per line, or rename it to .txt if it is plain text"
     raise UserError(f"cannot read {path}: its suffix is not one of {' '.join(READERS)}; {fix}")

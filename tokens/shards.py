@@ -21,14 +21,14 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, require
+from system.cli import UserError, explain_errors, print0, require
 from system.files import atomic_write
 from tokens.tokenizer import EOT
 
@@ -41,6 +41,7 @@ SHARD_NAME = re.compile(
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR = "run the command that made or pulled the folder again"
 BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
+DDP_MAGIC = 20250211  # DDP-BASEMODEL-TRAIN: data_common.py; otherwise its shards are llm.c's
 BIN_HEADER_WORDS = 256  # of int32
 
 
@@ -51,6 +52,8 @@ def map_bin(path: Path) -> np.memmap:
     """The tokens of llm.c's format, as np.load maps those of numpy's."""
     header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
     first_words, expected = header[:2].tolist(), [BIN_MAGIC, BIN_VERSION]
+    fix = f"this makes it llm.c's: python -c \"import numpy; numpy.memmap('{path}', '<i4')[0] = {BIN_MAGIC}\""
+    require(first_words[:1] != [DDP_MAGIC], f"it is a shard of DDP-BASEMODEL-TRAIN; {fix}")
     require(first_words == expected, f"its first words are {first_words}, not llm.c's {expected}")
     return np.memmap(path, "<u2", "r", header.nbytes, int(header[2]))
 
@@ -175,7 +178,8 @@ class Manifest:
 def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
     """Write the manifest of a folder, all or nothing."""
     with atomic_write(Path(data_dir) / MANIFEST) as f:
-        f.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
+        # Not indented: that takes a second for the names of 50,000 files, at each shard.
+        f.write(json.dumps(manifest, default=vars).encode() + b"\n")
 
 
 def read_manifest(data_dir: str | Path) -> Manifest | None:
@@ -246,8 +250,15 @@ def list_shards(data_dir: str | Path, manifest: Manifest | None) -> list[ShardFi
 def of_split(files: list[ShardFile], split: str, data_dir: str | Path) -> list[ShardFile]:
     """The shards of `split` ("train" or "val") among those of a folder. Raises UserError if there are none."""
     chosen = [file for file in files if file.split == split]
+    folder = Path(data_dir).absolute()
     fix = "run the same fineweb.py command until it ends, with a smaller --shard-size for a small source"
-    require(chosen, f"{Path(data_dir).absolute()} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    require(chosen, f"{folder} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    formats = {file.path.suffix: file.path.name for file in chosen}
+    require(len(formats) == 1, f"{folder} has {split} shards in two formats, {formats}; move those of one away")
+    listed = {file.path.name for file in files}
+    for path in shard_files(data_dir):
+        if path.name not in listed and f"_{split}" in path.name:
+            print0(f"warning: {path} is not in {MANIFEST}, and not read")
     return chosen
 
 

