@@ -22,10 +22,8 @@ from model import Sampler, stream
 from system import distributed, machine
 from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
-from tokens import tokenizer
+from tokens import sources, tokenizer
 from tokens.loader import Loader, to_device
-from tokens.shards import find_shards, read_manifest, read_shard
-from tokens.sources import HUB_DATASETS
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.forward import Forward
 from training.presets import PRESETS
@@ -127,14 +125,7 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
         return None
 
     dataset = reference.DATASETS[cfg.preset]
-    manifest = read_manifest(cfg.data_dir)
-    if manifest:
-        is_theirs = manifest.source.name == HUB_DATASETS[dataset].repo
-    else:
-        first_ids = tokenizer.encoding().encode_ordinary(reference.FIRST_WORDS[dataset])
-        val_ids = read_shard(find_shards(cfg.data_dir, "val")[0])
-        is_theirs = val_ids[1 : 1 + len(first_ids)].tolist() == first_ids  # after EOT
-    if not is_theirs:
+    if sources.identify(cfg.data_dir) != dataset:
         print0(f"no reference: the public runs of {cfg.preset} are on {dataset}, and {cfg.data_dir} is not")
         return None
     print0(f"reference: {found.runs} public runs of {cfg.preset}, on {dataset}")

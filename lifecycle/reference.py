@@ -27,11 +27,6 @@ DATASETS = {
     "llmc-124m": "fineweb",
     "record8-124m": "fineweb",
 }
-# How the first document of each begins (by the Hub's viewer): shards that others have published have no manifest.
-FIRST_WORDS = {
-    "fineweb-edu": "The Independent Jane\nFor all the love, romance and scandal in Jane Austen",
-    "fineweb": "|Viewing Single Post From: Spoilers for the Week of February 11th|",
-}
 MAX_STEPS_TOLERANCE = 0.02  # a schedule that ends this much earlier or later has nearly the same curve
 MIN_MARGIN = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over
 MIN_MARGIN_STEP_0 = 0.1  # nats: random weights differ

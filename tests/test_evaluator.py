@@ -10,7 +10,7 @@ from helpers import CPU, load_curve, load_weights, parse_config, same_bits, trai
 from networks import make_network
 
 from lifecycle import evaluator
-from lifecycle.reference import FIRST_WORDS, Verdict
+from lifecycle.reference import Verdict
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT
@@ -18,6 +18,7 @@ from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
+from tokens.sources import HUB_DATASETS
 from tokens.tokenizer import EOT, encoding
 from training.forward import Forward
 from training.presets import PRESETS
@@ -92,7 +93,7 @@ EDU = "HuggingFaceFW/fineweb-edu"
     # Other data: a text of one's own, and shards without a manifest, which their first words identify.
     ("", "my", "no reference"),
     ("", "The Independent Jane\nFor all the love", "no reference"),
-    ("", FIRST_WORDS["fineweb-edu"] + "'s books", "off track"),
+    ("", HUB_DATASETS["fineweb-edu"].first_words + "'s books", "off track"),
 ])  # fmt: skip
 def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeypatch, capsys, flags, source, said):
     """By a loss of 9 nats, which is off every track."""

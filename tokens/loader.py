@@ -40,7 +40,7 @@ trained on.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -259,18 +259,9 @@ class Loader:
         # (count, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
         return whole_step.reshape(-1, world_size, B, 2)[:, rank]
 
-    def batches(
-        self,
-        first_step: int,
-        sequences: int,
-        B: int,
-        rt: Runtime,
-        fixed: bool = False,
-        while_waiting: Callable[[], None] = lambda: None,
-    ) -> Iterator[Tensor]:
+    def batches(self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False) -> Iterator[Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
-        step 0). A thread reads them before they are needed, into pinned memory if training is on a GPU. while_waiting:
-        called twice a second while a batch is not there yet; it may raise."""
+        step 0). A thread reads them before they are needed, into pinned memory if training is on a GPU."""
 
         def read_batches() -> Iterator[Tensor]:
             steps = itertools.repeat(0) if fixed else itertools.count(first_step)
@@ -285,7 +276,7 @@ class Loader:
 
         # The thread begins with the first batch that is asked for. join: one that still reads when the process exits
         # may abort it.
-        return prefetch(read_batches(), PREFETCH_STEPS, join=True, while_waiting=while_waiting)
+        return prefetch(read_batches(), PREFETCH_STEPS, join=True)
 
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,20 +12,18 @@ fineweb.py downloads, reads and tokenizes with it, tokens/loader.py reads batche
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 JOIN_SECONDS = 10
 
 
-def prefetch(
-    items: Iterable, depth: int, join: bool = False, while_waiting: Callable[[], None] = lambda: None
-) -> Iterator:
+def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
     """Yield the same items in the same order, produced by a thread that is at most `depth` items before the caller. An
     error in the thread is raised here, after the items before it.
 
     join: closing the iterator waits for the thread, because a thread that still reads when the process exits may abort
     it; but not for ever, because a disk may hang. Without join, a thread in the middle of a long download does not
-    delay the exit. while_waiting: called twice a second while an item is not there yet; it may raise.
+    delay the exit.
     """
     # What the two threads share: how far the producer may run, what it has produced, and whether the caller still wants
     # more.
@@ -53,11 +51,7 @@ def prefetch(
     # The caller: take items in order until the end or an error; then let a thread that waits for a slot see `closed`.
     try:
         while True:
-            try:
-                item, error = produced.get(timeout=0.5)
-            except queue.Empty:
-                while_waiting()
-                continue
+            item, error = produced.get()
             if error is not None:
                 raise error
             if item is end:

@@ -37,7 +37,7 @@ class HubDataset(NamedTuple):
 
     folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
     limit_tokens: of the default --limit-tokens.
-    first_words: with which its first document begins.
+    first_words: with which its first document begins, by the Hub's viewer.
     """
 
     repo: str
@@ -52,13 +52,13 @@ HUB_DATASETS = {
         "HuggingFaceFW/fineweb-edu",
         "sample/10BT/",
         "ODC-By 1.0",
-        first_words="The Independent Jane\nFor all the love, romance and scandal in Jane",
+        first_words="The Independent Jane\nFor all the love, romance and scandal in Jane Austen",
     ),
     "fineweb": HubDataset(
         "HuggingFaceFW/fineweb",
         "sample/10BT/",
         "ODC-By 1.0",
-        first_words="|Viewing Single Post From: Spoilers for the Week of February 11th|\n|Lil||Feb 1 2013",
+        first_words="|Viewing Single Post From: Spoilers for the Week of February 11th|",
     ),
     # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
     "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", "CC BY-NC 4.0: no commercial use", 10**10),
@@ -147,11 +147,12 @@ def identify(data_dir: str | Path) -> str | None:
     """The name in HUB_DATASETS of what the shards of a folder hold, by its manifest, or without one, as shards of
     other programs come, by the first tokens. None: other data."""
     manifest = shards.read_manifest(data_dir)
+    if manifest:
+        return {dataset.repo: name for name, dataset in HUB_DATASETS.items()}.get(manifest.source.name)
     first = shards.map_shard(shards.find_shards(data_dir, "val")[0])
     for name, dataset in HUB_DATASETS.items():
-        begin = [EOT, *encoding().encode_ordinary(dataset.first_words)]
-        is_published = dataset.first_words and first[: len(begin)].tolist() == begin
-        if manifest.source.name == dataset.repo if manifest else is_published:
+        start = [EOT, *encoding().encode_ordinary(dataset.first_words)]
+        if dataset.first_words and first[: len(start)].tolist() == start:
             return name
     return None
 
