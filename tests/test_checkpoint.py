@@ -290,8 +290,8 @@ def test_weights_that_are_not_finite_replace_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"n_layer": 2.5}, {"n_head": True}, {"bias": "False"}, {"n_embd": 2**21}, {"activation": ["relu2"]}, {"unheard_of": 1},
-    {"positions": "rope", "block_size": 2**20, "n_embd": 2**12},
+    {"n_layer": 2.5}, {"n_head": True}, {"bias": "False"}, {"n_embd": 2**21}, {"activation": ["relu2"]},
+    {"unheard_of": 1}, {"positions": "rope", "block_size": 2**20, "n_embd": 2**12},
 ])  # fmt: skip
 def test_a_network_of_odd_numbers_or_all_memory_is_refused(change):
     with pytest.raises((ValueError, TypeError)):
