@@ -1,19 +1,16 @@
 """Master weights: with --weights bfloat16 the model's parameters and gradients are bfloat16, and the optimizers update
 float32 copies of them (Micikevicius et al. 2018). So small updates are not rounded away, and gradients need half the
-bandwidth between ranks. Checkpoints store the float32 copies. The loop sees nothing of it: hooks run before and after
-each `optimizer.step()`.
+bandwidth between ranks. Checkpoints store the float32 copies.
 
     model, bfloat16 weights  --- backward --->        bfloat16 gradients
               ^                                               |
-          after the step                               before the step
+          take_weights                                  give_gradients
               |                                               v
     master weights, float32  <--- optimizer.step ---  float32 gradients
 
-With --weights float32 nothing of this happens. Called by training/optim.py; lifecycle/save.py asks for the float32
-weights.
+With --weights float32 there are none, and these functions do nothing. Called by training/step.py and training/optim.py;
+lifecycle/save.py asks for the float32 weights.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,27 +32,24 @@ def master_weight(p: Tensor) -> Tensor:
     return getattr(p, "master", p)
 
 
-def update_through_master_weights(optimizer: torch.optim.Optimizer, model: GPT) -> None:
-    """Let every step of an optimizer take the model's gradients, and bring its new weights back into the model."""
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    parameters: list[Tensor] = [p for p in model.parameters() if master_weight(p) is not p and master_weight(p) in own]
-    masters = [master_weight(p) for p in parameters]
-    if not parameters:
-        return
-
-    def before_step(*_: Any) -> None:
-        for p, master in zip(parameters, masters, strict=True):
+def give_gradients(model: GPT) -> None:
+    """Before the optimizers step: the gradients of the model, in float32, become those of the master weights."""
+    for p in model.parameters():
+        master = master_weight(p)
+        if master is not p:
             # A parameter that the forward pass skips has no gradient.
             master.grad = None if p.grad is None else p.grad.float()
 
-    @torch.no_grad()
-    def after_step(*_: Any) -> None:
-        torch._foreach_copy_(parameters, masters)
-        for master in masters:
-            master.grad = None
 
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+@torch.no_grad()
+def take_weights(model: GPT) -> None:
+    """After the optimizers have stepped: the model's weights are the master weights, rounded."""
+    parameters: list[Tensor] = [p for p in model.parameters() if master_weight(p) is not p]
+    masters = [master_weight(p) for p in parameters]
+    if parameters:
+        torch._foreach_copy_(parameters, masters)
+    for master in masters:
+        master.grad = None
 
 
 def float32_state_dict(model: GPT) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@
     state = copy_state(optimizers[0], rt)             # for a checkpoint: whole, on rank 0
     load_state([optimizers[0]], [state])              # on any number of ranks
 
-Called by train_gpt2.py, the last two by lifecycle/resume.py. The algorithms are torch's AdamW and training/muon.py;
+Called by training/step.py, the last two by lifecycle/resume.py. The algorithms are torch's AdamW and training/muon.py;
 training/zero.py shards them over the ranks. To add an optimizer: its name in Recipe.optimizer (training/config.py), and
 its entry in OPTIMIZERS.
 """
@@ -21,7 +21,7 @@ from model import GPT
 from system.distributed import Runtime
 from system.machine import copy_to_host
 from training.config import Recipe, TrainConfig
-from training.master_weights import add_master_weights, master_weight, update_through_master_weights
+from training.master_weights import add_master_weights, master_weight
 from training.muon import Muon
 
 # What a parameter is, which decides on its optimizer, rate and weight decay.
@@ -127,7 +127,6 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
             optimizer: torch.optim.Optimizer = ShardedOptimizer(groups, facts.optimizer_class, rt, **arguments)
         else:
             optimizer = facts.optimizer_class(groups, **arguments)
-        update_through_master_weights(optimizer, model)
         optimizers.append(optimizer)
     return optimizers
 

@@ -17,7 +17,7 @@ from model import GPT
 from system.cli import print0
 from system.distributed import Runtime
 from tokens.loader import to_device
-from training import optim
+from training import master_weights, optim
 from training.config import TrainConfig
 from training.forward import make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
@@ -102,8 +102,10 @@ class Trainer:
     def update(self) -> None:
         """Step all optimizers; not to be called unless the norm is finite. GradScaler.step would decide that for each
         optimizer alone, and half of the weights would move. Every rank must call it."""
+        master_weights.give_gradients(self.model)
         for optimizer in self.optimizers:
             optimizer.step()
+        master_weights.take_weights(self.model)
 
     def finish_step(self) -> None:
         """Free the gradients, and adapt the loss scale, whether there was an update or not."""
