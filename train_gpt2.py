@@ -37,7 +37,7 @@ from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger
 from lifecycle.save import Saver
-from lifecycle.stop import StopRequest
+from lifecycle.stop import StopRequest, spare_programs
 from system import distributed
 from system.cli import TransientError, print0, print_next
 from system.distributed import Runtime
@@ -69,7 +69,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         plan.check_disk(cfg, run.model, step, max_steps)
 
     # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
-    trainer = Trainer(run.model, cfg, rt)
+    with spare_programs():  # [stop] a signal that came to the compiler, too, would be its end
+        trainer = Trainer(run.model, cfg, rt)
     if saved:
         resume.load_state(saved, trainer)
     del saved  # it is mapped from its file

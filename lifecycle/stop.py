@@ -9,6 +9,7 @@ with stop.handle_signals():
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,9 @@ from system.cli import env_rank, parse_duration
 
 # A terminal or Slurm signals the ranks directly, and torchrun forwards the same signal: one Ctrl-C may arrive twice.
 SECOND_SIGNAL_AFTER_S = 2.0
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
@@ -49,13 +53,11 @@ class StopRequest:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Let SIGTERM, SIGINT and SIGHUP ask for a stop inside this context. The first one is noted, and the run saves
-        itself. One that comes later ends the process at once, without saving."""
-        # SIGHUP: the terminal is gone, and torchrun passes that on even under nohup.
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        handlers = {number: signal.getsignal(number) for number in numbers}
-        for number in numbers:
-            if handlers[number] is not signal.SIG_IGN:
+        """Let STOP_SIGNALS ask for a stop inside this context. The first one is noted, and the run saves itself. One
+        that comes later ends the process at once, without saving."""
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            if handlers[number] is not signal.SIG_IGN:  # SIGHUP under nohup, which torchrun passes on
                 signal.signal(number, self._note_signal)
         try:
             yield
@@ -79,3 +81,22 @@ class StopRequest:
                 os.write(2, f"\n{text}\n".encode())
         if not is_first:
             os._exit(128 + number)  # as a shell reports the signal
+
+
+@contextmanager
+def spare_programs() -> Iterator[None]:
+    """Let no program that is started inside this context get STOP_SIGNALS, which a terminal and Slurm send to all
+    processes of a run. A compiler that is killed would be an error of the run (pytorch/pytorch#189290); or, killed when
+    torch tries the processor's vector instructions, no error, but slower code from then on, which torch's cache keeps.
+
+    A program inherits the blocked signals of the thread that starts it, so this thread blocks them. Another one is
+    there to receive them: Python runs the handlers in the main thread all the same, between two calls.
+    """
+    is_over = threading.Event()
+    threading.Thread(target=is_over.wait).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        is_over.set()

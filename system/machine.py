@@ -14,10 +14,8 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from contextlib import suppress
 from glob import glob
@@ -141,7 +139,7 @@ def bfloat16_speedup() -> float:
 # ------------------------------------------------------------------------- memory
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory ran out: the compiler, cuBLAS and a CPU do not raise OutOfMemoryError."""
     words = ("out of memory", "OutOfMemory", "ALLOC_FAILED", "can't allocate memory")
     return any(word in f"{type(error).__name__} {error}" for word in words)
@@ -191,27 +189,7 @@ def copy_to_host(tree: Any) -> Any:
     return tree_map_only(torch.Tensor, copy, tree)
 
 
-# ------------------------------------------------------------------------- compiler and versions
-
-
-def missing_compiler(device: torch.device) -> str:
-    """What torch.compile lacks to build its code, or an empty string. On the CPU it writes C++, for a GPU Triton's
-    launchers are C; both include Python's headers."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
-        return "support for GPUs before Volta in Triton"
-
-    # Which compiler is needed, and whether one is on PATH. An environment variable may name it, as in CXX=clang++.
-    if device.type == "cpu":
-        names, compiler = ("CXX", "g++", "clang++"), "C++ compiler (g++)"
-    else:
-        names, compiler = ("CC", "gcc", "clang"), "C compiler (gcc)"
-    if not any(shutil.which(os.environ.get(name, name)) for name in names):
-        return compiler
-
-    # The headers come with the interpreter or, on Debian, in a package of their own.
-    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "Python.h (python3-dev)"
-    return ""
+# ------------------------------------------------------------------------- versions
 
 
 @functools.cache

@@ -83,19 +83,6 @@ def test_a_card_that_fails_at_once(monkeypatch, error, kind):
         machine.choose_device("auto")
 
 
-@pytest.mark.parametrize("device, programs, missing", [
-    ("cpu", ["gcc"], "g++"), ("cpu", ["my++"], ""), ("cuda", ["g++", "my++"], "gcc"), ("cuda", ["gcc"], ""),
-])  # fmt: skip
-def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, device, programs, missing):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    monkeypatch.setenv("CXX", "my++")
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda *args, **kwargs: {"include": str(tmp_path)})
-    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in programs else None)
-    found = machine.missing_compiler(torch.device(device))
-    assert missing in found and bool(found) == bool(missing)
-
-
 @pytest.mark.parametrize("release, variables, expected", [
     ("6.1.0", {}, True), ("6.1.0-Microsoft-WSL2", {}, False), ("6.1.0", {"PYTORCH_CUDA_ALLOC_CONF": "x"}, False),
 ])  # fmt: skip

@@ -1,12 +1,14 @@
-"""The micro-batch that fits in memory."""
+"""The rehearsal: the micro-batch that fits in memory, and a compiler that fails."""
 
+import os
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, parse_config
+from helpers import CPU, assert_curves_close, load_curve, parse_config
 
-import training.step
 from model import GPT
 from system.cli import UserError
 from training import master_weights, microbatch, schedule
@@ -14,6 +16,15 @@ from training.presets import PRESETS
 from training.step import Trainer
 
 GPU = replace(CPU, device=torch.device("cuda", 0))
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch):
+    """torch.cuda's functions for memory, on a card of 80 GiB."""
+    monkeypatch.setattr(microbatch.gc, "collect", lambda: None)  # of all that the tests have imported: it takes long
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
 
 
 class Card:
@@ -24,7 +35,7 @@ class Card:
         self.tried = []  # micro-batches
         self.ballasts = []  # GiB that were allocated beside them
 
-    def run_passes(self, rt, forward, B, T):
+    def run_passes(self, cfg, rt, forward, B):
         self.tried.append(B)
         if self.limit < B:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -33,21 +44,18 @@ class Card:
         self.ballasts.append(size / 2**30)
         return torch.zeros(1)
 
-    def choose(self, sequences, rt=GPU):
-        """What `auto` takes for `sequences` of a step."""
-        cfg = replace(PRESETS["gpt2-124m"], total_batch_size=1024 * sequences)
-        return microbatch.choose_micro_batch_size(cfg, rt, torch.nn.Module(), 2**30)
+    def choose(self, sequences=512, rt=GPU, micro_batch_size="auto"):
+        """The micro-batch for steps of `sequences`."""
+        size = {"total_batch_size": 1024 * sequences, "micro_batch_size": micro_batch_size}
+        forward = SimpleNamespace(compiles=False, zero_grad=lambda set_to_none: None)
+        return microbatch.choose_micro_batch_size(replace(PRESETS["gpt2-124m"], **size), rt, forward, 2**30)
 
 
 @pytest.fixture
-def card(monkeypatch):
+def card(monkeypatch, torch_cuda):
     card = Card()
     monkeypatch.setattr(torch, "empty", card.allocate)
     monkeypatch.setattr(microbatch, "run_passes", card.run_passes)
-    monkeypatch.setattr(microbatch.gc, "collect", lambda: None)  # of all that the tests have imported: it takes long
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
     return card
 
 
@@ -71,24 +79,23 @@ def test_the_ballast_covers_later_allocations(card, monkeypatch):
 
 def test_a_size_that_was_asked_for_is_tried_before_training(card):
     """Without a ballast for what may come: the user knows."""
-    cfg = replace(PRESETS["gpt2-124m"], micro_batch_size=4)
-    assert microbatch.choose_micro_batch_size(cfg, GPU, torch.nn.Module(), 2**30) == 4
+    assert card.choose(micro_batch_size=4) == 4
     assert card.tried == [4] and card.ballasts == [1]
-    with pytest.raises(UserError, match="--micro-batch-size 8; lower it"):
-        microbatch.choose_micro_batch_size(replace(cfg, micro_batch_size=8), GPU, torch.nn.Module(), 2**30)
+    with pytest.raises(UserError, match=r"8 x 1024 .*--micro-batch-size"):
+        card.choose(micro_batch_size=8)
 
 
 def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     """On the other rank only one sequence fits; both try the same sizes."""
-    others = iter([True, False])
-    monkeypatch.setattr(type(GPU), "any_rank", lambda rt, flag: flag or next(others))
+    others = iter([microbatch.OUT_OF_MEMORY, microbatch.OUT_OF_MEMORY, ""])
+    monkeypatch.setattr(type(GPU), "gather", lambda rt, value: [value, next(others)])
     assert card.choose(12, replace(GPU, world_size=2)) == 1
     assert card.tried == [6, 3, 1]
 
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_takes_a_size_that_surely_fits(preset, B):
-    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, None, 0) == B
+    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, SimpleNamespace(compiles=False), 0) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
@@ -98,12 +105,9 @@ def test_only_a_lack_of_memory_is_taken_for_one():
         raise RuntimeError("device-side assert triggered")
 
 
-def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
-    """The bits of a run are those of one that tried no size, also where a try runs out of memory."""
+def test_the_passes_leave_no_trace(tiny_args):
+    """The bits of a run are those of one that tried no size."""
     cfg = parse_config("quickstart", *tiny_args, "--optimizer", "muon", "--weights", "bfloat16")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
     batch = torch.randint(256, (2, 4, 33), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
 
     def train(tries):
@@ -111,7 +115,7 @@ def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
         model = GPT(cfg.model)
         trainer = Trainer(model, cfg, CPU)
         if tries:
-            assert microbatch.fits_in_memory(CPU, trainer.forward, 4, 32, 0)
+            assert microbatch.try_passes(cfg, CPU, trainer.forward, 4, 0) == ""
             assert all(p.grad is None for p in model.parameters())
         for number in range(2):
             trainer.compute_gradients(batch)
@@ -124,22 +128,44 @@ def test_the_passes_leave_no_trace(tiny_args, monkeypatch):
     assert all(torch.equal(plain[name], tried[name]) for name in plain)
 
 
-def let_rank_1_refuse_every_size() -> None:
-    """A `prepare` for two ranks that try sizes as on a GPU, of which rank 1 has no memory for the ballast."""
-
-    def choose(cfg, rt, forward, state_bytes):
-        for B in (4, 2, 1):
-            if rt.is_main:
-                microbatch.run_passes(rt, forward, B, cfg.sequence_length)
-            if not rt.any_rank(not rt.is_main):
-                return B
-        raise UserError("no size fits")
-
-    training.step.choose_micro_batch_size = choose
+# ------------------------------------------------------------------------- the compiler
 
 
-def test_a_rank_without_memory_stops_both_at_once(tiny_args, tmp_path, run_ranks):
-    """The passes enter no collective: one rank once waited ten minutes for the other inside DDP."""
-    flags = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
-    output = run_ranks(2, "train_gpt2.py", *flags, prepare=let_rank_1_refuse_every_size, fails=True)
-    assert "no size fits" in output
+def take_rank_1_its_compiler() -> None:
+    """A `prepare` for ranks of which the second has no compiler, and the first needs none."""
+
+    def backend(graph, inputs):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("C++ compile error\ng++: error: unrecognized command-line option")
+        return graph.forward
+
+    torch.compile = partial(torch.compile, backend=backend)
+
+
+def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(tiny_args, tmp_path, one_run, run_ranks):
+    """With one line, before the first step."""
+    flags = [*tiny_args, "--compile", "--out-dir", tmp_path / "run"]
+    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=take_rank_1_its_compiler)
+    assert output.count("g++: error: unrecognized") == 1 and "Traceback" not in output
+    assert_curves_close(load_curve(tmp_path / "run"), load_curve(one_run))
+
+
+def test_code_that_a_kill_left_unfinished_is_built_again(tmp_path, monkeypatch):
+    """torch loads the file that is there, of 0 bytes, and fails at each start. A second failure is one."""
+    unfinished, whole, forward = tmp_path / "a" / "b.so", tmp_path / "whole.so", SimpleNamespace(compiles=True)
+    unfinished.parent.mkdir()
+    unfinished.touch()
+    whole.write_bytes(b"ELF")
+    forward.zero_grad = lambda set_to_none: None
+
+    def load_code(cfg, rt, forward, B):
+        if forward.compiles and (unfinished.exists() or not whole.exists()):
+            raise ImportError("file too short")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(microbatch, "run_passes", load_code)
+    assert microbatch.rehearse(None, CPU, forward, 1, 0) and forward.compiles
+    assert not unfinished.exists() and whole.exists()
+
+    whole.unlink()
+    assert microbatch.rehearse(None, CPU, forward, 1, 0) and not forward.compiles

@@ -1,7 +1,9 @@
 """Runs that are asked to stop, by signals of all kinds and at bad moments: they end soon, say why, and lose nothing."""
 
+import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -39,12 +41,23 @@ def test_a_closed_terminal_asks_for_a_stop(before, asks):
     assert request.is_requested() == asks
 
 
+def test_programs_are_spared_and_the_run_is_not():
+    """Here the main thread waits for its compiler, which a terminal sends the signal, too."""
+    request = StopRequest()
+    compiler = "import os; [os.kill(pid, 2) for pid in (os.getppid(), os.getpid())]"
+    with request.handle_signals():
+        with stop.spare_programs():
+            done = subprocess.run([sys.executable, "-c", compiler])
+            assert request.is_requested() and done.returncode == 0
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def signal_rank_1_in(module, name) -> None:
-    """A `prepare` for ranks of which the second gets a SIGTERM whenever it calls this function."""
-    function = getattr(sys.modules[module], name)
+    """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function."""
+    function, calls = getattr(sys.modules[module], name), itertools.count()
 
     def signalled(*args):
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "1" and next(calls) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return function(*args)
 

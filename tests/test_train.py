@@ -21,11 +21,9 @@ from helpers import (
 )
 
 import train_gpt2
-from lifecycle import hellaswag
-from lifecycle.evaluator import Evaluator
 from lifecycle.stop import StopRequest
-from system import machine
 from training.config import Recipe, TrainConfig
+from training.step import Trainer
 from weights import checkpoint
 from weights.names import model_path
 
@@ -93,24 +91,17 @@ def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):
     assert load_curve(tmp_path / "run")[149][0] < 1
 
 
-def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatch):
+def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, monkeypatch):
     """HellaSwag and samples have shapes that vary. Here Dynamo and autograd compile; test_forward.py has kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(machine, "missing_compiler", lambda device: "")  # none is needed for that
     torch._dynamo.reset()  # another test of this process may have compiled
     frames = torch._dynamo.utils.counters["frames"]
-    traced = []
+    frames_before, compiled_by_trainer = frames["total"], []
 
-    def count_frames(owner, name):
-        function = getattr(owner, name)
-
-        def counted(*args, **kwargs):
-            before = frames["total"]
-            result = function(*args, **kwargs)
-            traced.append(frames["total"] - before)
-            return result
-
-        monkeypatch.setattr(owner, name, counted)
+    def make_trainer(*args):
+        trainer = Trainer(*args)
+        compiled_by_trainer.append(frames["total"] - frames_before)
+        return trainer
 
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))  # of several lengths
     flags = [
@@ -118,14 +109,10 @@ def test_compiled_equals_eager_and_compiles_once(tiny_args, tmp_path, monkeypatc
         *"--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 3 --model.n-embd 8".split(),
     ]
     eager = load_curve(train_quickstart(flags, tmp_path / "eager"))
-    count_frames(hellaswag, "score")
-    count_frames(Evaluator, "sample_text")
-    frames_before = frames["total"]
-
+    monkeypatch.setattr(train_gpt2, "Trainer", make_trainer)
     evaluations = ["--hellaswag-every", "2", "--hellaswag-data", rows, "--sample-every", "2"]
     compiled = load_curve(train_quickstart(flags, tmp_path / "compiled", *evaluations, "--compile"))
 
     assert_curves_close(compiled, eager)
-    assert traced == [0] * 5  # HellaSwag twice, samples at three steps
     # The blocks share one graph, and the chunks of the head another; training and validation have their own.
-    assert frames["total"] - frames_before == 4
+    assert compiled_by_trainer == [4] and frames["total"] - frames_before == 4

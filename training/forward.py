@@ -48,31 +48,26 @@ class Forward(nn.Module):
         super().__init__()
         # DDP finds the parameters in the model; the plain list of blocks below registers none.
         self.model = model
-        self.compiles = compiles
-        self.blocks = list(model.transformer.h)
-        self.chunk_loss = chunk_loss
+        self.compiles = compiles  # training/microbatch.py turns it off if the compiler fails
         if compiles:
-            self.blocks = [torch.compile(block, dynamic=False) for block in self.blocks]
-            self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
+            self.compiled_blocks = [torch.compile(block, dynamic=False) for block in model.transformer.h]
+            self.compiled_chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """idx, targets (B, T) int64 -> the mean cross-entropy in nats per token."""
-        x = self.model.hidden(idx, blocks=self.blocks)  # (B, T, C)
-        return mean_loss(self.model, x, targets, self.chunk_loss, choose_chunk_rows(x.device.type, self.compiles))
+        blocks = self.compiled_blocks if self.compiles else self.model.transformer.h
+        compute_loss = self.compiled_chunk_loss if self.compiles else chunk_loss
+        x = self.model.hidden(idx, blocks=blocks)  # (B, T, C)
+        return mean_loss(self.model, x, targets, compute_loss, choose_chunk_rows(x.device.type, self.compiles))
 
 
 def make_forward(model: GPT, cfg: TrainConfig, rt: Runtime) -> Forward:
-    """The forward pass of training and validation, compiled where that is possible. HellaSwag, sampling and checkpoints
-    use the model itself."""
+    """The forward pass of training and validation. HellaSwag, sampling and checkpoints use the model itself."""
     # Each step allocates the same large tensors again, which on a CPU costs time.
     if rt.device.type == "cpu":
         machine.keep_freed_memory()
 
     if not cfg.compile:
-        return Forward(model, compiles=False)
-    missing = machine.missing_compiler(rt.device)
-    if missing:
-        print0(f"no {missing}: training without torch.compile, several times slower")
         return Forward(model, compiles=False)
 
     # --micro-batch-size auto compiles for each size that it tries, and validation adds a graph. DDP would split the

@@ -1,18 +1,21 @@
-"""The micro-batch: how many sequences one forward pass of one rank takes.
+"""The micro-batch: how many sequences one forward pass of one rank takes. It is chosen by a rehearsal, which compiles
+all that is compiled.
 
     B = choose_micro_batch_size(cfg, rt, forward, reserved_bytes)
 
-Called by train_gpt2.py.
+Called by training/step.py.
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from system import machine
-from system.cli import UserError, require
+from system.cli import UserError, print0
 from system.distributed import Runtime
 from tokens.loader import to_device
 from training.config import TrainConfig
@@ -27,6 +30,8 @@ BALLAST_FRACTION = 0.04
 
 MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model, or a larger card"
 
+OUT_OF_MEMORY = "out of memory"
+
 
 def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, reserved_bytes: int) -> int:
     """Sequences per forward pass: the number asked for, or with `auto` the largest that fits, the same on all ranks.
@@ -37,39 +42,36 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, res
     divisors = divisors_of_share(cfg, rt.world_size)
     T = cfg.sequence_length
     if cfg.micro_batch_size != "auto":
-        # Found out in the first step, a lack of memory would look like a crash, which is restarted.
-        B = cfg.micro_batch_size
-        fits = rt.device.type != "cuda" or fits_in_memory(rt, forward, B, T, reserved_bytes)
-        require(not rt.any_rank(not fits), f"out of memory with --micro-batch-size {B}; lower it, or {MEMORY_FIX}")
-        return B
+        sizes = [cfg.micro_batch_size]
+    elif rt.device.type == "cpu":
+        # Running out of memory raises no useful error, so sizes cannot be tried. Take the largest whose activations in
+        # the blocks, about 80 bytes per channel, stay under 3 GB.
+        channels = T * cfg.model.n_layer * cfg.model.n_embd
+        sizes = [next((B for B in divisors if B <= MAX_AUTO_SEQUENCES and B * channels <= 2**25), 1)]
+    else:
+        # More sequences at once are faster. Each try compiles, so each size is at most half of the one before.
+        sizes = []
+        for B in divisors:
+            if B <= MAX_AUTO_SEQUENCES and (not sizes or 2 * B <= sizes[-1]):
+                sizes.append(B)
 
-    # On a CPU, running out of memory raises no useful error, so sizes cannot be tried. Take the largest whose
-    # activations in the blocks, about 80 bytes per channel, stay under 3 GB.
-    if rt.device.type != "cuda":
-        channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
-        return next((B for B in divisors if B <= MAX_AUTO_SEQUENCES and B * channels <= 2**25), 1)
-
-    # On a GPU, more sequences at once are faster. Each try compiles, so each size is at most half of the one before.
-    # All ranks try the same size at the same time; the rank with the least memory decides for all.
-    last_tried = 2 * MAX_AUTO_SEQUENCES
-    for B in divisors:
-        if 2 * B > last_tried:
-            continue
-        last_tried = B
-        headroom = max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
-        if not rt.any_rank(not fits_in_memory(rt, forward, B, T, reserved_bytes + headroom)):
+    for B in sizes:
+        ballast = reserved_bytes
+        if cfg.micro_batch_size == "auto" and rt.device.type == "cuda":
+            ballast += max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
+        if rehearse(cfg, rt, forward, B, ballast):
             return B
-    raise UserError(f"out of memory with one sequence of {T} tokens per rank; {MEMORY_FIX}")
+    raise UserError(f"out of memory with {B} x {T} tokens at once; lower --micro-batch-size, or {MEMORY_FIX}")
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
     """The sizes that a micro-batch may have, the largest first, which is all sequences that a rank takes in a step.
     Raises UserError if the step does not split evenly over the ranks, or a rank's share over its micro-batches."""
     sequences = cfg.sequences_per_step
-    nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
-    rule = f"is {sequences} sequences of {cfg.sequence_length}, which do not split evenly over {world_size} ranks"
-    fix = f"use --total-batch-size {nearest}"
-    require(sequences % world_size == 0, f"--total-batch-size {cfg.total_batch_size} {rule}; {fix}")
+    if sequences % world_size:
+        nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
+        rule = f"is {sequences} sequences of {cfg.sequence_length}, which do not split evenly over {world_size} ranks"
+        raise UserError(f"--total-batch-size {cfg.total_batch_size} {rule}; use --total-batch-size {nearest}")
 
     # A number that was asked for must divide a rank's share, so that all micro-batches have one size.
     share = sequences // world_size
@@ -78,41 +80,90 @@ def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
     if B != "auto" and B not in divisors:
         nearest = min(divisors, key=lambda divisor: abs(divisor - B))
         rule = f"does not divide the {share} sequences that each of {world_size} ranks takes per step"
-        steps = f"--total-batch-size {B * world_size * cfg.sequence_length}, for steps of this size"
-        raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {nearest} (or auto), or {steps}")
+        raise UserError(f"--micro-batch-size {B} {rule}; use --micro-batch-size {nearest} (or auto)")
     return divisors
 
 
-def fits_in_memory(rt: Runtime, forward: Forward, B: int, T: int, reserved_bytes: int) -> bool:
-    """Whether micro-batches of B sequences of T tokens fit in the memory of this GPU, beside `reserved_bytes` for what
-    is allocated later. Leaves nothing behind but the compiled code, which training reuses. Makes no collective."""
-    ballast = None
+def rehearse(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast: int) -> bool:
+    """Whether micro-batches of B sequences fit in the memory of every rank. If the compiler fails on one, all ranks go
+    on uncompiled. Every rank must call it.
+
+    Found out in the first step, a lack of memory or of a compiler would look like a crash, which is restarted.
+    """
+    # On a CPU without the compiler, nothing can fail that is not a crash.
+    if rt.device.type == "cpu" and not forward.compiles:
+        return True
+
+    is_first_failure = True
+    while True:
+        problems = rt.gather(try_passes(cfg, rt, forward, B, ballast))
+        failures = [problem for problem in problems if problem not in ("", OUT_OF_MEMORY)]
+        if not failures:
+            return not any(problems)
+        # All ranks are here, so none is building what another deletes.
+        if is_first_failure and rt.any_rank(delete_unfinished_code()):
+            is_first_failure = False
+            continue
+        forward.compiles = False
+        print0(f"training without torch.compile, several times slower: {failures[0]}")
+
+
+def try_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast: int) -> str:
+    """What keeps this rank from the passes of a step and of validation, beside `ballast` bytes for what is allocated
+    later: nothing (""), OUT_OF_MEMORY, or what the compiler says. Leaves nothing behind but the compiled code, which
+    training reuses. Makes no collective."""
+    reserved = None
+    problem = ""
     try:
-        ballast = torch.empty(reserved_bytes, dtype=torch.uint8, device=rt.device)
-        run_passes(rt, forward, B, T)
-        fits = True
-    except RuntimeError as e:
-        if not machine.is_out_of_memory(e):
+        if rt.device.type == "cuda":
+            reserved = torch.empty(ballast, dtype=torch.uint8, device=rt.device)
+        run_passes(cfg, rt, forward, B)
+    except Exception as e:
+        if machine.is_out_of_memory(e):
+            problem = OUT_OF_MEMORY
+        elif forward.compiles:
+            problem = describe_compiler_error(e)
+        else:
             raise
-        fits = False
 
     # Here the exception and its frames are freed, so all memory of this attempt can be released.
     forward.zero_grad(set_to_none=True)
-    del ballast
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return fits
+    del reserved
+    if rt.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return problem
 
 
-def run_passes(rt: Runtime, forward: Forward, B: int, T: int) -> None:
+def run_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int) -> None:
     """Forward and backward over two micro-batches of zeros: the second runs beside the gradients of the first, as it
-    will beside DDP's buckets."""
-    for tokens in torch.zeros(2, B, T + 1, dtype=torch.uint16):
+    will beside DDP's buckets. Then the forward pass of validation, which is another graph."""
+    for tokens in torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16):
         x, y = to_device(tokens, rt.device)  # (B, T) each
         with rt.autocast():
             loss = forward(x, y)
         loss.backward()
+    if cfg.val_every:
+        with torch.no_grad(), rt.autocast():
+            forward(x, y)
+
+
+def describe_compiler_error(error: Exception) -> str:
+    """One line: what a compiler of C++ or C has called an error, else the beginning of what torch says."""
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    errors = [line for line in lines if "error:" in line]
+    return f"{' '.join(errors[:1] or lines[:2]):.200}"
+
+
+def delete_unfinished_code() -> bool:
+    """Delete what a kill has left in the compiler's cache while it was linked, files of 0 bytes: torch loads what is
+    there, and never builds it again. Returns whether there was any."""
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.devnull))  # torch has set it
+    unfinished = [path for path in cache.rglob("*.so") if path.stat().st_size == 0]
+    for path in unfinished:
+        path.unlink(missing_ok=True)
+    return bool(unfinished)
 
 
 @contextmanager
