@@ -47,8 +47,9 @@ class Saver:
     @contextmanager
     def guard_update(self, step: int) -> Iterator[None]:
         """The block that updates the weights of a step: an error halfway leaves partly updated ones, which must not be
-        saved."""
+        saved. Raises what has made a save fail for good, so that a run does not train on for nothing."""
         self.consistent_step = None
+        self.writer.check()
         yield
         self.consistent_step = step + 1
 

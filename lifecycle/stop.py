@@ -21,7 +21,8 @@ from system.cli import env_rank, parse_duration
 SECOND_SIGNAL_AFTER_S = 2.0
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# How people, terminals and clusters ask a program to end. Slurm, LSF and PBS announce a limit with the last three.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class StopRequest:

@@ -4,7 +4,9 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 """
 
 import dataclasses
+import json
 import os
+import resource
 import signal
 from functools import partial
 from pathlib import Path
@@ -272,6 +274,20 @@ def test_a_last_write_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch
         train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "a")
     assert len(failures) == 1
     assert names.complete_steps(train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "b")) == [1]
+
+
+def limit_the_size_of_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+
+def test_a_save_that_can_never_succeed_ends_the_run(tiny_args, tmp_path, start_script):
+    """At the first one, with a status by which nothing restarts it."""
+    flags = [*tiny_args, "--max-steps", "100000", "--out-dir", tmp_path / "run"]
+    env = {"TRAIN_STATUS_FILE": str(tmp_path / "status")}
+    script = start_script("train_gpt2.py", "quickstart", *flags, prepare=limit_the_size_of_files, env=env)
+    assert script.wait().exit_code == 1 and "step 3 (OSError: [Errno 27]" in script.output, script.output
+    assert json.loads((tmp_path / "status").read_text())["status"] == "user_error"
+    assert not list((tmp_path / "run").glob("*.pt"))
 
 
 def test_weights_that_are_not_finite_replace_nothing(tmp_path):

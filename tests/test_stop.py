@@ -29,16 +29,20 @@ def test_a_time_limit_of_zero_is_none(limit, is_over):
     assert request.is_requested() == is_over
 
 
-@pytest.mark.parametrize("before, asks", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)], ids=["plain", "nohup"])
-def test_a_closed_terminal_asks_for_a_stop(before, asks):
-    """Unless it is ignored: under nohup training goes on."""
-    request, own = StopRequest(), signal.signal(signal.SIGHUP, before)
-    try:
-        with request.handle_signals():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, own)
-    assert request.is_requested() == asks
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_every_signal_that_announces_an_end_asks_for_a_stop(name):
+    request = StopRequest()
+    with request.handle_signals():
+        os.kill(os.getpid(), getattr(signal, name))
+    assert request.is_requested() and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_under_nohup_a_closed_terminal_is_ignored():
+    request, before = StopRequest(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with request.handle_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert not request.is_requested()
 
 
 def test_programs_are_spared_and_the_run_is_not():

@@ -187,9 +187,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
 class CheckpointWriter:
     """Writes checkpoints in a thread while training continues; keeps the newest `keep` (0: all) and the best.
 
-    A failed write prints a warning, and training continues: the next save tries again, and earlier checkpoints stay.
-    `finish` raises the error of the last write. One write is in progress at a time; see the table in the module's
-    docstring.
+    After an error that passes, such as a full disk, training continues: the next save tries again. `check` raises any
+    other, and `finish` the one of the last write. Earlier checkpoints stay. One write is in progress at a time; see the
+    table in the module's docstring.
     """
 
     def __init__(self, run_dir: str | Path, keep: int = 0):
@@ -214,9 +214,15 @@ class CheckpointWriter:
         if self.thread is not None:
             self.thread.join()
 
+    def check(self) -> None:
+        """Raise what a write has raised, unless it passes: TransientError for weights that are not finite, UserError
+        for what the next write would meet, too."""
+        if self.error and not isinstance(self.error, OSError):
+            raise self.error
+
     def finish(self) -> None:
-        """Wait for the write in progress, if any. Raises the error of the last write: TransientError for weights that
-        are not finite, OSError for a disk that is full or gone, after which the same command may succeed."""
+        """Wait for the write in progress, if any. Raises the error of the last write: one of `check`, or OSError for a
+        disk that is full or gone, after which the same command may succeed."""
         self.join()
         if self.error:
             self.error.add_note(f"{self.run_dir} has the newest complete step: {latest_step(self.run_dir)}")
@@ -231,18 +237,20 @@ class CheckpointWriter:
                 raise TransientError(f"the weights are not finite ({bad_names[0]}); lower --max-lr")
 
             # Somebody may have moved the folder away. The model last: once it is there, the step is complete.
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._delete_leftovers()
-            write(optim_path(self.run_dir, step), train)
-            write(model_path(self.run_dir, step), model)
-            self.saved_step = step
-            print0(f"saved {model_path(self.run_dir, step)}")
-            self._delete_old(step, best)
+            with explain_errors(f"cannot write the checkpoint of step {step}", "earlier ones stay as they are"):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                self._delete_leftovers()
+                write(optim_path(self.run_dir, step), train)
+                write(model_path(self.run_dir, step), model)
+                self.saved_step = step
+                print0(f"saved {model_path(self.run_dir, step)}")
+                self._delete_old(step, best)
             self.error = None
         except Exception as e:
-            # An exception in a thread does not end the program: print it now, and let `finish` raise it.
+            # An exception in a thread does not end the program: `check` and `finish` raise it.
             self.error = e
-            print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
+            if isinstance(e, OSError):  # one of TRANSIENT_ERRORS: explain_errors leaves no other as it is
+                print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
     def _delete_leftovers(self) -> None:
         """Delete what was left by a write that failed or was killed: unfinished files, and optimizer files without a
