@@ -137,7 +137,8 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     """
     require_readable(examples, model.config)
     is_gpu = rt.device.type == "cuda"
-    texts = [text for example in examples for text in make_texts(example, model.config.block_size)]  # 4 n
+    block_size = model.config.block_size
+    texts = [text for example in examples for text in make_texts(example, block_size)]  # 4 n
     batches = plan_batches(texts, max_positions=16_384 if is_gpu else 512)
 
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
@@ -145,7 +146,7 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
         head = cast_head(model.lm_head.weight)
         for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag", is_shown=rt.is_main):
-            ids, targets = make_batch([texts[i] for i in batch])
+            ids, targets = make_batch([texts[i] for i in batch], block_size)
             losses[batch] = batch_losses(model, head, ids.to(rt.device), targets.to(rt.device))
 
     # A text's loss is zero on all ranks but one, so the sum is exact.
@@ -196,8 +197,8 @@ def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime], dict] 
 
 
 def make_texts(example: Example, block_size: int) -> list[Text]:
-    """The four texts of an example. All four have as much of the end of the context as the model
-    reads together with the longest ending, whose last token is not read."""
+    """The four texts of an example. All four have as much of the end of the context as the model reads together with
+    the longest ending, whose last token is not read."""
     longest = max(map(len, example.endings))
     context = example.context[-(block_size + 1 - longest) :]
     return [(context, ending) for ending in example.endings]
@@ -222,14 +223,14 @@ def plan_batches(texts: list[Text], max_positions: int) -> list[list[int]]:
     return batches
 
 
-def make_batch(texts: list[Text]) -> tuple[Tensor, Tensor]:
+def make_batch(texts: list[Text], block_size: int) -> tuple[Tensor, Tensor]:
     """ids, targets (N, T) of one batch, whose first text is the longest. -100 is no target. With T = 8:
 
     column       0    1    2    3      4    5    6    7        context: A man sits, ending: on a chair
     id           A    man  sits on     a    0    0    0        the padding comes last, where no other position
     target       -100 -100 on   a      chair -100 ...          sees it
     """
-    T = row_length(texts[0])
+    T = min(row_length(texts[0]), block_size)
     ids = torch.zeros(len(texts), T, dtype=torch.int64)
     targets = torch.full((len(texts), T), -100)
     for row, (context, ending) in enumerate(texts):
