@@ -37,8 +37,8 @@ NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
 
 # What replaces a torch that cannot use the GPU, because it was built for CPUs, for a newer driver or for newer cards.
 CUDA_FIX = (
-    "install one for the CUDA that `nvidia-smi` names: pip install --force-reinstall torch --index-url "
-    "https://download.pytorch.org/whl/cu126 (CUDA 12, older cards) or cu130 (CUDA 13); to use the CPU: --device cpu"
+    "install one for the CUDA that `nvidia-smi` names: make clean install TORCH_BUILD=cu126 (CUDA 12, older cards) "
+    "or TORCH_BUILD= (CUDA 13); to use the CPU: --device cpu"
 )
 
 

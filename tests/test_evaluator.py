@@ -115,6 +115,7 @@ def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeyp
     assert found.measure(500, StopRequest()) == {"val_loss": 9.0, "val_set": "9216 tokens of the data"}
     output = capsys.readouterr().out
     assert said in output and ("off track" in output) == (said == "off track")
+    assert "context: 1024" in output
 
 
 def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch, capsys):
