@@ -165,17 +165,18 @@ check() {
 
 # Go on in a session of its own, without the terminal and its SIGHUP: this script again, which inherits the lock.
 start_in_background() {
-    local pid size
-    size=$(cat "$out/train.log" 2>/dev/null | wc -c)
+    local log=$out/train.log pid size
+    : >>"$log"
+    size=$(wc -c <"$log")
     trap '' HUP
-    IN_BACKGROUND=1 setsid bash "$here/train.sh" "$@" </dev/null >>"$out/train.log" 2>&1 &
+    IN_BACKGROUND=1 setsid bash "$here/train.sh" "$@" </dev/null >>"$log" 2>&1 &
     pid=$!
     exec 9>&-
 
     echo "started: $NPROC process(es), run folder $out, pid $pid; this terminal may be closed"
-    printf 'follow:  tail -F %q\n' "$out/train.log"
+    printf 'follow:  tail -F %q\n' "$log"
     printf 'stop:    %q stop %q    # it saves; the same command resumes\n' "$here/train.sh" "$(realpath "$out")"
-    timeout "$show_log_s" tail -f -s 0.2 --pid="$pid" -c +$((size + 1)) "$out/train.log"
+    timeout "$show_log_s" tail -f -s 0.2 --pid="$pid" -c +$((size + 1)) "$log"
     kill -0 "$pid" 2>/dev/null && exit
     wait "$pid"
     exit
