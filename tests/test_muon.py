@@ -6,21 +6,13 @@ import torch
 from system import machine
 from training import muon
 
-# Parameters by the names that the network gives them. The first has queries, keys and values; the first MLP's is as
-# tall as those, but is one matrix.
-MATRICES = {
-    "transformer.h.0.attn.c_attn.weight": (48, 16),
-    "transformer.h.0.mlp.c_fc.weight": (48, 16),
-    "transformer.h.1.mlp.c_fc.weight": (64, 16),
-    "transformer.h.2.mlp.c_fc.weight": (64, 16),
-    "transformer.h.0.mlp.c_proj.weight": (16, 64),
-    "transformer.h.0.attn.c_proj.weight": (16, 16),
-}
+# Parameters, and how many matrices each stacks: queries, keys and values in the first. The second is as tall.
+MATRICES = [((48, 16), 3), ((48, 16), 1), ((64, 16), 1), ((64, 16), 1), ((16, 64), 1), ((16, 16), 1)]
 
 
-def split_matrices(name, tensor):
-    """The matrices that are in a parameter, or in its gradient or its momentum."""
-    return tensor.chunk(3 if name.endswith("attn.c_attn.weight") else 1)
+def split_matrices(tensors):
+    """The matrices that are in parameters, or in their gradients."""
+    return [m.clone() for tensor, (_, n) in zip(tensors, MATRICES, strict=True) for m in tensor.detach().chunk(n)]
 
 
 def test_muon_is_torchs_for_each_matrix(monkeypatch):
@@ -31,23 +23,20 @@ def test_muon_is_torchs_for_each_matrix(monkeypatch):
     settings = {"lr": 0.02, "momentum": 0.9}
 
     # This project's Muon takes the parameters as they are, torch's each matrix as a parameter of its own.
-    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in MATRICES.items()}
-    parameters["transformer.h.0.attn.c_attn.weight"].matrix_rows = (16, 16, 16)  # as Attention marks it
-    split = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach().clone())]
-    matrices = [torch.nn.Parameter(matrix) for matrix in split]
-    optimizer = muon.Muon([{"params": list(parameters.values())}], **settings)
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape, _ in MATRICES]
+    parameters[0].matrix_rows = (16, 16, 16)  # as Attention marks it
+    matrices = [torch.nn.Parameter(matrix) for matrix in split_matrices(parameters)]
+    optimizer = muon.Muon([{"params": parameters}], **settings)
     reference = torch.optim.Muon([{"params": matrices, "weight_decay": 0.0}], **settings)
 
     for _ in range(3):
-        for p in parameters.values():
+        for p in parameters:
             p.grad = torch.randn(p.shape)
-        gradients = [g.clone() for name, p in parameters.items() for g in split_matrices(name, p.grad)]
-        for p, gradient in zip(matrices, gradients, strict=True):
+        for p, gradient in zip(matrices, split_matrices(p.grad for p in parameters), strict=True):
             p.grad = gradient
         optimizer.step()
         reference.step()
-        found = [matrix for name, p in parameters.items() for matrix in split_matrices(name, p.detach())]
-        for a, b in zip(found, matrices, strict=True):
+        for a, b in zip(split_matrices(parameters), matrices, strict=True):
             torch.testing.assert_close(a, b.detach(), atol=2e-4, rtol=0)  # lr times the rounding of bfloat16
     assert {tuple(state) for state in optimizer.state.values()} == {("momentum_buffer",)}  # as torch's
 

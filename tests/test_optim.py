@@ -1,5 +1,6 @@
 """Every parameter has one optimizer, and state moves between runs unchanged."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -37,14 +38,14 @@ def take_step(model, optimizers, cfg, step):
 
 
 def weights_after_three_steps(cfg, **in_groups):
-    """{name: weight}. in_groups: set in each group, once the optimizers are there."""
+    """Before and after, {name: weight}. in_groups: set in each group, once the optimizers are there."""
     model, optimizers = build(cfg)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.update(in_groups)
+    before = copy.deepcopy(model.state_dict())
+    for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
+        group.update(in_groups)
     for step in range(3):
         take_step(model, optimizers, cfg, step)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return before, model.state_dict()
 
 
 # ------------------------------------------------------------------------- what the updates are
@@ -57,17 +58,22 @@ def test_rate_and_decay_come_from_the_group(name):
     """Of every parameter, which is in one group; and the optimizer that was asked for has some of them."""
     cfg = dataclasses.replace(BASE, optimizer=name, model=dataclasses.replace(SMALL, tied_head=False), **OWN_SETTINGS)
     assert optim.OPTIMIZERS[name].optimizer_class in [type(optimizer) for optimizer in build(cfg)[1]]
-    before = {n: p.detach().clone() for n, p in build(cfg)[0].named_parameters()}
-    without_rate = weights_after_three_steps(cfg, peak_lr=0.0)
-    assert not [n for n in before if not torch.equal(without_rate[n], before[n])]
+    assert same_bits(*weights_after_three_steps(cfg, peak_lr=0.0))
 
     # Decay acts on what is not zero: biases are zero at first.
-    decayed, plain = (weights_after_three_steps(cfg, weight_decay=decay) for decay in (0.5, 0.0))
+    before, decayed = weights_after_three_steps(cfg, weight_decay=0.5)
+    _, plain = weights_after_three_steps(cfg, weight_decay=0.0)
     assert not [n for n in before if before[n].any() and torch.equal(decayed[n], plain[n])]
 
 
-@pytest.mark.parametrize("name, block_matrices", [("adamw", (1.0, 0.1)), ("muon", (5.0, None))])
-def test_each_role_has_its_own_rate_and_decay(name, block_matrices):
+EMBEDDINGS, MATRICES, VECTORS = (2.0, 0.1), (1.0, 0.1), (1.0, 0.0)  # rate and decay
+
+
+@pytest.mark.parametrize("name, block_matrices, order", [
+    ("adamw", MATRICES, [EMBEDDINGS, MATRICES, VECTORS]),
+    ("muon", (5.0, None), [EMBEDDINGS, MATRICES, VECTORS, (5.0, None)]),
+])  # fmt: skip
+def test_each_role_has_its_own_rate_and_decay(name, block_matrices, order):
     """By what a parameter is, not by its name: an added table of the vocabulary is an embedding, wherever it is."""
     cfg = dataclasses.replace(BASE, optimizer=name, embed_lr_scale=2.0, max_lr=1.0, muon_lr=5.0)
     model = GPT(dataclasses.replace(SMALL, tied_head=False))
@@ -76,17 +82,13 @@ def test_each_role_has_its_own_rate_and_decay(name, block_matrices):
     groups = itertools.chain(*optim.parameter_groups(model, cfg).values())
     found = {p: (group["peak_lr"], group.get("weight_decay")) for group in groups for p in group["params"]}
 
-    assert len(found) == len(list(model.parameters()))
-    roles = {p: optim.find_roles(model)[p] for p in found}
-    expected = {"embedding": (2.0, 0.1), "matrix": (1.0, 0.1), "vector": (1.0, 0.0), "block matrix": block_matrices}
-    assert found == {p: expected[roles[p]] for p in found}
     block = model.transformer.h[0]
-    assert {roles[p] for p in (model.transformer.wte.weight, block.attn.value_table.weight)} == {"embedding"}
-    assert {roles[p] for p in (block.ln_1.weight, block.mlp.c_fc.bias, model.temperature)} == {"vector"}
-    assert [roles[p] for p in (block.attn.c_attn.weight, model.lm_head.weight)] == ["block matrix", "matrix"]
-    # Checkpoints keep the state of parameters in this order.
-    if name == "muon":
-        assert list(dict.fromkeys(roles.values())) == ["embedding", "matrix", "vector", "block matrix"]
+    embeddings = model.transformer.wte.weight, block.attn.value_table.weight
+    vectors = block.ln_1.weight, block.mlp.c_fc.bias, model.temperature
+    assert [found[p] for p in (*embeddings, *vectors)] == [EMBEDDINGS] * 2 + [VECTORS] * 3
+    assert (found[model.lm_head.weight], found[block.attn.c_attn.weight]) == (MATRICES, block_matrices)
+    assert found.keys() == set(model.parameters())
+    assert list(dict.fromkeys(found.values())) == order  # in which checkpoints keep the state
 
 
 # ------------------------------------------------------------------------- saving and loading state
@@ -101,7 +103,7 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     a, optimizers_a = build(cfg)
     for step in range(first_step):
         take_step(a, optimizers_a, cfg, step)
-    saved = {name: tensor.clone() for name, tensor in master_weights.float32_state_dict(a).items()}
+    saved = copy.deepcopy(master_weights.float32_state_dict(a))
     states = [optim.copy_state(optimizer, CPU) for optimizer in optimizers_a]
     for step in (1, 2):
         take_step(a, optimizers_a, cfg, step)
@@ -142,18 +144,15 @@ def test_bfloat16_weights_keep_float32_masters():
     model, optimizers = build(dataclasses.replace(BASE, weights="bfloat16", weight_decay=0.0))
     before = master_weights.float32_state_dict(model)["transformer.h.0.attn.c_attn.weight"].clone()
 
+    for group in optimizers[0].param_groups:
+        group["lr"] = 1e-6
     for _ in range(3):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-6
-            optimizer.step()
+        optimizers[0].step()
 
     state = master_weights.float32_state_dict(model)
     assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
-    assert state.keys() == model.state_dict().keys()
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    assert all(torch.equal(tensor, state[name].bfloat16()) for name, tensor in model.state_dict().items())
+    assert same_bits(model.state_dict(), {name: tensor.bfloat16() for name, tensor in state.items()})
     assert model.lm_head.weight is model.transformer.wte.weight
