@@ -7,13 +7,12 @@ import dataclasses
 import json
 import os
 import resource
-import signal
-from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import load_weights, same_bits, train_quickstart, write_jsonl
+from helpers import same_bits, train_quickstart, write_jsonl
 
 from lifecycle.metrics import best_steps
 from model import GPT, GPTConfig
@@ -47,15 +46,12 @@ def file_names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 def test_what_was_saved_comes_back(tmp_path, config):
-    saved = save(tmp_path, 7, GPT(config)).eval()
-    idx = torch.arange(16)[None]
+    saved = save(tmp_path, 7, GPT(config))
     for path in (tmp_path, tmp_path / "model_00007.pt"):
         loaded, description = open_and_describe(path)
         assert description == f"{tmp_path}/model_00007.pt, step 7"
         assert loaded.config == config and not loaded.training
         assert same_bits(loaded.state_dict(), saved.state_dict())
-        assert torch.equal(saved(idx)[0], loaded(idx)[0])
-        assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == config.tied_head
 
     for path in (tmp_path, tmp_path / "model_00007.pt", tmp_path / "optim_00007.pt"):
         state = checkpoint.read_train_state(path)
@@ -80,72 +76,38 @@ def test_only_a_complete_step_counts(tmp_path):
     with pytest.raises(UserError, match=r"no optim_99999\.pt"):
         checkpoint.read_train_state(tmp_path / "model_99999.pt")
 
-    # Cut off anywhere.
+    # Cut off.
     complete = (tmp_path / "model_00002.pt").read_bytes()
-    for tenth in range(10):
-        (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) * tenth // 10])
-        assert names.latest_step(tmp_path) == 1
-        with pytest.raises(UserError, match=r"model_00002\.pt is damaged"):
-            open_model(tmp_path / "model_00002.pt")
+    (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
+    assert names.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
     assert names.damaged_models(tmp_path) == [tmp_path / "model_00002.pt"]
-    assert open_and_describe(tmp_path)[1] == f"{tmp_path}/model_00001.pt, step 1"
 
 
-def die_between_the_renames(model_name: str) -> None:
-    """A `prepare` for a run that is killed when the optimizer's file has its name, and the model's not yet."""
-    rename = os.replace
-
-    def replace(old, new):
-        if Path(new).name == model_name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(old, new)
-
-    os.replace = replace
-
-
-@pytest.mark.parametrize("step, complete", [(3, []), (9, [3, 6])])
-def test_a_run_that_was_killed_between_the_renames_resumes(tiny_args, one_run, tmp_path, start_script, step, complete):
-    """From the step before or, at its first save, from the start."""
-    run = tmp_path / "run"
-    prepare = partial(die_between_the_renames, f"model_{step:05d}.pt")
-    killed = start_script("train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run, prepare=prepare)
-    assert killed.wait().exit_code == -signal.SIGKILL
-    assert names.optim_path(run, step).exists() and names.complete_steps(run) == complete
-
-    train_quickstart(tiny_args, run, "--resume", "auto")
-    assert names.complete_steps(run) == [3, 6, 9, 12]
-    assert same_bits(load_weights(run), load_weights(one_run))
-
-
-def test_a_flipped_bit_is_found(tmp_path):
-    """torch.load does not compare the CRC of its records."""
-    save(tmp_path, 1)
-    for name, read in (("model_00001.pt", open_model), ("optim_00001.pt", checkpoint.read_train_state)):
-        content = bytearray((tmp_path / name).read_bytes())
-        at = content.index(torch.ones(1).numpy().tobytes())
-        content[at] ^= 1
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=name):
-            read(tmp_path / name)
+def test_a_run_begins_where_its_first_save_was_killed(tiny_args, tmp_path):
+    """Between the renames."""
+    names.optim_path(tmp_path, 1).write_bytes(b"content")
+    train_quickstart(tiny_args, tmp_path, "--resume", "auto", "--max-steps", "1")
+    assert checkpoint.read_train_state(tmp_path)["step"] == 1
 
 
 @pytest.mark.parametrize("change, named", [
     ({"n_embd": 32}, "do not fit"),
     ({"n_layer": 10**6}, "do not fit"),
-    ({"attention": "sigmoid"}, "attention"),  # a setting of somebody's own model.py
-    ({"bias": 1}, "bias"),
     ({"n_head": None}, "n_head"),
+    ({}, "wpe.* not finite"),
 ])  # fmt: skip
 def test_weights_must_fit_their_config(tmp_path, change, named):
     """A setting that is None is left out."""
     content = checkpoint.model_file(GPT(SMALL), 1)
     config = {name: value for name, value in (content["config"] | change).items() if value is not None}
+    if not change:
+        content["model"]["transformer.wpe.weight"][0, 0] = torch.nan
     checkpoint.write(tmp_path / "model_00001.pt", content | {"config": config})
     with pytest.raises(UserError, match=rf"model_00001\.pt.*{named}"):
         open_model(tmp_path)
 
 
-def test_what_is_no_checkpoint_says_what_to_do(tmp_path):
+def test_what_is_no_checkpoint_is_named_with_its_import(tmp_path):
     save(tmp_path, 1)
     torch.save(GPT(SMALL).state_dict(), tmp_path / "state.pt")
     torch.save({"model": {}, "out": tmp_path}, tmp_path / "pickled.pt")
@@ -154,21 +116,20 @@ def test_what_is_no_checkpoint_says_what_to_do(tmp_path):
         with pytest.raises(UserError, match=f"hub.py import {path}") as error:
             open_model(path)
         assert "weights_only" not in str(error.value)  # torch's own words tell how to run the code
-    with pytest.raises(UserError, match="no model"):
-        open_model(tmp_path / "optim_00001.pt")
-    with pytest.raises(UserError, match="not the train state"):
-        checkpoint.read_train_state((tmp_path / "model_00001.pt").rename(tmp_path / "mine.pt"))
-    with pytest.raises(UserError, match=r"no checkpoint .*_00009\.pt"):
-        checkpoint.read_train_state(tmp_path / "model_00009.pt")
+    (tmp_path / "model_00001.pt").rename(tmp_path / "mine.pt")
+    for name, read in (
+        ("optim_00001.pt", open_model),
+        ("mine.pt", checkpoint.read_train_state),
+        ("model_00009.pt", checkpoint.read_train_state),
+    ):
+        with pytest.raises(UserError, match=name):
+            read(tmp_path / name)
 
 
 def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
     """It may be gone at the next start, and what it says of the file is not true."""
 
-    def fail(*args, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(torch, "load", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         checkpoint.read_train_state(one_run)
 
@@ -178,9 +139,8 @@ def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     """The best by the metrics of the run. Of step 1 these know nothing, and step 2 was measured on other data."""
-    losses = {2: 2.0, 3: 4.0, 4: None, 5: 3.0, 6: None, 7: None}
-    rows = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
-    write_jsonl(tmp_path / "metrics.jsonl", [rows[0] | {"val_set": "other"}, *rows[1:]])
+    rows = [{"step": 2, "val_loss": 2.0, "val_set": "other"}, {"step": 3, "val_loss": 4.0}, {"step": 4}]
+    write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
     assert names.complete_steps(tmp_path) == [1, 2, 5, 6, 7]
@@ -197,8 +157,8 @@ def test_leftovers_of_a_save_go_before_the_next(tmp_path):
     for name in ("optim_00001.pt", "optim_best.pt", "optim_00003.pt", ".model_00003.pt.part"):
         (tmp_path / name).write_bytes(b"content")
     save(tmp_path, 4)
-    kept = ["model_00002.pt", "model_00004.pt", "optim_00001.pt", "optim_00002.pt", "optim_00004.pt", "optim_best.pt"]
-    assert file_names(tmp_path) == kept
+    optims = ["optim_00001.pt", "optim_00002.pt", "optim_00004.pt", "optim_best.pt"]
+    assert file_names(tmp_path) == ["model_00002.pt", "model_00004.pt", *optims]
 
 
 @pytest.fixture
@@ -252,11 +212,11 @@ def test_a_failed_write_loses_nothing(tmp_path, monkeypatch):
     assert file_names(tmp_path / "run") == ["model_00001.pt", "optim_00001.pt"]
 
     # Somebody has freed space, and moved the folder away: the same writer recovers.
-    monkeypatch.setattr(torch, "save", real_save)
+    monkeypatch.undo()
     (tmp_path / "run").rename(tmp_path / "moved")
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
     writer.finish()
-    assert names.complete_steps(tmp_path / "run") == [4] and names.complete_steps(tmp_path / "moved") == [1]
+    assert names.complete_steps(tmp_path / "run") == [4]
 
 
 def test_a_last_write_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch):
@@ -270,10 +230,11 @@ def test_a_last_write_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch
         write(path, content)
 
     monkeypatch.setattr(checkpoint, "write", fail)
+    flags = [*tiny_args, "--max-steps", "1"]
     with pytest.raises(OSError, match=r"(?s)No space left.*newest complete step: None"):
-        train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "a")
+        train_quickstart(flags, tmp_path / "a")
     assert len(failures) == 1
-    assert names.complete_steps(train_quickstart([*tiny_args, "--max-steps", "1"], tmp_path / "b")) == [1]
+    assert names.complete_steps(train_quickstart(flags, tmp_path / "b")) == [1]
 
 
 def limit_the_size_of_files() -> None:
@@ -288,21 +249,6 @@ def test_a_save_that_can_never_succeed_ends_the_run(tiny_args, tmp_path, start_s
     assert script.wait().exit_code == 1 and "step 3 (OSError: [Errno 27]" in script.output, script.output
     assert json.loads((tmp_path / "status").read_text())["status"] == "user_error"
     assert not list((tmp_path / "run").glob("*.pt"))
-
-
-def test_weights_that_are_not_finite_replace_nothing(tmp_path):
-    save(tmp_path, 1)
-    model = GPT(SMALL)
-    with torch.no_grad():
-        model.transformer.wpe.weight[0, 0] = torch.nan
-    with pytest.raises(UserError, match=r"(?s)wpe.*: 1"):
-        save(tmp_path, 2, model, keep=1)
-    assert names.complete_steps(tmp_path) == [1]
-
-    # Nor are they read.
-    checkpoint.write(tmp_path / "model_00002.pt", checkpoint.model_file(model, 2))
-    with pytest.raises(UserError, match=r"wpe.* not finite"):
-        open_model(tmp_path / "model_00002.pt")
 
 
 @pytest.mark.parametrize("change", [
