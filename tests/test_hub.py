@@ -4,7 +4,6 @@ What is pushed comes back identical, an interrupted transfer continues, and a fi
 Most tests call run("push-data", ...), which is hub.py's main in this process.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from faults import hub_server
 from faults.hub_server import Fault
-from helpers import load_curve, load_weights, make_shards, same_bits, write_jsonl
+from helpers import load_metrics, load_weights, make_shards, same_bits, write_jsonl
 
 import hub as hub_script
 from system.cli import UserError
@@ -80,37 +79,10 @@ def published(hub, data) -> Path:
     return shutil.copytree(data, hub.root / "datasets/tester/toy")
 
 
-def test_a_push_that_fails_is_completed_by_another(run, hub, data):
-    hub.faults.append(Fault("status", "/commit/", code=400))
-    run("push-data", data, "tester/toy", fails_with="planted fault")
-    assert not read_folder(hub.root / "datasets/tester/toy")
-
-    # What has arrived is not sent again.
-    uploads = hub.count("PUT", "/lfs/")
-    run("push-data", data, "tester/toy")
-    assert hub.count("PUT", "/lfs/") == uploads
-    assert read_folder(hub.root / "datasets/tester/toy") == read_folder(data)
-    assert hub.private == {"datasets/tester/toy"}
-
-
-def test_a_pull_that_fails_is_completed_by_another(run, hub, published, data, tmp_path):
-    hub.faults.append(Fault("status", "train_000002.npy", times=10**6, code=404))
-    run("pull-data", "tester/toy", tmp_path / "out", fails_with=hub.url)
-    # Without a manifest the folder does not count as complete.
-    assert not (tmp_path / "out/manifest.json").exists()
-
-    hub.faults.clear()
-    hub.log.clear()
-    run("pull-data", "tester/toy", tmp_path / "out")
-    assert read_folder(tmp_path / "out") == read_folder(data)
-    assert hub.count("GET", "train_000002.npy") == 1 and not hub.count("GET", "train_000001.npy")
-
-
-@pytest.mark.parametrize("name", ["toy_train_000002.npy", "manifest.json"])
-def test_what_arrives_corrupted_is_never_taken(run, hub, published, data, tmp_path, name):
-    hub.faults.append(Fault("corrupt", name))
-    run("pull-data", "tester/toy", tmp_path / "out", fails_with=name)
-    assert not (tmp_path / "out" / name).exists() and not (tmp_path / "out/manifest.json").exists()
+def test_what_arrives_corrupted_is_never_taken(run, hub, published, data, tmp_path):
+    hub.faults.append(Fault("toy_train_000002.npy"))
+    run("pull-data", "tester/toy", tmp_path / "out", fails_with="toy_train_000002.npy")
+    assert not (tmp_path / "out/toy_train_000002.npy").exists() and not (tmp_path / "out/manifest.json").exists()
 
     run("pull-data", "tester/toy", tmp_path / "out")
     assert read_folder(tmp_path / "out") == read_folder(data)
@@ -123,7 +95,6 @@ def test_two_sets_of_shards_are_never_mixed(run, published, data, tmp_path):
     run("pull-data", "tester/toy", tmp_path / "new", fails_with="tester/toy")
     (published / "manifest.json").unlink()
     run("pull-data", "tester/toy", tmp_path / "out", fails_with=f"{tmp_path}/out")
-    assert read_folder(tmp_path / "out") == read_folder(data)
 
 
 def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
@@ -180,24 +151,19 @@ def test_a_token_that_only_reads_is_found_out(run, hub):
     assert hub.private == {"models/tester/mine"}
 
     # Where the repository exists, huggingface_hub's create_repo succeeds even with a token that only reads.
-    hub.faults.append(Fault("status", "/auth-check/write", code=403))
+    hub.faults.append(Fault("/auth-check/write", code=403))
     run("check", "tester/mine", fails_with="403")
 
 
 def test_what_the_hub_refuses_is_one_message(run, hub, published, data, tmp_path, monkeypatch):
-    assert "network" not in run("push-data", data, "tester/toy", token="", fails_with="hf auth login")
+    run("push-data", data, "tester/toy", token="", fails_with="hf auth login")
     run("push-data", data, "tester/toy", token="hf_wrong", fails_with="403")
     run("pull-data", "tester/none", tmp_path / "out", fails_with="404")
-    with monkeypatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        run("pull-data", "tester/none", tmp_path / "out", fails_with="HF_HUB_OFFLINE")
-    assert not (tmp_path / "out").exists()  # no empty folder is left behind
-
-    # A gated file, too many requests, a Hub that is down: the network works. An answer that quotes the token.
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub tries again
-    for code in (403, 429, 503):
-        hub.faults[:] = [Fault("status", "train_000001.npy", times=10**6, code=code)]
-        assert "network" not in run("pull-data", "tester/toy", tmp_path / "out", fails_with=str(code))
+    hub.faults.append(Fault("train_000001.npy", 503, times=10**6))
+    run("pull-data", "tester/toy", tmp_path / "out", fails_with="503")  # the cause, not that the network may be down
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    run("pull-data", "tester/toy", tmp_path / "out", fails_with="HF_HUB_OFFLINE")
 
 
 @pytest.mark.parametrize("endpoint, is_disabled", [("https://huggingface.co", False), ("https://mirror.example", True)])
@@ -224,30 +190,25 @@ def list_checkpoints(folder: Path) -> str:
 def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    # The last row of the metrics, as a run that has HellaSwag and GPT-2's tokens writes it.
-    with open(trained_run / "metrics.jsonl") as f:
-        *rows, last = map(json.loads, f)
-    write_jsonl(trained_run / "metrics.jsonl", [*rows, last | {"val_bpb": 1.25}])
+    last = load_metrics(trained_run)[-1]
     run("push-model", trained_run, "tester/run", "--with-optimizer")
 
     # transformers and open_model load the repository; the card says what it is.
     repo = hub.root / "models/tester/run"
     assert hub.private == {"models/tester/run"}
     model = open_model(trained_run)
-    logits, _ = model(torch.arange(20)[None])
-    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(repo)(torch.arange(20)[None]).logits, logits)
+    idx = torch.arange(20)[None]
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(repo)(idx).logits, model(idx)[0])
     assert same_bits(open_model("tester/run").state_dict(), model.state_dict())
     card = (repo / "README.md").read_text()
-    scores = f"| {last['val_loss']:.4f} | 1.2500 | - |"
-    assert f"{model.num_params():,}" in card and scores in card and '"tester/run")' in card
+    assert all(fact in card for fact in (f"{model.num_params():,}", f"{last['val_loss']:.4f} ", '"tester/run")'))
 
     # A pull brings the newest step and the run's files, without the export. What arrives corrupted is not taken.
     for path in trained_run.glob("*_0000[369].pt"):
         path.unlink()
-    hub.faults.append(Fault("corrupt", "/metrics.jsonl"))
+    hub.faults.append(Fault("/metrics.jsonl"))
     run("pull-model", "tester/run", tmp_path / "copy", fails_with=r"metrics\.jsonl.*damaged")
-    for _ in range(2):
-        run("pull-model", "tester/run", tmp_path / "copy")
+    run("pull-model", "tester/run", tmp_path / "copy")
     pulled = read_folder(tmp_path / "copy")
     assert pulled.pop("train_config.json") == pulled["config.json"] and pulled == read_folder(trained_run)
 
@@ -256,12 +217,10 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
     run("pull-model", "tester/run", tmp_path / "copy")
     assert (tmp_path / "copy/config.json").read_text() == "{}"
     for name in ("metrics.jsonl", "model_00012.pt"):
-        path = tmp_path / "copy" / name
-        path.write_bytes(path.read_bytes()[::-1])
-        before = path.read_bytes()
+        (tmp_path / "copy" / name).write_bytes(pulled[name][::-1])
         run("pull-model", "tester/run", tmp_path / "copy", fails_with=f"different {name}")
-        assert path.read_bytes() == before
-        path.unlink()
+        assert (tmp_path / "copy" / name).read_bytes() == pulled[name][::-1]
+        (tmp_path / "copy" / name).unlink()
 
 
 @pytest.mark.parametrize("flags, names", [
@@ -289,7 +248,7 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
 
     # The branch has the newest step alone, and no history that fills the storage; the page stays as it is.
     assert list_checkpoints(unfinished) == "model_00009 optim_00009"
-    assert hub.count("POST", "super-squash/unfinished") == 2
+    assert sum("super-squash/unfinished" in path for _, path in hub.log) == 2
     assert read_folder(repo) == page
 
     # The newest step of both can be resumed elsewhere.
@@ -298,7 +257,7 @@ def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path)
 
     # One file, or a push that fails, removes nothing; the last push of the run does.
     run("push-model", trained_run / "model_00006.pt", "tester/run")
-    hub.faults.append(Fault("status", "/commit/", code=400))
+    hub.faults.append(Fault("/commit/", code=400))
     run("push-model", trained_run, "tester/run", "--with-optimizer", fails_with="planted fault")
     assert list_checkpoints(unfinished) == "model_00009 optim_00009"
     run("push-model", trained_run / "model_00012.pt", "tester/run")
@@ -333,18 +292,13 @@ def test_a_checkpoint_deleted_in_its_upload_arrives(run, hub, trained_run, monke
     assert not (trained_run / ".push" / "files").exists()
 
 
-def test_an_export_says_how_to_load_it(run, one_run, tmp_path):
-    run("export", one_run / "model_00012.pt", tmp_path / "hf")
-    assert same_bits(open_model(tmp_path / "hf").state_dict(), load_weights(one_run))
-    card = (tmp_path / "hf/README.md").read_text()
-    assert f'"{tmp_path}/hf")' in card and f"{load_curve(one_run)[12][1]:.4f}" in card
-
-
-def test_an_import_keeps_the_step_and_the_weights(run, one_run, tmp_path):
+def test_an_export_and_an_import_keep_the_weights(run, one_run, tmp_path):
     weights = load_weights(one_run)
-    torch.save({"model": weights, "config": {"n_head": 2}, "step": 19072}, tmp_path / "old.pt")
-    assert "'my out'" in run("import", "old.pt", "my out")
-    assert same_bits(load_weights(tmp_path / "my out", 19072), weights)
+    run("export", one_run / "model_00012.pt", tmp_path / "hf")
+    assert same_bits(open_model(tmp_path / "hf").state_dict(), weights)
+    assert f'"{tmp_path}/hf")' in (tmp_path / "hf/README.md").read_text()
 
-    # It never joins another run.
-    run("import", "old.pt", one_run, fails_with=str(one_run))
+    torch.save({"model": weights, "config": {"n_head": 2}, "step": 19072}, tmp_path / "old.pt")
+    run("import", "old.pt", "out")
+    assert same_bits(load_weights(tmp_path / "out", 19072), weights)
+    run("import", "old.pt", one_run, fails_with=str(one_run))  # it never joins another run

@@ -1,11 +1,11 @@
 """A stand-in for the Hugging Face Hub on loopback, with faults on demand, so that tests need no network.
 
     with hub_server.start(tmp_path / "hub") as hub:         # repos are folders: tmp_path/hub/datasets/OWNER/NAME/...
-        hub.faults.append(Fault("corrupt", "000001.npy"))   # the next download of that file has a byte flipped
+        hub.faults.append(Fault("000001.npy"))              # the next download of that file has a byte flipped
         run_script("hub.py", "pull-data", "tester/tokens", out, env=hub.env())
 
-It has the part of the Hub's HTTP API that huggingface_hub uses for what this project does: the cases of `find_answer`
-and `find_answer_of`. A branch is a folder NAME@BRANCH. A commit is known by a hash of its files; when they change, it
+It has the part of the Hub's HTTP API that huggingface_hub uses for what this project does: the cases of `find_answer`.
+A branch is a folder NAME@BRANCH. A commit is known by a hash of its files; when they change, it
 is gone.
 """
 
@@ -28,13 +28,12 @@ LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 
 @dataclass
 class Fault:
-    """What goes wrong, for the next `times` requests whose path contains `path`. kind: corrupt (one byte of a download
-    flipped), or status (answer `code`, to any request)."""
+    """What goes wrong, for the next `times` requests whose path contains `path`: any is answered with `code` or, if
+    that is 0, a download has a byte flipped."""
 
-    kind: str
     path: str
+    code: int = 0
     times: int = 1
-    code: int = 500
 
 
 @dataclass
@@ -67,16 +66,13 @@ class Hub:
         for name, value in {**values, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
             monkeypatch.setattr(constants, name, value)
 
-    def take_fault(self, method: str, path: str) -> Fault:
-        """The fault that hits this request, once less; one that does nothing if there is none."""
-        hits = [fault for fault in self.faults if fault.times and fault.path in path]
-        fault = next((fault for fault in hits if fault.kind == "status" or method == "GET"), Fault("none", ""))
-        fault.times -= 1
-        return fault
-
-    def count(self, method: str, part: str) -> int:
-        """How many requests of this method, with this part of a path, have been answered."""
-        return sum(logged_method == method and part in path for logged_method, path in self.log)
+    def take_fault(self, method: str, path: str) -> Fault | None:
+        """The fault that hits this request, once less."""
+        for fault in self.faults:
+            if fault.times and fault.path in path and (fault.code or method == "GET"):
+                fault.times -= 1
+                return fault
+        return None
 
 
 class Refused(Exception):
@@ -90,23 +86,18 @@ def hash_of(path: Path) -> str:
     return hashlib.sha1(json.dumps(list_files(path)).encode()).hexdigest()
 
 
-def git_hash_of(path: Path) -> str:
-    """The hash by which git stores a file."""
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dict]:
     """The files and folders of a branch as the Hub lists them."""
     entries = []
     for path in sorted((branch / below).glob(pattern)):
-        name = path.relative_to(branch).as_posix()
-        entry = {"path": name, "rfilename": name, "size": path.stat().st_size, "oid": hash_of(path)}
-        entry["type"] = "file" if path.is_file() else "directory"
+        name, oid = path.relative_to(branch).as_posix(), hash_of(path)
+        entry = {"path": name, "rfilename": name, "size": path.stat().st_size, "oid": oid, "type": "directory"}
         if path.is_file():
-            entry["blobId"] = git_hash_of(path)
+            content = path.read_bytes()
+            git_hash = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            entry |= {"type": "file", "blobId": git_hash}
         if path.suffix in LFS_SUFFIXES:
-            entry["lfs"] = {"oid": entry["oid"], "sha256": entry["oid"], "size": entry["size"], "pointerSize": 134}
+            entry["lfs"] = {"oid": oid, "sha256": oid, "size": entry["size"], "pointerSize": 134}
         entries.append(entry)
     return entries
 
@@ -140,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         self.status, self.answer_headers = 200, {}
         fault = self.hub.take_fault(self.command, self.path)
         try:
-            if fault.kind == "status":
+            if fault and fault.code:
                 raise Refused(fault.code, "planted fault")
             answer = self.find_answer(unquote(urlsplit(self.path).path), body)
         except Refused as error:
@@ -154,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-        if fault.kind == "corrupt":
+        if fault and not fault.code:
             data = data[:-1] + bytes([data[-1] ^ 1])
         if self.command != "HEAD":
             self.wfile.write(data)
@@ -164,7 +155,8 @@ class Handler(BaseHTTPRequestHandler):
     def find_answer(self, path: str, body: bytes) -> bytes | dict | list:
         """The content of a file, or what to send as JSON."""
         stored = self.hub.root / ".lfs"
-        match path.removeprefix("/").removeprefix("api/").split("/"):
+        parts = path.removeprefix("/").removeprefix("api/").split("/")
+        match parts:
             case ["validate-yaml"]:
                 return {"errors": [], "warnings": []}
             case ["lfs", sha256]:
@@ -178,17 +170,14 @@ class Handler(BaseHTTPRequestHandler):
                         wanted["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}
                 return {"transfer": "basic", "objects": objects}
             case ["repos", "create"]:
-                wanted = json.loads(body)
-                names = wanted["type"] + "s", wanted["organization"] or USER, wanted["name"]
-                return self.find_answer_of(*names, ["create", wanted["visibility"]], body)
-            case ["datasets" | "models" as kind, owner, name, *action]:
-                return self.find_answer_of(kind, owner, name, action, body)
-            case [owner, name, *action]:  # the address of a download has no prefix for a model
-                return self.find_answer_of("models", owner, name, action, body)
-        raise Refused(404, f"nothing at {path}")
+                new = json.loads(body)
+                parts = [new["type"] + "s", new["organization"] or USER, new["name"], "create", new["visibility"]]
+            case ["datasets" | "models", *_]:
+                pass
+            case _:
+                parts = ["models", *parts]  # the address of a download has no prefix for a model
+        kind, owner, name, *action = parts
 
-    def find_answer_of(self, kind: str, owner: str, name: str, action: list[str], body: bytes) -> bytes | dict | list:
-        """What is sent of a repository, or for a change of it, to those who may see and change it."""
         # Without a token, a private repository looks like one that does not exist.
         authorized = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         repo = f"{kind}/{owner}/{name}"
@@ -235,7 +224,7 @@ class Handler(BaseHTTPRequestHandler):
                     if change["key"] == "deletedFile":
                         target.unlink()
                     else:
-                        shutil.copyfile(self.hub.root / ".lfs" / change["value"]["oid"], target)
+                        shutil.copyfile(stored / change["value"]["oid"], target)
                 return {"commitOid": hash_of(branch), "commitUrl": f"{self.hub.url}/{owner}/{name}/commit/x"}
             case ["POST", "branch", new]:
                 if main.with_name(f"{name}@{new}").exists():
