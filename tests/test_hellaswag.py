@@ -1,11 +1,9 @@
 """HellaSwag: the scores are those of a plain scorer that reads one ending at a time, on one rank or several.
 test_runtimes.py compares them with the LM Evaluation Harness."""
 
-import itertools
 import json
 import math
 import os
-import shlex
 import sys
 
 import pytest
@@ -55,18 +53,15 @@ def examples():
 def score_plainly(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each ending, summed and mean over its tokens, each (n, 4): one ending at a time, from the raw text."""
     encode = tokenizer.encoding().encode_ordinary
-    sums, means = [], []
+    losses = []
     for row in rows:
         context = encode(row["ctx"])
-        for text in row["endings"]:
-            ending = encode(" " + text)
+        for ending in (encode(" " + text) for text in row["endings"]):
             ids = torch.tensor([context + ending])  # (1, T)
             logits, _ = model(ids[:, :-1])
-            token_losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")  # (T - 1,)
-            ending_losses = token_losses[-len(ending) :]
-            sums.append(ending_losses.sum())
-            means.append(ending_losses.mean())
-    return torch.tensor(sums).view(-1, 4), torch.tensor(means).view(-1, 4)
+            ending_losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")[-len(ending) :]
+            losses.append((ending_losses.sum(), ending_losses.mean()))
+    return torch.tensor(losses).view(-1, 4, 2).unbind(-1)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -79,16 +74,11 @@ def test_scores_equal_the_plain_scorer(name, tmp_path):
     losses = hellaswag.score(model, examples, CPU)
     result = script.evaluate(model, examples, "cpu")
 
-    # Losses to rounding; predictions row for row.
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
-    assert torch.equal(losses.argmin(1), sums.argmin(1))
-    assert torch.equal(hellaswag.normalize(losses, examples).argmin(1), means.argmin(1))
-    labels = torch.tensor([int(row["label"]) for row in rows])
-    acc_norm = (means.argmin(1) == labels).double().mean().item()
-    assert result["acc"] == (sums.argmin(1) == labels).double().mean().item()
-    assert result["acc_norm"] == acc_norm
-    assert result["stderr"] == pytest.approx((acc_norm * (1 - acc_norm) / (len(rows) - 1)) ** 0.5)
-    assert result["n"] == len(rows)
+    torch.testing.assert_close(hellaswag.normalize(losses, examples), means, atol=1e-3, rtol=1e-5)
+    acc, acc_norm = ((loss.argmin(1) == torch.arange(4)).double().mean().item() for loss in (sums, means))
+    stderr = (acc_norm * (1 - acc_norm) / 3) ** 0.5
+    assert result == pytest.approx({"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": 4})
 
 
 def test_ranks_share_the_work_exactly(model, examples, monkeypatch):
@@ -125,24 +115,9 @@ def test_a_long_context_loses_its_beginning(block_size):
     losses = hellaswag.score(small, [example], CPU)
 
     # Each " dog" is one token. With the longest ending, whose last token is not read, they fill all positions.
-    longest = max(len(ending) for ending in example.endings)
+    longest = max(map(len, example.endings))
     sums, _ = score_plainly(small, [row | {"ctx": " dog" * (block_size + 1 - longest)}])
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
-
-
-def test_shapes_are_few_and_batches_within_bounds():
-    """A GPU plans each length anew. Texts of one length stand side by side, so that little is padding."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 150, (400, 2), generator=generator).tolist()
-    texts = [([1] * in_context, [2] * in_ending) for in_context, in_ending in lengths]
-
-    plan = hellaswag.plan_batches(texts, max_positions=256)
-    assert sorted(itertools.chain(*plan)) == list(range(400))
-    shapes = [hellaswag.make_batch([texts[i] for i in batch], 1024)[0].shape for batch in plan]
-
-    assert all(n * T <= 256 or n == 1 for n, T in shapes)
-    assert len({T for _, T in shapes}) < 300 / 7
-    assert sum(n * T for n, T in shapes) < 1.1 * sum(map(sum, lengths))
 
 
 # ------------------------------------------------------------------------- files of rows
@@ -150,21 +125,18 @@ def test_shapes_are_few_and_batches_within_bounds():
 
 @pytest.mark.parametrize("name, size, why_not", [
     ("rows.jsonl", {"block_size": 25}, ""), ("rows.jsonl", {"block_size": 24}, "reads 24"),
-    ("rows.jsonl", {"vocab_size": 50256}, "50256"),
-    ("rows.jsonl", {"vocab_size": 100352}, "100352"),
+    ("rows.jsonl", {"vocab_size": 50256}, "50256"), ("rows.jsonl", {"vocab_size": 100352}, "100352"),
     ("data/hellaswag/hellaswag_val.jsonl", {}, "data/hellaswag"),
 ])  # fmt: skip
 def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, name, size, why_not):
     """Or trains without HellaSwag, and prints why."""
     monkeypatch.chdir(tmp_path)  # where nothing has been downloaded
-    ending = "cat" + " cat" * 24  # 25 tokens
-    write_jsonl(tmp_path / "rows.jsonl", [ROW | {"endings": [ending] * 4}])
+    write_jsonl(tmp_path / "rows.jsonl", [ROW | {"endings": ["cat" + " cat" * 24] * 4}])  # 25 tokens
 
     scorer = hellaswag.make_scorer(name, GPTConfig(**size))
 
     printed = capsys.readouterr().out
-    assert (scorer is None) == bool(why_not)
-    assert why_not in printed and bool(printed) == bool(why_not)
+    assert why_not in printed and bool(printed) == bool(why_not) == (scorer is None)
 
 
 @pytest.mark.parametrize("bad", [
@@ -191,21 +163,20 @@ def test_unlike_ranks_score_in_one_precision(run_ranks, model, tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(20))
     examples = hellaswag.load_examples(data, 16)
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    expected_losses = hellaswag.score(model, examples, CPU)
-    expected = hellaswag.summarize(expected_losses, examples)
+    expected = hellaswag.score(model, examples, CPU)
 
     flags = ("-m", tmp_path, "-d", "cpu", "--data", data, "--limit", 16, "--per-example", tmp_path / "out")
     output = run_ranks(2, "hellaswag.py", *flags, prepare=only_rank_1_lacks_bfloat16)
 
-    assert f"hellaswag acc {expected['acc']:.4f} acc_norm {expected['acc_norm']:.4f} n 16\n" in output
+    assert hellaswag.describe_score(hellaswag.summarize(expected, examples)) in output
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [row["index"] for row in rows] == list(range(16))
-    assert sum(row["pred"] == row["label"] for row in rows) == round(expected["acc"] * 16)
-    assert sum(row["pred_norm"] == row["label"] for row in rows) == round(expected["acc_norm"] * 16)
+    assert [(row["index"], row["label"]) for row in rows] == [(i, e.label) for i, e in enumerate(examples)]
     # bfloat16 would change the losses by about 1%.
-    losses, means = (torch.tensor([row[key] for row in rows]) for key in ("losses", "losses_norm"))
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(means, hellaswag.normalize(expected_losses, examples), rtol=1e-5, atol=0)
+    means = hellaswag.normalize(expected, examples)
+    for losses, suffix in ((expected, ""), (means, "_norm")):
+        found = torch.tensor([row["losses" + suffix] for row in rows])
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+        assert [row["pred" + suffix] for row in rows] == losses.argmin(1).tolist()
 
 
 def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
@@ -223,23 +194,18 @@ def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_of_the_error_downloads_all_rows(run_main, tmp_path):
-    path = tmp_path / "data" / "my rows.jsonl"  # a space, which the command must quote
-    source = write_jsonl(tmp_path / "source.jsonl", [ROW] * script.VAL_ROWS)
-
-    # The error for missing rows names a command, which downloads them.
-    with pytest.raises(UserError) as error:
+def test_all_rows_are_downloaded_once_or_none(run_main, tmp_path):
+    path, source = tmp_path / "data" / "my rows.jsonl", tmp_path / "source.jsonl"
+    download = ("--data", path, "--url", source.as_uri())
+    with pytest.raises(UserError, match="--data"):
         run_main("--model", "gpt2", "--data", path)
-    flags = shlex.split(str(error.value).rpartition(": python hellaswag.py ")[2])
-    assert "10042 rows" in run_main(*flags, "--url", source.as_uri())
-    assert path.read_bytes() == source.read_bytes()
-
-    # What is there is not fetched again.
-    assert "10042 rows" in run_main(*flags, "--url", "nowhere")
-
-
-def test_a_download_is_complete_or_not_taken(run_main, tmp_path):
-    source = write_jsonl(tmp_path / "source.jsonl", [ROW] * 5)
+    write_jsonl(source, [ROW] * 5)
     with pytest.raises(UserError, match=source.as_uri()):
-        run_main("--data", tmp_path / "few", "--url", source.as_uri())
-    assert not (tmp_path / "few").exists()
+        run_main(*download)
+    assert not path.exists()
+
+    write_jsonl(source, [ROW] * script.VAL_ROWS)
+    assert "10042 rows" in run_main(*download)
+    assert path.read_bytes() == source.read_bytes()
+    source.unlink()
+    assert "10042 rows" in run_main(*download)  # what is there is not fetched again
