@@ -27,13 +27,20 @@ def build(cfg):
     return model, optim.build_optimizers(model, cfg, CPU)
 
 
+def update(model, optimizers):
+    """As training/step.py does it."""
+    master_weights.give_gradients(model)
+    for optimizer in optimizers:
+        optimizer.step()
+    master_weights.take_weights(model)
+
+
 def take_step(model, optimizers, cfg, step):
     """One training step, of 10, on random tokens that depend on the step."""
     idx = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
     model(idx, idx)[1].backward()
     schedule.set_learning_rates(optimizers, step, 10, cfg)
-    for optimizer in optimizers:
-        optimizer.step()
+    update(model, optimizers)
     model.zero_grad()
 
 
@@ -120,7 +127,7 @@ def test_bfloat16_weights_keep_float32_masters():
     for _ in range(3):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        optimizers[0].step()
+        update(model, optimizers)
 
     state = master_weights.float32_state_dict(model)
     assert torch.allclose(before - state["transformer.h.0.attn.c_attn.weight"], torch.tensor(3e-6), atol=1e-8)
