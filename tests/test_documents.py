@@ -64,6 +64,8 @@ def test_a_file_that_is_cut_is_named(tmp_path, suffix):
 @pytest.mark.parametrize("name, content, value", [
     ("a.txt", "café".encode("latin-1"), "utf-8"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 3}', "line 2"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 0}', "line 2"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}', "line 2"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "caf\xe9"}', "line 3"),
     ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2"),
     ("a.jsonl", b'{"body": "a"}', "'text' but body"),

@@ -114,8 +114,10 @@ def read_parquet(path: Path, column: str) -> Iterator[Piece]:
             raise UserError(explain_content(path, column, str(schema.field(column).type))) from None
         for value in values:
             row += 1
-            with explain_errors(f"row {row} is not UTF-8 text: {value!r:.80}", "convert it to UTF-8"):
+            try:
                 text = value.decode() if value else None
+            except UnicodeDecodeError:
+                raise UserError(f"row {row} is not UTF-8: {value[:80]!r}; convert it") from None
             yield text, True
 
 
@@ -127,11 +129,12 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
                 continue
             with explain_errors(f"line {number} is not an object of JSON in UTF-8: {line[:80]!r}", "correct it"):
                 row = dict(json.loads(line))
+                str(row.get(column)).encode()  # half of a surrogate pair is no character
             require(column in row, f"line {number}: {explain_column(column, row)}")
-            text = row[column] or None
+            text = row[column]
             is_text = text is None or isinstance(text, str)
             require(is_text, f"line {number}: {explain_content(path, column, repr(text))}")
-            yield text, True
+            yield text or None, True
 
 
 # ------------------------------------------------------------------------- text
