@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from system import cli
 from system.cli import UserError, print0, require
 from system.files import lock_folder
 from tokens import shards, sources
-from tokens.documents import READERS, TOKEN_READERS, Chunk, find_reader, read_chunks, read_nanogpt
+from tokens.documents import READERS, Chunk, find_reader, read_chunks, read_nanogpt
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, Shard, Source
 from tokens.tokenizer import EOT, bulk_encoder
@@ -92,10 +93,7 @@ def find_local_files(names: list[str]) -> dict[Path, str]:
         return sources.INSTALLED[names[0]]()
     if len(names) == 1 and sources.is_on_hub(names[0]):
         return {}
-    files = with_val_first(sources.find_files(names))
-    has_tokens = {find_reader(path) in TOKEN_READERS.values() for path in files}
-    require(len(has_tokens) == 1, "--source has files of text, and files of tokens (.bin, .npy); give one kind")
-    return files
+    return with_val_first(sources.find_files(names))
 
 
 # What nanoGPT's prepare.py writes: its validation split, then what it trains on.
@@ -144,33 +142,21 @@ def write_plays(plays: Iterable[Path], folder: Path) -> list[Path]:
 
 def plan_manifest(args: argparse.Namespace, source: Source, files: list[Path]) -> Manifest:
     """The manifest of a folder that is yet to be filled. files: the local ones."""
-    limit_tokens = args.limit_tokens
-    if not files and limit_tokens is None:
-        limit_tokens = sources.find_dataset(args.source[0]).limit_tokens
-
     shard_tokens = args.shard_size
     if [path.name for path in files] == NANOGPT_FILES:
         rule = "--shard-size: with nanoGPT's val.bin, a shard has as many tokens as that; leave it out"
         require(shard_tokens is None, rule)
         shard_tokens = sum(len(ids) + begins for ids, begins in read_nanogpt(files[0]))  # EOT begins a document
-        require(shard_tokens, f"{files[0]} has no text; move it away, and the first shard becomes the validation split")
+        require(shard_tokens, f"{files[0]} has no text")
     elif shard_tokens is None:
         largest: float = SHARD_TOKENS
         source_bytes = sum(file.bytes or 0 for file in source.files)
         if source_bytes:  # else the Hub does not say
             largest = min(largest, source_bytes / 24)
-        if limit_tokens:
-            largest = min(largest, limit_tokens / 10)
+        if args.limit_tokens:
+            largest = min(largest, args.limit_tokens / 10)
         shard_tokens = max(1, int(float(f"{largest:.0e}")))  # rounded to one digit, such as "4e+07"
-    return Manifest(source, args.format, shard_tokens, limit_tokens)
-
-
-def list_parameters(manifest: Manifest) -> dict[str, object]:
-    """All that decides which bytes the shards of a manifest have. The revision stands for the files."""
-    parameters = {**vars(manifest), **vars(manifest.source)}
-    for name in ("source", "files", "complete", "shards"):
-        del parameters[name]
-    return parameters
+    return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 
 def check_folder(out: Path, planned: Manifest, previous: Manifest | None) -> None:
@@ -179,8 +165,10 @@ def check_folder(out: Path, planned: Manifest, previous: Manifest | None) -> Non
         for path in shards.shard_files(out):
             raise UserError(f"{path} was not written by this command; choose another --out")
     elif previous.shards:
-        before, now = list_parameters(previous), list_parameters(planned)
-        changed = [f"{name} {before[name]}, not {now[name]}" for name in now if before[name] != now[name]]
+        before, now = vars(previous) | vars(previous.source), vars(planned) | vars(planned.source)
+        # All that decides which bytes the shards have; the revision stands for the files.
+        names = now.keys() - {"source", "files", "complete", "shards"}
+        changed = [f"{name} {before[name]}, not {now[name]}" for name in sorted(names) if before[name] != now[name]]
         fix = f"choose another --out, or: rm -r {shlex.quote(str(out))}"
         require(not changed, f"{out.absolute()} was made with {', '.join(changed)}; {fix}")
 
@@ -189,14 +177,11 @@ def cut_at_damage(out: Path, manifest: Manifest) -> Manifest:
     """The manifest up to the first shard that is missing or has another size: this and all later ones are to be made
     again. (Other damage is found by the hash, whenever a shard is read.)"""
     for i, shard in enumerate(manifest.shards):
-        path = out / shard.file
-        try:
-            is_intact = path.exists() and shards.count_tokens(path) == shard.tokens
-        except UserError:
-            is_intact = False
-        if not is_intact:
-            print0(f"{path} is missing or damaged: making it and the later ones again")
-            return replace(manifest, shards=manifest.shards[:i], complete=False)
+        with suppress(UserError):
+            if shards.count_tokens(out / shard.file) == shard.tokens:
+                continue
+        print0(f"{out / shard.file} is missing or damaged: making it and the later ones again")
+        return replace(manifest, shards=manifest.shards[:i], complete=False)
     return manifest
 
 
@@ -307,11 +292,10 @@ def make_shards(out: Path, manifest: Manifest, paths: Iterable[Path], first_file
     counts: Counter = Counter()
     chunks = prefetch(read_chunks(paths, first_file, manifest.source.column, counts), 4)
 
-    stated = re.search(r"(\d+)BT", manifest.source.subset)  # of FineWeb's samples
-    total = manifest.limit_tokens or (int(stated[1]) * 10**9 if stated else None)
     done = sum(shard.tokens for shard in manifest.shards)
     # disable=None: a bar is for a terminal, where it moves below the lines that print0 writes.
-    with tqdm(total=total, initial=done, desc=str(out), unit=" tokens", unit_scale=True, disable=None) as bar:
+    display = {"desc": str(out), "unit": " tokens", "unit_scale": True, "disable": None}
+    with tqdm(total=manifest.limit_tokens, initial=done, **display) as bar:
         for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
             manifest = add_shard(out, manifest, tokens, end)
             print0(f"wrote {out / manifest.shards[-1].file}")
@@ -328,7 +312,7 @@ def make_shards(out: Path, manifest: Manifest, paths: Iterable[Path], first_file
     return manifest
 
 
-def fill_folder(out: Path, planned: Manifest, files: list[Path], licence: str) -> Manifest:
+def fill_folder(out: Path, planned: Manifest, files: list[Path]) -> Manifest:
     """Make all shards of a source that are not in the folder yet. Raises UserError.
 
     files: the local ones; none of a dataset on the Hub, which are downloaded.
@@ -351,7 +335,6 @@ def fill_folder(out: Path, planned: Manifest, files: list[Path], licence: str) -
     downloads = out / ".source"
     paths: Iterable[Path] = files[first_file:]
     if not files:
-        print0(f"downloading {manifest.source.name} ({licence})")
         paths = sources.download(manifest.source, first_file, downloads)
     elif manifest.source.name == "shakespeare":
         paths = write_plays(files, downloads)[first_file:]
@@ -369,17 +352,18 @@ def main() -> None:
     require(is_named or args.out, "--source has files: also say where their shards go, as in --out data/my")
     out = Path(args.out or f"data/{name.rpartition('/')[2]}")
 
-    previous = shards.read_manifest(out)
     if files:
         source = sources.describe_files(name if is_named else "files", files, args.text_column)
     else:
-        known = previous.source if previous else None
-        source = sources.describe_hub(name, args.subset, args.split, args.text_column, known)
-        for file in source.files:
-            find_reader(Path(file.path))
+        dataset = sources.find_dataset(name)
+        print0(f"{dataset.repo}: {dataset.licence}")
+        args.limit_tokens = args.limit_tokens or dataset.limit_tokens
+        source = sources.describe_hub(dataset, args.subset, args.split, args.text_column, shards.read_manifest(out))
+    for file in source.files:
+        find_reader(Path(file.path))
     planned = plan_manifest(args, source, list(files))
     with lock_folder(out):
-        manifest = fill_folder(out, planned, list(files), sources.find_dataset(name).licence)
+        manifest = fill_folder(out, planned, list(files))
 
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)

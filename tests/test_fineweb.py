@@ -178,8 +178,7 @@ def test_nanogpts_validation_split_stays_one(tmp_path, quick, first, last):
         assert np.concatenate([shards.read_shard(path) for path in rest]).tolist() == [EOT, *ids["train.bin"][:-1]]
 
     other = write_token_file(tmp_path / "nano" / "other.bin", ids["train.bin"])
-    text = write_documents(tmp_path / "nano" / "input.txt", ["text"])
-    for sources in ((other, val), (train, "--shard-size", 100), (train, text)):
+    for sources in ((other, val), (train, "--shard-size", 100)):
         with pytest.raises(UserError):
             run_fineweb("--source", *sources, "--out", tmp_path / "refused")
     assert not (tmp_path / "refused").exists()

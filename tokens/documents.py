@@ -237,14 +237,14 @@ def read_nanogpt(path: Path) -> Iterator[Piece]:
 
 # ------------------------------------------------------------------------- how each suffix is read
 
-TOKEN_READERS = {".npy": read_shard, ".bin": read_bin}
 # Also compressed. Markup and data formats (html, xml, csv) are not read: as plain text they would train a model on tags
 # and separators.
 STREAM_READERS = {".jsonl": read_jsonl, ".txt": read_text, ".md": read_text, ".py": read_text}
 READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".parquet": read_parquet,
     **{suffix + compression: read for suffix, read in STREAM_READERS.items() for compression in ("", ".gz", ".zst")},
-    **TOKEN_READERS,
+    ".npy": read_shard,
+    ".bin": read_bin,
 }
 
 

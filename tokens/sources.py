@@ -3,7 +3,7 @@
     files = find_files(["books-*.parquet"])                # {Path("books-00.parquet"): "books-00.parquet"}
     source = describe_files("files", files, column="text")
 
-    source = describe_hub("fineweb-edu", subset=None, split=None, column="text", previous=None)
+    source = describe_hub(find_dataset("fineweb-edu"), subset=None, split=None, column="text", previous=None)
     for path in download(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
         ...  # the file is deleted when the next one is asked for
 
@@ -20,6 +20,7 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from system.cli import UserError, explain_errors, require
 from system.huggingface import open_hub
 from tokens import shards
 from tokens.prefetch import prefetch
-from tokens.shards import Source, SourceFile
+from tokens.shards import Manifest, Source, SourceFile
 from tokens.tokenizer import EOT, encoding
 
 
@@ -162,24 +163,25 @@ def find_dataset(name: str) -> HubDataset:
     return HUB_DATASETS.get(name) or HubDataset(name, None)
 
 
-def describe_hub(name: str, subset: str | None, split: str | None, column: str, previous: Source | None) -> Source:
+def describe_hub(
+    dataset: HubDataset, subset: str | None, split: str | None, column: str, previous: Manifest | None
+) -> Source:
     """A Hub dataset, at its newest revision, as the manifest's source. Raises UserError.
 
-    name: of HUB_DATASETS, or OWNER/NAME.
     subset: a configuration of the dataset, or the first characters of its files' paths, with a slash.
     split: of the configuration; None means train.
-    previous: the source of a folder that was begun earlier. If it is the same choice of the same dataset, its revision
-    and its files stay as they are, whatever the Hub has now.
+    previous: the manifest of a folder that was begun earlier. If it has the same choice of the same dataset, its
+    revision and its files stay as they are, whatever the Hub has now.
     """
-    dataset = find_dataset(name)
     repo = dataset.repo
     start = (dataset.folder or "") if subset is None else subset
     is_path = "/" in start or (subset is None and dataset.folder is not None)
     rule = f"--split {split} is for a configuration, but --subset {start} is a path in {repo}"
     require(not (is_path and split), f"{rule}; leave out one of the two")
     chosen_split = None if is_path else split or "train"
-    if previous and (previous.name, previous.subset, previous.split) == (repo, start, chosen_split):
-        return Source(repo, start, previous.revision, previous.files, column, chosen_split)
+    known = previous.source if previous else Source("")
+    if (known.name, known.subset, known.split) == (repo, start, chosen_split):
+        return replace(known, column=column)
 
     with open_hub() as api:
         # One revision, so that an upload in the meantime changes nothing.
