@@ -219,7 +219,7 @@ def text_source(tmp_path):
     hold several files."""
     files = [write_documents(tmp_path / "src" / f"{i}{SUFFIXES[i]}", make_documents(i, 9)) for i in range(5)]
     files += [write_documents(tmp_path / "src" / f"w{i}.txt", [f"small {i}"]) for i in range(90)]
-    return ["--source", *files, "--shard-size", 7000]
+    return ["--source", *files, "--shard-size", 7000, "--limit-tokens", 30_000]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Properties that hold for any input: order of data, shard writer, schedules.
+"""Properties that hold for any input: order of data, schedules.
 
 hypothesis draws the inputs. When a property fails it reports the smallest input that it found.
 """
@@ -6,20 +6,14 @@ hypothesis draws the inputs. When a property fails it reports the smallest input
 import dataclasses
 import inspect
 import os
-import tempfile
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import encode, shared_encoder
 from helpers import choices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import fineweb
-from tokens import shards, tokenizer
-from tokens.documents import Chunk
 from tokens.loader import DataOrder, Loader
 from training.config import TrainConfig
 from training.presets import PRESETS
@@ -72,52 +66,6 @@ def test_a_step_is_a_function_of_seed_and_step_alone(order, step, B, data):
     of_all_ranks = np.stack(parts, axis=1).reshape(-1, 2)  # (sequences_per_step, 2)
     of_one_reader = DataOrder(**order).span(step * sequences_per_step, sequences_per_step)
     assert (of_all_ranks == of_one_reader).all()
-
-
-# ------------------------------------------------------------------------- shard writer and manifest
-
-
-def write_shards(chunks, folder, manifest) -> shards.Manifest:
-    """The manifest once the shards after its own are written."""
-    for tokens, end in fineweb.fill_shards(chunks, manifest):
-        manifest = fineweb.add_shard(folder, manifest, tokens, end)
-    return manifest
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.text(max_size=12), min_size=1, max_size=6),
-    st.integers(1, 50),
-    st.integers(1, 60) | st.none(),
-    st.integers(1, 5),
-    st.sampled_from(["npy", "bin"]),
-    st.data(),
-)
-def test_the_shards_together_hold_the_documents(documents, shard_tokens, limit, chunk_size, shard_format, data):
-    """For any documents, shard size, limit and cut into chunks; also after a stop at any shard."""
-    empty = shards.Manifest(shards.Source("x"), shard_format, shard_tokens, limit)
-    batches = [documents[i : i + chunk_size] for i in range(0, len(documents), chunk_size)]
-    chunks = [Chunk(texts, [True] * len(texts), [0] * len(texts)) for texts in batches]
-
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fineweb, "bulk_encoder", shared_encoder)
-        patch.setattr(os, "fsync", lambda fd: None)  # most of the time, and no machine loses power here
-
-        # The shards hold the tokens in order; all but the last are full.
-        written = write_shards(chunks, Path(folder), empty)
-        parts = [shards.read_shard(Path(folder, shard.file)) for shard in written.shards]
-        assert np.concatenate(parts).tolist() == encode(documents)[:limit]
-        assert {len(part) for part in parts[:-1]} <= {shard_tokens} and 1 <= len(parts[-1]) <= shard_tokens
-
-        # The manifest describes them.
-        counts = [int((part == tokenizer.EOT).sum()) for part in parts]
-        assert [shard.documents for shard in written.shards] == counts
-        assert shards.read_manifest(folder) == written
-
-        # A manifest that ends earlier, as after a crash: the same shards are written again.
-        kept = data.draw(st.integers(0, len(written.shards) - 1))
-        interrupted = dataclasses.replace(written, shards=written.shards[:kept])
-        assert write_shards(chunks, Path(folder), interrupted) == written
 
 
 # ------------------------------------------------------------------------- schedule

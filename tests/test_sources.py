@@ -161,14 +161,8 @@ def test_climbmix_is_all_parquet_of_its_repository(tmp_path, hub, capsys):
     run_fineweb("--source", "climbmix", "--out", tmp_path / "out")
 
     assert read_tokens(tmp_path / "out") == encode(names)
-    manifest = shards.read_manifest(tmp_path / "out")
-    assert manifest.limit_tokens == 10**10
+    assert shards.read_manifest(tmp_path / "out").limit_tokens == 10**10
     assert "CC BY-NC 4.0" in capsys.readouterr().out
-
-    # Another limit is another folder's.
-    with pytest.raises(UserError, match="10000000000, not 20"):
-        run_fineweb("--source", "climbmix", "--limit-tokens", "20", "--shard-size", manifest.shard_tokens,
-                    "--out", tmp_path / "out")  # fmt: skip
 
 
 # ------------------------------------------------------------------------- files of a split
@@ -191,13 +185,16 @@ def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
         run_fineweb("--source", "owner/web", "--subset", "part-a/", "--out", tmp_path / "out")
 
 
-@pytest.mark.parametrize("flags, named", [
-    (("--subset", "french", "--split", "test"), "test.*train"),
-    (("--subset", "fr/", "--split", "test"), "--split test.*fr/"),
+@pytest.mark.parametrize("source, flags, named", [
+    ("owner/web", ("--subset", "french", "--split", "test"), "test.*train"),
+    ("owner/web", ("--subset", "fr/", "--split", "test"), "--split test.*fr/"),
+    ("owner/pictures", (), r"a\.png"),
 ])  # fmt: skip
-def test_a_choice_that_is_not_offered_is_refused(tmp_path, hub, flags, named):
+def test_a_choice_that_is_not_offered_is_refused(tmp_path, hub, source, flags, named):
+    write_documents(hub.repos / "pictures" / "a.txt", ["one"]).rename(hub.repos / "pictures" / "a.png")
     with pytest.raises(UserError, match=named):
-        run_fineweb("--source", "owner/web", *flags, "--out", tmp_path / "out")
+        run_fineweb("--source", source, *flags, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_hostile_datasets_are_refused_and_run_no_code(tmp_path, hub):
@@ -214,35 +211,8 @@ def test_hostile_datasets_are_refused_and_run_no_code(tmp_path, hub):
     assert not marker.exists() and not list((tmp_path / "out").glob("owner*"))
 
 
-def test_a_format_without_a_reader_is_refused_by_name(tmp_path, hub):
-    write_documents(hub.repos / "pictures" / "a.txt", ["one"]).rename(hub.repos / "pictures" / "a.png")
-    with pytest.raises(UserError, match=r"a\.png"):
-        run_fineweb("--source", "owner/pictures", "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["{}-{}.jsonl", "{}-{}.jsonl.gz", "data/{}-{}-of-3.parquet", "{}-{}.txt"])
-def test_a_split_is_resumed(tmp_path, hub, monkeypatch, name):
-    # Arrange: three files of a split, one of another, and chunks and shards that are much smaller than the files.
-    odd = ["NA", "007", "2020-01-01", 'a "quoted", one', "two\nlines"]
-    parts = [[*odd, *(f"document {i} is not long\n" * 9 for i in range(part, 30, 3))] for part in range(3)]
-    for i, part in enumerate(parts):
-        write_documents(hub.repos / "mine" / name.format("train", i), part)
-    write_documents(hub.repos / "mine" / name.format("test", 0), ["never trained on"])
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 900)
-    out = tmp_path / "out"
-    command = ("--source", "owner/mine", "--shard-size", "250", "--out", out)
-
-    run_fineweb(*command)
-
-    if name.endswith(".txt"):  # in which line breaks beside a separator belong to it
-        parts = [[document.strip("\n") for document in part] for part in parts]
-    assert read_tokens(out) == encode([document for part in parts for document in part])
-
-    # A removed shard and those after it are made again, from the middle of a file on.
-    before = read_bytes(out)
-    shard_files = shards.shard_files(out)
-    assert len(shard_files) > 5
-    shard_files[len(shard_files) // 2].unlink()
-    run_fineweb(*command)
-    assert read_bytes(out) == before
+def test_without_a_card_the_names_of_files_say_their_split(tmp_path, hub):
+    for name in ("train-0", "test-0", "train-1"):
+        write_documents(hub.repos / "mine" / f"{name}.jsonl.gz", [name, "2020-01-01"])
+    run_fineweb("--source", "owner/mine", "--out", tmp_path / "out")
+    assert read_tokens(tmp_path / "out") == encode(["train-0", "2020-01-01", "train-1", "2020-01-01"])
