@@ -300,8 +300,11 @@ train() {
 # Where a machine's own name does not resolve, torchrun would wait for more than six minutes (--local-addr).
 run_trainer() {
     # Compiled code stays in the project's folder, which may be on a network volume: the next pod then has it, too. But
-    # torch cannot compile in a folder whose name a shell would split: it puts the name on a command line as it is.
-    [[ ! $here =~ ^[[:alnum:]/._-]+$ ]] || export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache}"
+    # it may be another user's, and torch cannot compile in a folder whose name a shell would split: it puts the name on
+    # a command line as it is.
+    if [[ -w $here && $here =~ ^[[:alnum:]/._-]+$ ]]; then
+        export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache}"
+    fi
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
     export TRAIN_STATUS_FILE=$out/status.json

@@ -126,10 +126,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] A network with a weight that is not a number never recovers. This ends the run, and train.sh
                 # restarts it: an error of the hardware does not come again. The weights of now may be bad already, so
                 # they are saved, but every earlier checkpoint stays.
-                norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
-                problem = f"step {step}: loss {loss}, {norms}; the update was refused"
                 saver.finish(step, deletes_old=False)
-                raise TransientError(f"{problem}; {advise_after_refusal(cfg, rt)}")
+                norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
+                fix = "if it comes again after a restart: a lower --max-lr with --allow-drift, or --dtype float32"
+                raise TransientError(f"step {step}: loss {loss}, {norms}; the update was refused; {fix}")
 
             trainer.finish_step()
 
@@ -146,14 +146,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     if rt.is_main:
         plan.print_result(cfg, run.start, step, stop.elapsed_s())
     return ""
-
-
-def advise_after_refusal(cfg: TrainConfig, rt: Runtime) -> str:
-    """What can be done when a loss or gradients are not finite."""
-    fix = "--resume auto goes on; if it comes again, a lower --max-lr with --allow-drift"
-    if rt.dtype == torch.float16:
-        fix += ", or use --dtype float32 (bfloat16 on a newer card)"
-    return f"everything before it is saved in {cfg.run_dir}; {fix}"
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from system.cli import env_rank, parse_duration
 # A terminal or Slurm signals the ranks directly, and torchrun forwards the same signal: one Ctrl-C may arrive twice.
 SECOND_SIGNAL_AFTER_S = 2.0
 
-
 # How people, terminals and clusters ask a program to end. Slurm, LSF and PBS announce a limit with the last three.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -31,7 +30,7 @@ class StopRequest:
 
     def __init__(self, time_limit: str = ""):
         self.asked_by = ""
-        self.signal_time = -math.inf  # when the first signal came
+        self.signal_time: float | None = None  # when the first signal came
         self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = time.monotonic()
 
@@ -67,21 +66,20 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note_signal(self, number: int, _: Any) -> None:
-        """The handler. It may have interrupted a `print`, so it writes without the buffer of one."""
-        is_first = not math.isfinite(self.signal_time)
-        if is_first:
+        if self.signal_time is None:
             self.signal_time = time.monotonic()
             self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}")
-            text = "stopping after this step, and saving; a second signal ends the run at once, without saving"
-        elif time.monotonic() < self.signal_time + SECOND_SIGNAL_AFTER_S:
-            return
-        else:
-            text = "ended without saving; --resume auto continues from the newest checkpoint, if there is one"
-        if env_rank() == 0:
-            with suppress(OSError):
-                os.write(2, f"\n{text}\n".encode())
-        if not is_first:
+            write_at_once("stopping after this step, and saving; a second signal ends the run at once, without saving")
+        elif time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
+            write_at_once("ended without saving; --resume auto continues from the newest checkpoint, if there is one")
             os._exit(128 + number)  # as a shell reports the signal
+
+
+def write_at_once(text: str) -> None:
+    """Print on rank 0, in a handler of signals: it may have interrupted a `print`, whose buffer must be left alone."""
+    if env_rank() == 0:
+        with suppress(OSError):
+            os.write(2, f"\n{text}\n".encode())
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def run_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int) -> None:
 
 def describe_compiler_error(error: Exception) -> str:
     """One line: what a compiler of C++ or C has called an error, else the beginning of what torch says."""
-    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    lines = f"{type(error).__name__}: {error}".split("\n\nSet TORCH")[0].splitlines()
     errors = [line for line in lines if "error:" in line]
     return f"{' '.join(errors[:1] or lines[:2]):.200}"
 
