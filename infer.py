@@ -11,21 +11,22 @@ the token between documents, and a sample ends where the model draws it. The tex
 which model generates it, where and in which precision. The sampling itself is in model.py.
 """
 
+from __future__ import annotations
+
 import codecs
 import json
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from system import cli
 from system.cli import UserError, print0, printable, require
-
-cli.set_omp_wait_policy()  # before torch is imported
-import torch
-
-from model import GPT, Sampler, stream
-from system.machine import choose_device, device_name, dtype_name, is_out_of_memory, supported_dtypes
 from tokens import tokenizer
-from weights.open_model import open_and_describe
+
+if TYPE_CHECKING:
+    import torch
+
+    from model import GPT
 
 
 def read_prompt(text: str) -> str:
@@ -84,6 +85,8 @@ def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> Non
 
 def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     """Move `model` to its device and precision, for inference only. Changes the model and returns it."""
+    import torch
+
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
     # training/forward.py: it changes no probability.
     head = model.lm_head
@@ -109,6 +112,13 @@ def main() -> None:
     dtype_help = "precision of the weights and the cache; auto: bfloat16 where the device has it"
     parser.add_argument("--dtype", choices=dtypes, default="auto", help=dtype_help)
     args = parser.parse_intermixed_args()  # the prompt may come after flags
+
+    # torch takes seconds to import, and -h needs none of it.
+    import torch
+
+    from model import Sampler, stream
+    from system.machine import choose_device, device_name, dtype_name, is_out_of_memory, supported_dtypes
+    from weights.open_model import open_and_describe
 
     # The same seed gives the same samples: nothing else draws from this generator.
     device = choose_device(args.device)

@@ -52,7 +52,7 @@ TABLE = """
 1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
 1 | TRAIN --out-dir text.txt/run                           | text.txt
 1 | fineweb.py --source none.txt                           | none.txt
-1 | fineweb.py --source text.txt bad.xml                   | bad.xml
+1 | fineweb.py --source text.txt bad.xml --out out         | bad.xml
 1 | fineweb.py --source empty.jsonl --out NEW              | empty
 1 | fineweb.py --source bad.jsonl --out NEW                | bad.jsonl: line 2
 1 | fineweb.py --source OWNER/NAME --out NEW               | 127.0.0.1:9

@@ -66,6 +66,7 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
 
     # Every weight is from the file; the rows that pad the vocabulary are dropped.
     assert not any(report.values()), report
+    assert hf_model.generation_config.eos_token_id == tokenizer.EOT
     assert needs_code == any((tmp_path / "out").glob("*.py")) == (name not in GPT2S)
     expected = model(idx)[0][..., :50257]
     torch.testing.assert_close(hf_model(idx).logits, expected, atol=1e-4, rtol=0)

@@ -1,6 +1,7 @@
 """HellaSwag: the scores are those of a plain scorer that reads one ending at a time, on one rank or several.
 test_runtimes.py compares them with the LM Evaluation Harness."""
 
+import itertools
 import json
 import math
 import os
@@ -118,6 +119,21 @@ def test_a_long_context_loses_its_beginning(block_size):
     longest = max(map(len, example.endings))
     sums, _ = score_plainly(small, [row | {"ctx": " dog" * (block_size + 1 - longest)}])
     torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
+
+
+def test_shapes_are_few_and_batches_within_bounds():
+    """A GPU plans each length anew. Texts of one length stand side by side, so that little is padding."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 150, (400, 2), generator=generator).tolist()
+    texts = [([1] * in_context, [2] * in_ending) for in_context, in_ending in lengths]
+
+    plan = hellaswag.plan_batches(texts, max_positions=256)
+    assert sorted(itertools.chain(*plan)) == list(range(400))
+    shapes = [hellaswag.make_batch([texts[i] for i in batch], 1024)[0].shape for batch in plan]
+
+    assert all(n * T <= 256 or n == 1 for n, T in shapes)
+    assert len({T for _, T in shapes}) < 300 / 7
+    assert sum(n * T for n, T in shapes) < 1.1 * sum(map(sum, lengths))
 
 
 # ------------------------------------------------------------------------- files of rows

@@ -79,6 +79,19 @@ def published(hub, data) -> Path:
     return shutil.copytree(data, hub.root / "datasets/tester/toy")
 
 
+def test_a_pull_that_fails_is_completed_by_another(run, hub, published, data, tmp_path):
+    hub.faults.append(Fault("train_000002.npy", 404, times=10**6))
+    run("pull-data", "tester/toy", tmp_path / "out", fails_with=hub.url)
+    # Without a manifest the folder does not count as complete.
+    assert not (tmp_path / "out/manifest.json").exists()
+
+    hub.faults.clear()
+    hub.log.clear()
+    run("pull-data", "tester/toy", tmp_path / "out")
+    assert read_folder(tmp_path / "out") == read_folder(data)
+    assert not any("train_000001.npy" in path for method, path in hub.log if method == "GET")
+
+
 def test_what_arrives_corrupted_is_never_taken(run, hub, published, data, tmp_path):
     hub.faults.append(Fault("toy_train_000002.npy"))
     run("pull-data", "tester/toy", tmp_path / "out", fails_with="toy_train_000002.npy")
@@ -190,7 +203,8 @@ def list_checkpoints(folder: Path) -> str:
 def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    last = load_metrics(trained_run)[-1]
+    *rows, last = load_metrics(trained_run)
+    write_jsonl(trained_run / "metrics.jsonl", [*rows, last | {"val_bpb": 1.25, "hellaswag_acc_norm": 0.5}])
     run("push-model", trained_run, "tester/run", "--with-optimizer")
 
     # transformers and open_model load the repository; the card says what it is.
@@ -201,7 +215,10 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(repo)(idx).logits, model(idx)[0])
     assert same_bits(open_model("tester/run").state_dict(), model.state_dict())
     card = (repo / "README.md").read_text()
-    assert all(fact in card for fact in (f"{model.num_params():,}", f"{last['val_loss']:.4f} ", '"tester/run")'))
+    assert all(
+        fact in card
+        for fact in (f"{model.num_params():,}", f"| {last['val_loss']:.4f} | 1.2500 | 0.5000 |", '"tester/run")')
+    )
 
     # A pull brings the newest step and the run's files, without the export. What arrives corrupted is not taken.
     for path in trained_run.glob("*_0000[369].pt"):

@@ -119,6 +119,21 @@ def test_recompute_changes_no_gradient(name):
         assert torch.equal(p.grad, model.get_parameter(name).grad), name
 
 
+def test_norms_keep_the_precision_of_their_input(monkeypatch):
+    """Autocast on a GPU would make the output float32, and with it the whole residual stream: there it must be off."""
+    rms_norm, autocast = torch.nn.functional.rms_norm, []
+
+    def observed(*args):
+        autocast.append(torch.is_autocast_enabled("cpu"))
+        return rms_norm(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", observed)
+    model = make_network(NETWORKS["record8"]).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.hidden(make_idx()).dtype == torch.bfloat16
+    assert autocast and not any(autocast)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_loaded_network_is_the_one_that_was_saved(name):
     """Muon finds in it, too, which matrices a weight stacks, and a tied head is one parameter."""
