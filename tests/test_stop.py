@@ -69,8 +69,7 @@ def signal_rank_1_in(module, name) -> None:
 
 
 @pytest.mark.parametrize("place", [
-    "lifecycle.resume open_data", "lifecycle.evaluator to_device", "lifecycle.hellaswag batch_losses",
-    "training.step to_device",
+    "lifecycle.resume open_data", "lifecycle.evaluator to_device", "training.step to_device",
 ])  # fmt: skip
 def test_a_signal_to_one_rank_ends_all_after_a_step(tiny_args, tmp_path, run_ranks, place):
     """With exit code 0. Resumed, on two ranks, the run ends with the bits of one that was never stopped."""
