@@ -94,43 +94,27 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        for name, choices in (("positions", POSITIONS), ("norm", NORMS), ("activation", ACTIVATIONS)):
+        for name, choices in (("positions", ("learned", "rope")), ("norm", NORMS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r:.99} must be one of {', '.join(choices)}")
 
         # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
-        if has_rope(self) and self.head_size % 2:
+        if self.positions == "rope" and self.head_size % 2:
             raise ValueError(f"rope rotates pairs of channels, but a head has {self.head_size}")
 
 
 # ------------------------------------------------------------------------- positions
 
 
-def rope_frequencies(hs: int) -> Tensor:
-    """Radians per position of each channel pair (hs / 2,): wavelengths from 2 pi to nearly 10,000 * 2 pi positions
-    (Su et al. 2021)."""
-    return 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)
-
-
-# GPTConfig.positions: the frequencies by which queries and keys rotate; None: an embedding of each position instead.
-POSITIONS: dict[str, Callable[[int], Tensor] | None] = {
-    "learned": None,
-    "rope": rope_frequencies,
-}
-
-
-def has_rope(config: GPTConfig) -> bool:
-    """Whether positions are rotations of queries and keys."""
-    return POSITIONS[config.positions] is not None
-
-
 def rope_table(config: GPTConfig) -> Tensor:
-    """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position."""
+    """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position. The pairs
+    have wavelengths from 2 pi to nearly 10,000 * 2 pi positions (Su et al. 2021)."""
     # On the CPU even when the model is built on the meta device: checkpoints do not store the table, so that nothing
     # would fill it in later.
-    frequencies = POSITIONS[config.positions](config.head_size)  # type: ignore[misc]  # (hs / 2,); not None if has_rope
+    hs = config.head_size
+    frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)  # radians per position (hs / 2,)
     positions = torch.arange(config.block_size, device="cpu").float()
     angles = torch.outer(positions, frequencies)  # (block_size, hs / 2)
     return torch.stack((angles.cos(), angles.sin()))
@@ -343,7 +327,7 @@ class GPT(nn.Module):
         norm = NORMS[config.norm]
         self.transformer = nn.ModuleDict()
         self.transformer.wte = Embedding(config.vocab_size, config.n_embd)
-        if not has_rope(config):
+        if config.positions == "learned":
             self.transformer.wpe = Embedding(config.block_size, config.n_embd)
         self.transformer.ln_0 = norm.build(config) if norm.normalizes_embedding else nn.Identity()
         self.transformer.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
@@ -355,7 +339,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
 
         # RoPE's angles follow from the config, so checkpoints do not store them.
-        if has_rope(config):
+        if config.positions == "rope":
             self.register_buffer("cos_sin", rope_table(config), persistent=False)  # (2, block_size, hs / 2)
         if not self.lm_head.weight.is_meta:
             self._init_weights()
@@ -431,7 +415,7 @@ class GPT(nn.Module):
         # Learned positions are added here; RoPE is applied in the attention.
         x = self.transformer.ln_0(self.transformer.wte(idx))  # (B, T) -> (B, T, C)
         cos_sin = None
-        if has_rope(self.config):
+        if self.config.positions == "rope":
             cos_sin = self.cos_sin[:, start:end, None]  # (2, T, 1, hs / 2)
         else:
             x = x + self.transformer.wpe.weight[start:end]  # (T, C)

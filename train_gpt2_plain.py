@@ -209,21 +209,16 @@ def check_start(cfg: Config) -> None:
     """Raise UserError if the run does not fit its network, or would be written over another one."""
     T, context = cfg.sequence_length, cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
-    prompt_tokens = len(tokenizer.encoding().encode_ordinary(cfg.sample_prompt))
-    is_readable = 1 <= prompt_tokens <= context or not cfg.sample_every
-    require(is_readable, f"--sample-prompt has {prompt_tokens} tokens, and must have 1 to {context}")
 
     out_dir = Path(cfg.out_dir)
-    is_free = not out_dir.exists() or not any(out_dir.iterdir())
-    if is_free:
+    if not out_dir.exists() or not any(out_dir.iterdir()):
         return
     fix = f"use --resume auto, or --out-dir {out_dir}-2"
     require(cfg.resume == "auto", f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
     path = out_dir / "config.json"
     old = json.loads(path.read_text()) if path.exists() else {}
-    changed = [
-        name for name, value in asdict(cfg).items() if name not in ("resume", "out_dir") and old.get(name) != value
-    ]
+    old |= {"resume": cfg.resume, "out_dir": cfg.out_dir}  # these may change
+    changed = [name for name, value in asdict(cfg).items() if old.get(name) != value]
     require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; give the same flags")
 
 

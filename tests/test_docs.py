@@ -143,16 +143,6 @@ def test_links_between_pages_lead_somewhere(name):
     assert broken == []
 
 
-def test_every_path_that_sources_and_pages_name_exists():
-    """In comments, docstrings and messages, too: training/forward.py, not what it was called before."""
-    rooms = "bench|cloud|docs|lifecycle|system|tests|tokens|training|weights"
-    named = {}
-    for page, text in (SOURCES | PAGES).items():
-        for path in re.findall(rf"(?<![\w/.-])(?:{rooms})/[\w/-]+\.(?:py|csv|md|sh|sbatch|png|json)\b", text):
-            named.setdefault(path, page)
-    assert {path: page for path, page in named.items() if not (ROOT / path).exists()} == {}
-
-
 def test_the_worked_change_applies_and_passes(tmp_path):
     """docs/changing.md's grouped-query attention: the formula, and what is cached, in every test of networks."""
     (diff,) = re.findall(r"```diff\n(.*?)```", PAGES["docs/changing.md"], re.DOTALL)

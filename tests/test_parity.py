@@ -63,10 +63,6 @@ def test_the_same_agrees_and_planted_errors_do_not(tmp_path):
     assert (tmp_path / "plots" / "parity.png").is_file()
 
 
-def test_a_legend_explains_every_planted_error():
-    assert tuple(parity.PLANTED_LABELS) == get_args(parity.PlantedError)
-
-
 def test_an_edit_that_finds_nothing_is_an_error():
     with pytest.raises(UserError, match="50304"):
         parity.edit(REFERENCE, "nothing.cuda()", steps=10)

@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    load_metrics,
-    load_weights,
-    make_hellaswag_rows,
-    make_shards,
-    write_jsonl,
-    write_random_walk_shards,
-)
+from helpers import ROOT, load_metrics, load_weights, train_quickstart, write_random_walk_shards
 
 import plots
 import train_gpt2_plain
+from model import GPT, GPTConfig
 from system.cli import UserError
 from system.settings import change
 from train_gpt2_plain import Config
@@ -74,8 +67,7 @@ def is_rounding(differences: dict[str, float]) -> bool:
     return differences["step"] == 0 and differences["lr"] < 1e-12 and max(differences.values()) < 2e-6
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("untied-124m", 2), ("high rate", 2)])
 def test_the_engine_computes_what_the_plain_trainer_computes(tiny_data, tmp_path, run_ranks, name, ranks):
     preset, difference, both = RUNS[name]
     flags = [*TOY, *both, "--data-dir", tiny_data]
@@ -163,24 +155,18 @@ def test_the_defaults_are_the_preset_gpt2_124m():
     assert Config().max_steps == preset.steps_per_epoch
 
 
-def test_every_script_opens_its_weights(tmp_path, run_in_fork):
-    """And the engine goes on from them at the loss that they had."""
-    run, data = tmp_path / "run", make_shards(tmp_path / "data", size=2000)
-    network = "--model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 32 --sequence-length 32".split()
-    flags = [*network, "--data-dir", data, "--val-tokens", "256", "--max-steps", "1", "--dtype", "float32"]
-    flags += "--total-batch-size 256 --micro-batch-size 4 --warmup-steps 1".split()
-    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))
-
-    output = run_in_fork("train_gpt2_plain.py", *flags, "--out-dir", run).stdout
-    assert output.count("sample ") == 4
-
-    continued = [*flags, "--init-from", run, "--hellaswag-every", "0", "--no-compile", "--out-dir", tmp_path / "more"]
-    run_in_fork("train_gpt2.py", "gpt2-124m", *continued)
-    losses = [load_metrics(run)[1]["val_loss"], load_metrics(tmp_path / "more")[0]["val_loss"]]
+def test_other_scripts_open_its_weights(right_config, tmp_path):
+    """And the engine goes on from them, at the loss that they had."""
+    run = Path(right_config.out_dir)
+    flags = [*ENGINE_FLAGS, *TOY, "--max-steps", "1", "--warmup-steps", "1", "--data-dir", right_config.data_dir]
+    train_quickstart(flags, tmp_path / "more", "--init-from", run)
+    losses = [load_metrics(run)[-1]["val_loss"], load_metrics(tmp_path / "more")[0]["val_loss"]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert run_in_fork("infer.py", run, "def", "--max-new-tokens", "2").stdout
-    assert "n 3" in run_in_fork("hellaswag.py", "--model", run, "--data", rows).stdout
     plots.draw([run], tmp_path / "curves.png")
+
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8))
+    samples = train_gpt2_plain.sample_text(model, right_config, torch.device("cpu"))
+    assert samples.count("sample ") == 4 == samples.count(right_config.sample_prompt)
 
 
 def test_it_refuses_in_one_line(tiny_data, tmp_path, expect_failure):
@@ -195,7 +181,6 @@ def test_it_refuses_in_one_line(tiny_data, tmp_path, expect_failure):
         f"--data-dir {tmp_path}": f"{tmp_path} has no train shard",
         "--val-tokens 2560": "65 sequences, of 80",
         "--sequence-length 64": "--model.block-size 64",
-        "--sample-every 1 --sample-prompt=": "0 tokens",
         "--total-batch-size 0": "--total-batch-size 0",
         "--grad-clip -1": "--grad-clip -1",
         "--model.n-head 3": "n_head 3",

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import GPT, GPTConfig, has_rope
+from model import GPT, GPTConfig
 from system.cli import TransientError, UserError, explain_errors, print0, require
 from system.files import atomic_write
 from system.machine import copy_to_host
@@ -95,7 +95,7 @@ def read_network(saved: dict[str, Any]) -> GPTConfig:
         value = getattr(config, field.name)
         if type(value) is not type(field.default) or (type(value) is int and value > 2**20):
             raise ValueError(f"{field.name} {value!r:.99} is no {type(field.default).__name__}, or above {2**20}")
-    if has_rope(config) and config.block_size * config.head_size > 2**26:
+    if config.positions == "rope" and config.block_size * config.head_size > 2**26:
         raise ValueError(f"rope's table for block_size {config.block_size} would have more than 2**26 numbers")
     return config
 

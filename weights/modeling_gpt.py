@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from .model import GPT, GPTConfig, has_rope, rope_table
+from .model import GPT, GPTConfig, rope_table
 
 
 class GPTHubConfig(PreTrainedConfig):
@@ -51,7 +51,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Fill what is in no file: RoPE's table. GPT initializes its own weights."""
-        if module is self.network and has_rope(module.config):
+        if module is self.network and module.config.positions == "rope":
             module.cos_sin.copy_(rope_table(module.config))
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # generate passes the others by name
