@@ -155,22 +155,21 @@ def main() -> None:
     if mode.kind == "card":
         return print0(plan.predict(cfg, mode.card))
 
-    # Entering the session joins the other ranks, if there are any, and refuses different settings.
+    # Entering the session joins the other ranks, if there are any, and refuses different settings. While they wait for
+    # each other a signal simply ends them.
     stop = StopRequest(cfg.time_limit)
-    session = distributed.session(cfg.device, settings=settings_by_flag(cfg) | {"what to do": mode.kind})
-    if mode.kind == "dry-run":
-        with session as rt:
+    with distributed.session(cfg.device, settings=settings_by_flag(cfg) | {"what to do": mode.kind}) as rt:
+        if mode.kind == "dry-run":
             return plan.dry_run(cfg, rt)
-    if mode.kind == "eval-only":
-        with session as rt:
+        if mode.kind == "eval-only":
             return evaluate_weights(cfg, rt)
 
-    # While ranks wait for each other a signal simply ends them; from then on it asks for a stop. One process at a time
-    # may write to the run folder: rank 0 holds its lock.
-    with session as rt, stop.handle_signals(), lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
-        reason = train(cfg, rt, stop)
-        if rt.is_main:
-            cli.write_status("stopped" if reason else "finished", reason)
+        # From here on, a signal asks for a stop. One process at a time may write to the run folder: rank 0 holds its
+        # lock.
+        with stop.handle_signals(), lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
+            reason = train(cfg, rt, stop)
+            if rt.is_main:
+                cli.write_status("stopped" if reason else "finished", reason)
 
 
 if __name__ == "__main__":
