@@ -101,7 +101,7 @@ def push_data(data_dir: Path, repo: str, public: bool) -> None:
     # Every machine would pull a damaged shard.
     manifest = shards.read_manifest(data_dir)
     require(not manifest or manifest.complete, f"{data_dir} is not finished; run the same fineweb.py command again")
-    files = shards.list_shards(data_dir, manifest)
+    files = shards.list_shards(data_dir)
     require(files, f"{data_dir} has no shard")
     for file in files:
         shards.check_ids(shards.read_shard(file.path, file.sha256), file.path)

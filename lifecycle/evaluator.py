@@ -246,7 +246,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     tokens = num_val_sequences(val_data, cfg) * T
     bytes_per_target = count_bytes_per_target(val_data, cfg)
-    data = f"{tokens:,} tokens of {val_data.paths[0]} in {machine.dtype_name(rt.dtype)}"
+    data = f"{tokens:,} tokens of {val_data.files[0].path} in {machine.dtype_name(rt.dtype)}"
     print0(f"{weights} on {data} | {describe_loss(loss, T, bytes_per_target)}")
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:

@@ -64,7 +64,7 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, s
         return
     epoch_tokens = data.order.sequences_per_epoch * data.T  # of whole sequences
     epochs = max_steps * cfg.total_batch_size / epoch_tokens
-    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.paths)} shards, read {epochs:.2f} times")
+    print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.files)} shards, read {epochs:.2f} times")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"

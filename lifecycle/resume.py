@@ -217,7 +217,7 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
-    shards = f"{data.fingerprint()} ({len(data.paths)} shards, {sum(data.token_counts):,} tokens)"
+    shards = f"{data.fingerprint()} ({len(data.files)} shards, {sum(file.tokens for file in data.files):,} tokens)"
     rows = "none"
     path = Path(cfg.hellaswag_data)
     if cfg.hellaswag_every and path.is_file():

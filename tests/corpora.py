@@ -1,6 +1,5 @@
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -14,29 +13,19 @@ import fineweb
 from tokens import shards, tokenizer
 from tokens.documents import read_chunks
 
-
-def write_parquet(path: Path, texts: list) -> None:
-    pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), path, row_group_size=3)
-
-
-def write_rows(path: Path, texts: list) -> None:
-    write_jsonl(path, [{"n": 1, "text": text} for text in texts])
-
-
-def write_text(path: Path, texts: list) -> None:
-    path.write_bytes("<|endoftext|>".join(texts).encode())
-
-
-# Suffix: what writes such a file. The tests of readers go through all of them, alone and compressed.
-WRITERS = {".parquet": write_parquet, ".jsonl": write_rows, ".txt": write_text}
-SUFFIXES = [*WRITERS, ".jsonl.gz", ".jsonl.zst", ".txt.gz", ".txt.zst"]
+# The tests of readers go through all of them, alone and compressed.
+SUFFIXES = [".parquet", ".jsonl", ".txt", ".jsonl.gz", ".jsonl.zst", ".txt.gz", ".txt.zst"]
 
 
 def write_documents(path: Path, documents: list) -> Path:
     """A file of documents in the format that its suffixes name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix in WRITERS:
-        WRITERS[path.suffix](path, documents)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"n": range(len(documents)), "text": documents}), path, row_group_size=3)
+    elif path.suffix == ".jsonl":
+        write_jsonl(path, [{"n": 1, "text": text} for text in documents])
+    elif path.suffix == ".txt":
+        path.write_bytes("<|endoftext|>".join(documents).encode())
     else:
         plain = write_documents(path.with_suffix(""), documents)
         with pa.output_stream(str(path)) as file:  # compressed as the suffix says
@@ -55,8 +44,8 @@ def write_token_file(path: Path, ids: list[int]) -> Path:
 def read_documents(*paths: Path, column: str = "text") -> list[str]:
     """The documents of files, put together from the pieces in their chunks."""
     documents = []
-    for chunk in read_chunks(paths, 0, column, Counter()):
-        for text, begins in zip(chunk.texts, chunk.begins, strict=True):
+    for chunk in read_chunks(paths, 0, column):
+        for text, begins, _ in chunk:
             if begins:
                 documents.append(text)
             else:

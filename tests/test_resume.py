@@ -122,7 +122,7 @@ def test_an_error_between_two_updates_loses_no_step(tiny_args, tiny_data, tmp_pa
     read, whole = Loader._read_shard, train_quickstart(flags, tmp_path / "whole")
 
     def read_damaged(loader, index):
-        if loader.paths[index] == path:
+        if loader.files[index].path == path:
             path.write_bytes(content[:-100])
         return read(loader, index)
 

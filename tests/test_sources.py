@@ -3,7 +3,6 @@ files below a path, and files of a split, which `datasets` lists."""
 
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,31 +37,22 @@ def test_a_name_with_a_slash_is_a_dataset_or_a_file(tmp_path, monkeypatch):
     assert not is_on_hub("owner/web-1.5")
 
 
-def test_patterns_name_files_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my" / "deeper").mkdir(parents=True)
-    for name in ("b[1].txt", "a.txt", "deeper/c.txt"):
-        (tmp_path / "my" / name).touch()
-    assert list(find_files(["my/b[1].txt", "my/*"]).values()) == ["b[1].txt", "a.txt"]
-    assert list(find_files(["my/**"]).values()) == ["a.txt", "b[1].txt", "c.txt"]
-
-
-def test_a_file_counts_once(tmp_path, monkeypatch):
+def test_patterns_name_files_in_order_and_each_once(tmp_path, monkeypatch):
     """However many links, hard ones included, and patterns lead to it; another file of its name and content counts."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("2023", "2024"):
-        (tmp_path / "c" / folder).mkdir(parents=True)
-        (tmp_path / "c" / folder / "a.txt").write_text("text")
-    (tmp_path / "c" / "latest").symlink_to("2024")
-    (tmp_path / "c" / "2024" / "loop").symlink_to("../2024")
-    (tmp_path / "c" / "2024" / "b.txt").hardlink_to("c/2024/a.txt")
-    files = find_files(["c/*/*.txt", "c/**/*.txt", str(tmp_path / "c/2024/a.txt")])
-    assert list(files) == [Path("c/2023/a.txt"), Path("c/2024/a.txt")]
+    for name in ("c/2023/b[1].txt", "c/2023/a.txt", "c/2024/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "c/latest").symlink_to("2024")
+    (tmp_path / "c/2024/loop").symlink_to("../2024")
+    (tmp_path / "c/2024/b.txt").hardlink_to("c/2024/a.txt")
+    files = find_files(["c/2023/b[1].txt", "c/*/*.txt", "c/**", str(tmp_path / "c/2024/a.txt")])
+    assert [str(path) for path in files] == ["c/2023/b[1].txt", "c/2023/a.txt", "c/2024/a.txt"]
+    assert list(files.values()) == ["b[1].txt", "a.txt", "a.txt"]
 
 
 @pytest.mark.parametrize("text, name", [
     ("The Independent Jane\nFor all the love, romance and scandal in Jane Austen", "fineweb-edu"),
-    ("|Viewing Single Post From: Spoilers for the Week of February 11th|\n|Lil||Feb 1 2013, 09:58 AM|", "fineweb"),
     ("The Independent", None),
 ])  # fmt: skip
 def test_data_are_identified_by_their_manifest_or_first_words(tmp_path, text, name):
@@ -135,34 +125,24 @@ def test_files_are_downloaded_and_deleted_one_by_one(tmp_path, hub, monkeypatch)
     assert hub.log and all(source.revision in path for _, path in hub.log if "/api/" not in path)
 
 
-def test_fineweb_is_a_folder_of_parquet_in_order(tmp_path, hub):
-    names = [f"sample/10BT/{i:03d}_00000.parquet" for i in range(12)]
-    repo = hub.repos.parent / "HuggingFaceFW" / "fineweb-edu"
+@pytest.mark.parametrize("source, repo, subset, limit", [
+    ("fineweb-edu", "HuggingFaceFW/fineweb-edu", "sample/10BT/", None),
+    ("climbmix", "karpathy/climbmix-400b-shuffle", "", 10**10),
+])  # fmt: skip
+def test_a_dataset_with_a_name_is_a_folder_of_parquet_in_order(tmp_path, hub, source, repo, subset, limit):
+    names = [f"{subset}{i:03d}_00000.parquet" for i in range(12)]
     for name in reversed(names):
-        write_documents(repo / name, [name])
-    write_documents(repo / "sample" / "10BT" / "notes.jsonl", ["not this"])
-    hostile = "sample/10BT/../../../x.parquet"
+        write_documents(hub.repos.parent / repo / name, [name])
+    write_documents(hub.repos.parent / repo / subset / "notes.jsonl", ["not this"])
+    hostile = f"{subset}../../../x.parquet"
     hub.extra_tree.append({"type": "file", "path": hostile, "rfilename": hostile, "size": 1, "oid": "0" * 40})
 
-    run_fineweb("--source", "fineweb-edu", "--limit-tokens", "50", "--out", tmp_path / "out")
+    run_fineweb("--source", source, "--out", tmp_path / "out")
 
-    source = shards.read_manifest(tmp_path / "out").source
-    assert (source.name, source.subset) == ("HuggingFaceFW/fineweb-edu", "sample/10BT/")
-    assert [file.path for file in source.files] == names
-    assert read_tokens(tmp_path / "out") == encode(names)[:50]
-
-
-def test_climbmix_is_all_parquet_of_its_repository(tmp_path, hub, capsys):
-    names = [f"shard_{i:05d}.parquet" for i in range(3)]
-    for name in names:
-        write_documents(hub.repos.parent / "karpathy" / "climbmix-400b-shuffle" / name, [name])
-    (hub.repos.parent / "karpathy" / "climbmix-400b-shuffle" / "README.md").write_text("a card")
-
-    run_fineweb("--source", "climbmix", "--out", tmp_path / "out")
-
+    manifest = shards.read_manifest(tmp_path / "out")
+    assert (manifest.source.name, manifest.source.subset, manifest.limit_tokens) == (repo, subset, limit)
+    assert [file.path for file in manifest.source.files] == names
     assert read_tokens(tmp_path / "out") == encode(names)
-    assert shards.read_manifest(tmp_path / "out").limit_tokens == 10**10
-    assert "CC BY-NC 4.0" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------- files of a split
@@ -185,34 +165,28 @@ def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
         run_fineweb("--source", "owner/web", "--subset", "part-a/", "--out", tmp_path / "out")
 
 
-@pytest.mark.parametrize("source, flags, named", [
-    ("owner/web", ("--subset", "french", "--split", "test"), "test.*train"),
-    ("owner/web", ("--subset", "fr/", "--split", "test"), "--split test.*fr/"),
-    ("owner/pictures", (), r"a\.png"),
-])  # fmt: skip
-def test_a_choice_that_is_not_offered_is_refused(tmp_path, hub, source, flags, named):
-    write_documents(hub.repos / "pictures" / "a.txt", ["one"]).rename(hub.repos / "pictures" / "a.png")
-    with pytest.raises(UserError, match=named):
-        run_fineweb("--source", source, *flags, "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_hostile_datasets_are_refused_and_run_no_code(tmp_path, hub):
-    marker = tmp_path / "marker"
-    write_documents(hub.repos / "script" / "x" / "a.parquet", ["text"])
-    (hub.repos / "script" / "script.py").write_text(f"open({str(marker)!r}, 'w')")
-    write_documents(hub.repos / "elsewhere" / "a.parquet", ["text"])
-    card = f"configs:\n- config_name: x\n  data_files: {write_documents(tmp_path / 'text.txt', ['text'])}"
-    (hub.repos / "elsewhere" / "README.md").write_text(f"---\n{card}\n---\n")
-
-    for name in ("script", "elsewhere"):
-        with pytest.raises(UserError, match=f"owner/{name}"):
-            run_fineweb("--source", f"owner/{name}", "--out", tmp_path / "out")
-    assert not marker.exists() and not list((tmp_path / "out").glob("owner*"))
-
-
 def test_without_a_card_the_names_of_files_say_their_split(tmp_path, hub):
     for name in ("train-0", "test-0", "train-1"):
         write_documents(hub.repos / "mine" / f"{name}.jsonl.gz", [name, "2020-01-01"])
     run_fineweb("--source", "owner/mine", "--out", tmp_path / "out")
     assert read_tokens(tmp_path / "out") == encode(["train-0", "2020-01-01", "train-1", "2020-01-01"])
+
+
+@pytest.mark.parametrize("source, flags, named", [
+    ("owner/web", ("--subset", "french", "--split", "test"), "test.*train"),
+    ("owner/web", ("--subset", "fr/", "--split", "test"), "--split test.*fr/"),
+    ("owner/pictures", (), r"a\.png"),
+    ("owner/script", (), "owner/script"),
+    ("owner/elsewhere", (), "owner/elsewhere"),
+])  # fmt: skip
+def test_a_choice_that_is_not_offered_is_refused_and_runs_no_code(tmp_path, hub, source, flags, named):
+    write_documents(hub.repos / "pictures/a.txt", ["one"]).rename(hub.repos / "pictures/a.png")
+    write_documents(hub.repos / "script/x/a.parquet", ["text"])
+    (hub.repos / "script/script.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    write_documents(hub.repos / "elsewhere/a.parquet", ["text"])
+    card = f"configs:\n- config_name: x\n  data_files: {write_documents(tmp_path / 'text.txt', ['text'])}"
+    (hub.repos / "elsewhere/README.md").write_text(f"---\n{card}\n---\n")
+
+    with pytest.raises(UserError, match=named):
+        run_fineweb("--source", source, *flags, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "marker").exists()

