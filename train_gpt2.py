@@ -86,7 +86,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     batches = run.data.batches(step, cfg.sequences_per_step, trainer.B, rt, cfg.overfit_single_batch)
 
     stops = 0  # [stop] how many ranks were asked to stop
-    with saver:  # [resume] joins the thread that writes, and if a single rank crashes saves the last whole step
+    with saver:  # [resume] joins the thread that writes, also if the run crashes
         while not stops:
             row: dict[str, Any] = {"step": step}  # becomes the line of metrics.jsonl for this step
 
@@ -117,8 +117,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             # Rate and update.
             lr = set_learning_rates(trainer.optimizers, step, max_steps, cfg)
             if math.isfinite(loss) and not bad_norms:
-                with saver.guard_update(step):  # [resume] an error in its middle saves nothing
-                    trainer.update()
+                saver.writer.check()  # [resume] a save that failed for good ends the run
+                trainer.update()
             elif math.isfinite(loss) and trainer.scaler.get_scale() > 1:
                 # [safety] With float16, infinite gradients are expected now and then: the loss scale was too high.
                 print0(f"step {step}: float16 overflow at loss scale {trainer.scaler.get_scale():g}; step skipped")

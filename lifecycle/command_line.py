@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lifecycle.metrics import check_wandb
-from system.cli import ArgumentParser, UsageError, suggest
+from system.cli import ArgumentParser, UsageError
 from system.settings import add_flags, change
 from training.config import HELLASWAG_DATA, TrainConfig, has_mark
 from training.presets import DESCRIPTIONS, PRESETS
@@ -68,10 +67,9 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     asks_for_help = typed.pop("help", False)
     card = typed.pop("card", "")
     mode = Mode(typed.pop("kind", "card" if card else "train"), card)
-
     preset = typed.pop("preset", None)
     if preset and preset not in PRESETS:
-        raise UsageError(f"no preset {preset!r}; {suggest(preset, PRESETS)}presets: {', '.join(PRESETS)}")
+        raise UsageError(f"no preset {preset!r}, but {', '.join(PRESETS)}")
     cfg = PRESETS[preset or "gpt2-124m"]
 
     # A run continues in its own folder.
@@ -79,7 +77,10 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     if resume not in ("none", "auto"):
         path = Path(resume)
         if not preset:
-            cfg = inherit_settings(TrainConfig.from_dict(read_train_state(path)["config"]))
+            cfg = TrainConfig.from_dict(read_train_state(path)["config"])
+            per_start: dict[str, Any] = {f.name: f.default for f in fields(cfg) if has_mark(f.name, "per_start")}
+            rows = cfg.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
+            cfg = replace(cfg, **per_start, hellaswag_data=rows)
         cfg = replace(cfg, out_dir=str(path if path.is_dir() else path.parent))
     if "epochs" in typed and "max_steps" not in typed:
         cfg = replace(cfg, max_steps=0)
@@ -88,15 +89,4 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     if asks_for_help:
         make_parser(cfg).print_help()
         raise SystemExit(0)
-    if cfg.tracker == "wandb":
-        check_wandb()
     return cfg, mode
-
-
-def inherit_settings(saved: TrainConfig) -> TrainConfig:
-    """The settings of the run of a checkpoint, but for those of one start only."""
-    of_one_start: dict[str, Any] = {
-        field.name: field.default for field in fields(saved) if has_mark(field.name, "per_start")
-    }
-    rows = saved.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
-    return replace(saved, **of_one_start, hellaswag_data=rows)

@@ -8,6 +8,7 @@ Called by train_gpt2.py between two steps. Nothing here changes the model, the g
 """
 
 import math
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -51,14 +52,10 @@ class Evaluator:
         self.off_track = 0  # how many evaluations in a row
         can_stop = self.reference or not cfg.stop_off_track
         require(can_stop, "--stop-off-track: there are no public runs to compare this one with; leave it out")
-        self.bytes_per_target = count_bytes_per_target(run.val_data, cfg) if run.val_data else 0.0
 
-        # Samples need GPT-2's vocabulary to be readable.
-        self.prompt: list[int] = []  # the ids to continue; without a prompt there are no samples
-        if tokenizer.has_gpt2_tokens(cfg.model.vocab_size):
-            self.prompt = choose_prompt(cfg, run.val_data or run.data)
-        elif cfg.sample_every:
-            print0(f"samples are off: the model has a vocabulary of {cfg.model.vocab_size} tokens, not GPT-2's")
+        # The ids that samples continue. Without GPT-2's vocabulary nobody could read them.
+        has_text = tokenizer.has_gpt2_tokens(cfg.model.vocab_size)
+        self.prompt = choose_prompt(cfg, run.val_data or run.data) if has_text else []
 
     def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
         """Measure and print what is due at this step: any of val_loss (with val_bpb in bits per byte, and
@@ -69,18 +66,14 @@ class Evaluator:
 
         if val_data and is_due(step, cfg.val_every, max_steps):
             check_weights_agree(rt, self.run.model.parameters(), step)
-            loss = validate(self.trainer.forward, val_data, cfg, rt, self.trainer.B)
-            results["val_loss"] = loss
-            if self.bytes_per_target:
-                results["val_bpb"] = bits_per_byte(loss, self.bytes_per_target)
-            tokens = num_val_sequences(val_data, cfg) * val_data.T
-            results["val_set"] = f"{tokens} tokens of {val_data.fingerprint()}"
-            print0(f"{label} | {describe_loss(loss, val_data.T, self.bytes_per_target)}")
+            results = validate(self.trainer.forward, val_data, cfg, rt, self.trainer.B)
+            print0(f"{label} | {describe_loss(results, val_data.T)}")
 
-            verdict = self.reference.judge(step, loss) if self.reference else None
+            verdict = self.reference.judge(step, results["val_loss"]) if self.reference else None
             if verdict:
-                print0(verdict.sentence)
-                self.off_track = 0 if verdict.is_on_track else self.off_track + 1
+                is_on_track, sentence = verdict
+                print0(sentence)
+                self.off_track = 0 if is_on_track else self.off_track + 1
             if cfg.stop_off_track and self.off_track == 2:
                 stop.request("--stop-off-track")
 
@@ -119,14 +112,12 @@ def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | 
 
     # The margin allows for another seed or order of the data, and the rows that pad the vocabulary are not used.
     changes = changed_settings(PRESETS[cfg.preset], cfg).keys() - {"model.vocab_size"}
-    changed_recipe = [flag(name) for name in changes if shapes_result(name) and not has_mark(name, "like_a_seed")]
-    if changed_recipe:
-        print0(f"no reference: {', '.join(sorted(changed_recipe))} not as in preset {cfg.preset}")
-        return None
-
+    different = sorted(flag(name) for name in changes if shapes_result(name) and not has_mark(name, "like_a_seed"))
     dataset = reference.DATASETS[cfg.preset]
     if sources.identify(cfg.data_dir) != dataset:
-        print0(f"no reference: the public runs of {cfg.preset} are on {dataset}, and {cfg.data_dir} is not")
+        different.append(f"the data of {cfg.data_dir}")
+    if different:
+        print0(f"no reference: the public runs of {cfg.preset}, on {dataset}, differ in {', '.join(different)}")
         return None
     print0(f"reference: {found.runs} public runs of {cfg.preset}, on {dataset}")
     return found
@@ -144,48 +135,30 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
     return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
 
-def num_val_sequences(data: Loader, cfg: TrainConfig) -> int:
-    """How many sequences to validate on: as many as --val-tokens asks for, or all of a smaller val split."""
-    return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
+@cache
+def text_lengths() -> np.ndarray:
+    """How many bytes of text each id of GPT-2's vocabulary stands for; <|endoftext|> has none."""
+    lengths = np.zeros(2**16, np.int64)
+    for i in range(tokenizer.EOT):
+        lengths[i] = len(tokenizer.encoding().decode_single_token_bytes(i))
+    return lengths
 
 
-def count_bytes_per_target(data: Loader, cfg: TrainConfig) -> float:
-    """How many bytes of text a target of validation stands for, on average; 0 if the ids are not GPT-2's. data: the val
-    split.
-
-    The loss in bits per byte compares models of other vocabularies, whose tokens are longer or shorter. It is the nats
-    of all targets over the bytes of their text; <|endoftext|> has no bytes, but its nats count.
-    """
-    if not tokenizer.has_gpt2_tokens(data.vocab_size):
-        return 0.0
-    encoding = tokenizer.encoding()
-    lengths = np.zeros(2**16, np.int64)  # of the text of each id
-    lengths[: tokenizer.EOT] = [len(encoding.decode_single_token_bytes(i)) for i in range(tokenizer.EOT)]
-
-    count = num_val_sequences(data, cfg)
-    sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
-    total = 0
-    for i in range(0, count, 1024):
-        tokens = data.read(sequences[i : i + 1024])  # (n, T + 1)
-        total += int(lengths[tokens[:, 1:]].sum())
-    return total / (count * data.T)
-
-
-def bits_per_byte(loss: float, bytes_per_target: float) -> float:
-    """A loss in nats per token as bits per byte of text."""
-    return loss / math.log(2) / bytes_per_target
-
-
-def describe_loss(loss: float, T: int, bytes_per_target: float) -> str:
-    """T: tokens of context that it was measured with. bytes_per_target: 0 if it is not known."""
-    in_bits = f" | bits per byte: {bits_per_byte(loss, bytes_per_target):.4f}" if bytes_per_target else ""
-    return f"val loss: {loss:.4f} | context: {T}{in_bits}"
+def describe_loss(results: dict[str, Any], T: int) -> str:
+    """What `validate` has returned, in sequences of T tokens."""
+    bits = f" | bits per byte: {results['val_bpb']:.4f}" if "val_bpb" in results else ""
+    return f"val loss: {results['val_loss']:.4f} | context: {T}{bits}"
 
 
 @torch.no_grad()
-def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> float:
-    """The mean cross-entropy, in nats per token, over the first val_tokens of the val split. It does not depend on the
-    number of ranks, nor on B, the number of sequences in a forward pass.
+def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> dict[str, Any]:
+    """Measure the first val_tokens of the val split, or all of a smaller one. It does not depend on the number of
+    ranks, nor on B, the number of sequences in a forward pass. Returns
+
+        val_loss   mean cross-entropy, in nats per token
+        val_bpb    the same in bits per byte of text, which compares models of other vocabularies, whose tokens are
+                   longer or shorter; only with GPT-2's
+        val_set    on what they were measured
 
     All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
     With B = 2, two ranks and 9 sequences:
@@ -197,12 +170,14 @@ def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: i
     data: the val split. Every rank must call this.
     """
     # The first sequences of the split, in order. A stride is what all ranks together take at a time.
-    count = num_val_sequences(data, cfg)
+    count = min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
+    has_text = tokenizer.has_gpt2_tokens(data.vocab_size)
 
-    # Float64 sums keep thousands of batches exact enough that the result does not depend on the number of ranks.
-    total = torch.zeros((), device=rt.device, dtype=torch.float64)
+    # The sum of the mean losses of all sequences, which are equally long, and the bytes of their targets. In float64
+    # thousands of batches are exact enough that the result does not depend on the number of ranks.
+    sums = torch.zeros(2, device=rt.device, dtype=torch.float64)
     for i in progress_bar(range(0, count, stride), "validation", is_shown=rt.is_main):
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
@@ -218,10 +193,15 @@ def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: i
         # The mean over the rows that count.
         with rt.autocast():
             loss = forward(x, y)
-        total += loss.to(total.dtype) * len(own)
+        sums[0] += loss.to(sums.dtype) * len(own)
+        if has_text:
+            sums[1] += int(text_lengths()[own[:, 1:]].sum())
 
-    # `total` is the sum of the mean losses of all sequences, which are equally long.
-    return rt.all_reduce(total).item() / count
+    loss_sum, text_bytes = rt.all_reduce(sums).tolist()
+    results: dict[str, Any] = {"val_loss": loss_sum / count}
+    if text_bytes:
+        results["val_bpb"] = results["val_loss"] / math.log(2) / (text_bytes / (count * data.T))
+    return results | {"val_set": f"{count * data.T} tokens of {data.fingerprint()}"}
 
 
 def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
@@ -243,11 +223,9 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
 
     # Validation loss. Not compiled: compiling would take longer than it saves.
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
-    loss = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
-    tokens = num_val_sequences(val_data, cfg) * T
-    bytes_per_target = count_bytes_per_target(val_data, cfg)
-    data = f"{tokens:,} tokens of {val_data.files[0].path} in {machine.dtype_name(rt.dtype)}"
-    print0(f"{weights} on {data} | {describe_loss(loss, T, bytes_per_target)}")
+    results = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
+    data = f"{results['val_set']}, {cfg.data_dir}, in {machine.dtype_name(rt.dtype)}"
+    print0(f"{weights} on {data} | {describe_loss(results, T)}")
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
         print0(hellaswag.describe_score(score_hellaswag(model, rt)))

@@ -20,13 +20,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zlib import crc32
 
 from system.cards import total_peak_flops
-from system.cli import format_cost, format_duration, print0, require
+from system.cli import format_cost, format_duration, print0
 from system.files import atomic_write
 
 if TYPE_CHECKING:
@@ -126,32 +125,31 @@ class MetricsLogger:
         tokens_per_second = self.cfg.total_batch_size / seconds
         mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
         row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
-        row = row | {"tokens_per_second": tokens_per_second, "mfu": mfu}
+        row |= {"tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(row)
         print0(self._console_line(row))
 
     def _console_line(self, row: dict[str, Any]) -> str:
         """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
         step, now = row["step"], time.monotonic()
-        parts = [
-            f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}",
-            f"norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms | tok/sec: {row['tokens_per_second']:,.0f}",
-        ]
+        line = f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
+        line += f" | norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms"
+        line += f" | tok/sec: {row['tokens_per_second']:,.0f}"
         if row["mfu"]:
-            parts.append(f"mfu: {row['mfu']:.1%}")
+            line += f" | mfu: {row['mfu']:.1%}"
         # A disk that is slower than training; the first batch always takes a moment.
         if row["wait_ms"] > max(10, 0.05 * row["step_ms"]) and step > self.start:
-            parts.append(f"waited for data: {row['wait_ms']:.0f}ms")
+            line += f" | waited for data: {row['wait_ms']:.0f}ms"
         # The mean time of all steps but the first, with the evaluations and saves between them.
         if step == self.start:
             self.first_step_time = now
         else:
             step_s = (now - self.first_step_time) / (step - self.start)
-            parts.append(f"eta: {format_duration(step_s * (self.max_steps - step - 1))}")
+            line += f" | eta: {format_duration(step_s * (self.max_steps - step - 1))}"
         if self.cfg.gpu_hour_usd:
             cost = format_cost(now - self.start_time, self.rt.world_size, self.cfg.gpu_hour_usd)
-            parts.append(f"cost: {cost}")
-        return " | ".join(parts)
+            line += f" | cost: {cost}"
+        return line
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one line: `step` and whatever was measured there."""
@@ -241,8 +239,3 @@ def open_wandb(cfg: TrainConfig, start_step: int) -> Track:
 
 
 TRACKERS = {"none": open_none, "tensorboard": open_tensorboard, "wandb": open_wandb}
-
-
-def check_wandb() -> None:
-    """Raise UserError, before a run starts, if wandb is not installed."""
-    require(find_spec("wandb"), "--tracker wandb needs: pip install wandb")

@@ -34,7 +34,6 @@ from tokens.shards import read_manifest
 from training import optim
 from training.config import TrainConfig
 from training.microbatch import divisors_of_share
-from training.presets import PRESETS, is_network_from_init
 from training.step import Trainer
 from weights.names import complete_steps, model_path
 
@@ -53,7 +52,7 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, s
     shape = f"{net.n_layer} layers, {net.n_head} heads, {net.n_embd} channels, a context of {net.block_size}"
     print0(f"run        {cfg.preset}, in {cfg.run_dir}")
     print0(f"network    {model.num_params():,} parameters: {shape}; seed {cfg.seed}")
-    print0(f"machine    {devices}, {rt.precision}, torch {torch.__version__}")
+    print0(f"machine    {devices}, {machine.dtype_name(rt.dtype)}, torch {torch.__version__}")
     print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens")
     rate = f"peak rate {cfg.max_lr:g}" + (f", of matrices {cfg.muon_lr:g}" if cfg.optimizer == "muon" else "")
     print0(f"optimizer  {cfg.optimizer}, {rate}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
@@ -158,14 +157,11 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
 
 
 def predict(cfg: TrainConfig, card: str) -> str:
-    """--card: what the run would take on other cards. If its steps depend on the data, 1,000 are assumed. Raises
-    UserError for unknown cards, a batch that they cannot share, and weights whose network is not known without them.
+    """--card: what the run would take on other cards. Raises UserError for unknown cards, a batch that they cannot
+    share, a network that is too small, and steps that depend on the data.
 
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
-    is_known = not is_network_from_init(cfg) or cfg.init_from == PRESETS[cfg.preset].init_from
-    fix = "say its size: --model.n-layer, --model.n-head and --model.n-embd"
-    require(is_known, f"--card does not open --init-from {cfg.init_from}; {fix}")
     cards = find_cards(card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)
@@ -175,24 +171,20 @@ def predict(cfg: TrainConfig, card: str) -> str:
     # Where the steps depend on the data, those of the public run of the preset.
     published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
     max_steps = cfg.max_steps or cfg.epochs * (cfg.steps_per_epoch or published)
-    assumed = "" if max_steps else "how many steps the data have is not known: 1000 are assumed\n"
-    max_steps = max_steps or 1000
+    require(max_steps, f"how many steps {cfg.preset} takes depends on the data; say --max-steps")
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
     state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
-    accuracy = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
-    unmeasured = [name for name in dict.fromkeys(cards) if not CARDS[name].is_measured]
-    if unmeasured:
-        accuracy = f"no run is published on {' or '.join(unmeasured)}: the share of its peak is a guess"
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
     speed = describe_speed(cfg, model, predict_step_s(cfg, cards), max_steps, len(cards), peak_flops)
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
-        f"{speed}\n{assumed}{accuracy}; to measure, use --dry-run there"
+        f"{speed}\n"
+        "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md); to measure, use --dry-run there"
     )
 
 
@@ -214,10 +206,8 @@ def describe_speed(cfg: TrainConfig, model: GPT, step_s: float, steps: int, gpus
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
     total_s = steps * step_s
-    cost = "--gpu-hour-usd gives the price"
-    if cfg.gpu_hour_usd:
-        cost = format_cost(total_s, gpus, cfg.gpu_hour_usd)
+    cost = f"; {format_cost(total_s, gpus, cfg.gpu_hour_usd)}" if cfg.gpu_hour_usd else ""
     return (
         f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
-        f"{steps:,} steps take {format_duration(total_s)}; {cost}"
+        f"{steps:,} steps take {format_duration(total_s)}{cost}"
     )

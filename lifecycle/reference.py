@@ -1,8 +1,7 @@
 """Figures from public runs of the presets' recipes: what a healthy run looks like, step by step.
 
     reference = find_reference("gpt2-124m", max_steps=19_073, tokens_per_step=524_288)
-    verdict = reference.judge(500, 5.31)
-    verdict.is_on_track, verdict.sentence   # True, "step 500: val 5.310, reference 5.181 to 5.413: on track"
+    reference.judge(500, 5.31)      # True, "step 500: val 5.310, reference 5.181 to 5.413: on track"
 
 lifecycle/evaluator.py prints that line after each validation; plots.py --reference draws the range behind the curves.
 Nothing here needs torch.
@@ -14,7 +13,6 @@ from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +29,6 @@ MAX_STEPS_TOLERANCE = 0.02  # a schedule that ends this much earlier or later ha
 MIN_MARGIN = 0.025  # nats: twice the widest gap between two gpt2-124m runs once the steep part is over
 MIN_MARGIN_STEP_0 = 0.1  # nats: random weights differ
 TIMING_NOISE = 0.08  # a healthy run may be this share of its steps early or late
-
-
-class Verdict(NamedTuple):
-    """How a run compares with public ones."""
-
-    is_on_track: bool
-    sentence: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +60,10 @@ class Reference:
         margin = max(low - later, MIN_MARGIN if step else MIN_MARGIN_STEP_0)
         return float(low - margin), float(high + margin)
 
-    def judge(self, step: int, val_loss: float) -> Verdict | None:
-        """How a run compares at `step` with `val_loss` (nats per token), or None where expected_range is None. A loss
-        that is too low is off track as well: no honest run is that good, so something must leak."""
+    def judge(self, step: int, val_loss: float) -> tuple[bool, str] | None:
+        """Whether a run with `val_loss` (nats per token) at `step` is on track, and a sentence; None where
+        expected_range is None. A loss that is too low is off track as well: no honest run is that good, so something
+        must leak."""
         expected = self.expected_range(step)
         if expected is None:
             return None
@@ -84,7 +76,7 @@ class Reference:
             verdict += "does attention see the future, or val overlap the train data?"
         else:
             verdict = f"off track, {val_loss - high:.3f} too high: check --max-lr, --warmup-steps and the data"
-        return Verdict(is_on_track, f"step {step}: val {val_loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}")
+        return is_on_track, f"step {step}: val {val_loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}"
 
 
 @cache

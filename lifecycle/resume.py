@@ -10,17 +10,17 @@ that would change its result are refused, and so are ranks that would train diff
 of the code is announced.
 """
 
-import hashlib
 import os
 import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
-from lifecycle.metrics import read_metrics, read_step
+from lifecycle.metrics import read_step
 from lifecycle.run import Run
 from model import GPT
 from system import distributed, machine
@@ -28,7 +28,7 @@ from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
 from tokens.loader import Loader
 from tokens.shards import find_shards
-from training import optim, schedule
+from training import optim
 from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
@@ -66,8 +66,13 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     check_ranks_agree(cfg, rt, saved, data)
     if saved:
         check_changes(cfg, saved, data, max_steps)
-    if rt.is_main:
-        set_metrics_aside(cfg.run_dir)
+
+    # The curve of a run that was killed before its first save, or whose checkpoints were deleted, is not overwritten.
+    metrics = cfg.run_dir / "metrics.jsonl"
+    if rt.is_main and metrics.exists() and names.latest_step(cfg.run_dir) is None:
+        kept = metrics.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+        os.rename(metrics, kept)
+        print0(f"{cfg.run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are in {kept}")
 
     rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
     start = saved["step"] if saved else 0
@@ -88,22 +93,19 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         saved = checkpoint.read_train_state(cfg.resume)
 
     # A run is overwritten neither by a new one, nor by one that resumes from an earlier step or from another run.
-    is_newest = saved and saved["step"] == newest and saved["model_file"].parent.resolve() == run_dir.resolve()
-    problem = f"{run_dir} already holds a run at step {newest}, which is never overwritten"
-    fix = "continue it with --resume auto, or start another run with another --out-dir"
-    require(newest is None or is_newest, f"{problem}; {fix}")
+    if newest is not None:
+        is_newest = saved and saved["model_file"].samefile(names.model_path(run_dir, newest))
+        problem = f"{run_dir} already holds a run at step {newest}, which is never overwritten"
+        fix = "continue it with --resume auto, or start another run with another --out-dir"
+        require(is_newest, f"{problem}; {fix}")
 
-    # Nor are damaged weights, and weights without their optimizer state, as they are pulled from the Hub.
-    damaged = names.damaged_models(run_dir)
-    for path in damaged:
-        size = path.stat().st_size
-        fix = "move it and its optim_*.pt away, then --resume auto, or choose another --out-dir"
-        raise UserError(f"{path} is damaged ({size:,} bytes); {fix}")
-    weights_only = names.complete_steps(run_dir, ["model"])
-    if newest is None and weights_only:
-        path = names.model_path(run_dir, weights_only[-1])
-        fix = f"to start from these weights, use --init-from {shlex.quote(str(path))} and another --out-dir"
-        raise UserError(f"{path} has no complete optim_*.pt next to it, so the run cannot resume; {fix}")
+    # Nor are newer weights, which are damaged, or without their optimizer state, as they are pulled from the Hub.
+    for path in run_dir.glob("model_*.pt"):
+        match = names.CHECKPOINT_FILE.fullmatch(path.name)
+        if match and (newest is None or int(match["step"]) > newest):
+            problem = f"{path} ({path.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
+            fix = "move it away, then --resume auto; or start from these weights with"
+            raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(path))} and another --out-dir")
     return saved and saved | {"config": TrainConfig.from_dict(saved["config"])}
 
 
@@ -138,13 +140,15 @@ def check_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader, max_ste
     """Raise UserError if what shapes the result has changed since the checkpoint was made, unless --allow-drift accepts
     it; the network cannot change at all. Print what else is different from here on."""
     old, step, old_steps = saved["config"], saved["step"], saved["max_steps"]
-    changes = changed_settings(old, cfg)
+    print0(f"resumed from {saved['model_file']}")
 
     # What has changed, and the flag that restores it. A --max-steps that was left out would end the run early.
     refused = {}
-    for name, (before, after) in changes.items():
+    for name, (before, after) in changed_settings(old, cfg).items():
         if shapes_result(name):
             refused[f"{name}: {before} -> {after}"] = as_flag(name, before)
+        elif not has_mark(name, "per_start") and not has_mark(name, "per_rank"):
+            print0(f"resume: {flag(name)} {before} -> {after}")
     if step < old_steps and max_steps < old_steps:
         refused[f"max_steps: {old_steps} -> {max_steps}"] = f"--max-steps {old_steps}"
     if saved["data"] != data.fingerprint():
@@ -158,37 +162,18 @@ def check_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader, max_ste
         require(cfg.allow_drift and not is_network, f"{problem}; {fix}")
         print0(f"resume: {problem}")
 
-    # The rest changes no result, but for the software, and a cosine, which is higher at the same step of a longer run.
-    print0(f"resumed from {saved['model_file']}")
-    for name, (before, after) in changes.items():
-        is_of_this_start = has_mark(name, "per_start") or has_mark(name, "per_rank")
-        if not shapes_result(name) and not is_of_this_start:
-            print0(f"resume: {flag(name)} {before} -> {after}")
+    # Other software rounds otherwise.
     for name, after in machine.versions().items():
         before = saved.get("versions", {}).get(name, after)
         if before != after:
             print0(f"resume: {name} {before} -> {after}")
-    before = schedule.lr_factor(step, old_steps, old) * old.max_lr
-    after = schedule.lr_factor(step, max_steps, cfg) * cfg.max_lr
-    if step < max_steps and before != after:
-        print0(f"resume: the learning rate at step {step} moves from {before:.3e} to {after:.3e}")
-
-
-def set_metrics_aside(run_dir: Path) -> None:
-    """Rename the metrics.jsonl of a folder that has no checkpoint, so that the run that starts there does not overwrite
-    the curve of a run that was killed before its first save, or whose checkpoints were deleted."""
-    path = run_dir / "metrics.jsonl"
-    if names.latest_step(run_dir) is None and read_metrics(path):
-        kept = path.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-        os.rename(path, kept)
-        print0(f"{run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are kept as {kept}")
 
 
 def is_complete(run: Run) -> bool:
     """Whether nothing is left to do, as when the command of a finished run is repeated: all steps are done, and the
     last one is evaluated. So is a run that has done more steps than --max-steps asks for. Every rank must call it."""
-    is_evaluated = bool(read_step(run.cfg.run_dir, run.start))
-    is_evaluated = run.rt.gather(is_evaluated)[0]  # rank 0 writes that file; on another machine there may be none
+    # Rank 0 writes that file; on another machine there may be none.
+    is_evaluated = run.rt.gather(bool(read_step(run.cfg.run_dir, run.start)))[0]
     return run.start > run.max_steps or (run.start == run.max_steps and is_evaluated)
 
 
@@ -199,11 +184,6 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
     """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
     Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
     wait for each other in different evaluations. Every rank must call it."""
-    # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.
-    cards = dict.fromkeys(rt.gather(machine.device_name(rt.device)))
-    is_safe = len(cards) == 1 or cfg.zero_stage == 1
-    require(is_safe, f"on {' and '.join(cards)} the weights of the ranks would drift apart; use --zero-stage 1")
-
     # Two machines may have two runs at the same step.
     checkpoint = f"step {saved['step']} ({names.fingerprint(saved['model_file'])})" if saved else "none"
     facts = {
@@ -212,17 +192,18 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
         "the network": str(cfg.model),
         **describe_files(cfg, data),
     }
-    rt.check_equal(facts, "give every machine the same files and flags")
+    # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.
+    if cfg.zero_stage != 1:
+        facts["the card"] = machine.device_name(rt.device)
+    rt.check_equal(facts, "give every machine the same files and flags, and --zero-stage 1 if the cards are not alike")
 
 
 def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
     """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
     shards = f"{data.fingerprint()} ({len(data.files)} shards, {sum(file.tokens for file in data.files):,} tokens)"
-    rows = "none"
     path = Path(cfg.hellaswag_data)
-    if cfg.hellaswag_every and path.is_file():
-        rows = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return {"the data": shards, "the HellaSwag file": rows}
+    rows = path.read_bytes() if cfg.hellaswag_every and path.is_file() else b""
+    return {"the data": shards, "the HellaSwag file": f"{crc32(rows):08x}"}
 
 
 # ------------------------------------------------------------------------- the state of a run

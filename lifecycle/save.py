@@ -1,17 +1,12 @@
-"""Saving a run: what goes into a checkpoint, on which ranks, when the last one is on the disk, and what is saved when
-an error ends the run.
+"""Saving a run: what goes into a checkpoint, on which ranks, and when the last one is on the disk.
 
     with Saver(run, trainer, metrics) as saver:
         saver.save(500)             # returns once everything is copied to host memory; a thread writes it
-        with saver.guard_update(500):   # after an error in here nothing is saved, after a later one step 501
-            trainer.update()
-    saver.finish(19073)             # waits for the disk, and raises the error of a write that failed
+        saver.writer.check()        # raises what has made that write fail for good
+        saver.finish(19073)         # waits for the disk, and raises the error of a write that failed
 
 Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/resume.py's.
 """
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lifecycle.metrics import MetricsLogger, best_steps
 from lifecycle.resume import train_state
@@ -24,34 +19,19 @@ from weights.names import complete_steps
 
 
 class Saver:
-    """Saves a run. Use it as a context manager: leaving the block waits for the write in progress. If an error ends the
-    block of a single rank, all whole steps before it are saved. With several ranks they are not: a save needs them all,
-    and the others do not know of the error."""
+    """Saves a run. Use it as a context manager: leaving the block, also by an error, waits for the write in
+    progress."""
 
     def __init__(self, run: Run, trainer: Trainer, metrics: MetricsLogger):
         self.run, self.rt = run, run.rt
         self.trainer, self.metrics = trainer, metrics
-        self.consistent_step: int | None = run.start  # of both weights and optimizers; None during an update
         self.writer = checkpoint.CheckpointWriter(run.cfg.run_dir, run.cfg.keep)
 
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.writer.join()
-        step = self.consistent_step
-        if isinstance(error, Exception) and self.rt.world_size == 1 and step is not None and step > self.run.start:
-            self.save(step)
-            self.writer.join()
-
-    @contextmanager
-    def guard_update(self, step: int) -> Iterator[None]:
-        """The block that updates the weights of a step: an error halfway leaves partly updated ones, which must not be
-        saved. Raises what has made a save fail for good, so that a run does not train on for nothing."""
-        self.consistent_step = None
-        self.writer.check()
-        yield
-        self.consistent_step = step + 1
 
     def save(self, step: int) -> None:
         """Save this step, unless the run folder has it. Every rank must call it."""
@@ -78,7 +58,6 @@ class Saver:
         if not deletes_old:
             self.writer.keep = 0
         self.save(step)
-        self.consistent_step = None  # an error of this write is final
         self.writer.finish()
 
         # All ranks end together, after rank 0's write.

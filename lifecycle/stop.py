@@ -9,7 +9,6 @@ with stop.handle_signals():
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,12 +43,14 @@ class StopRequest:
 
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self.asked_by != "" or self.elapsed_s() > self.limit_s
+        if self.elapsed_s() > self.limit_s:
+            self.request("the time limit")
+        return self.asked_by != ""
 
     def reason(self) -> str:
         """Ctrl-C, signal SIGTERM, the time limit, or what `request` was given; a rank that was not asked itself was
         stopped by another."""
-        return self.asked_by or ("the time limit" if self.is_requested() else "another rank")
+        return self.asked_by or "another rank"
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -88,14 +89,10 @@ def spare_programs() -> Iterator[None]:
     processes of a run. A compiler that is killed would be an error of the run (pytorch/pytorch#189290); or, killed when
     torch tries the processor's vector instructions, no error, but slower code from then on, which torch's cache keeps.
 
-    A program inherits the blocked signals of the thread that starts it, so this thread blocks them. Another one is
-    there to receive them: Python runs the handlers in the main thread all the same, between two calls.
+    A program inherits the blocked signals of the thread that starts it. This process gets its own at the end.
     """
-    is_over = threading.Event()
-    threading.Thread(target=is_over.wait).start()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        is_over.set()

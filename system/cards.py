@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Card(NamedTuple):
     tflops: float  # dense bfloat16 (float16 before Ampere) with float32 accumulation, no sparsity
     gb: int  # memory
-    mfu: float = 0.50  # the part of the peak that compiled training reaches
-    is_measured: bool = False  # whether mfu is of a published run (tests/test_plan.py), or of a similar card
+    mfu: float = 0.50  # the part of the peak that compiled training reaches, if no run is published: of similar cards
 
 
 # A plain name is the SXM card. Where a vendor prints the peak with sparsity, half of it stands here.
@@ -31,18 +30,18 @@ CARDS = {
     # NVIDIA's data sheets. HGX B300 and B200: 36 PFLOP/s with sparsity of 8 cards; H100, also for NVL: 1,979, 1,671 and
     # 1,513 TFLOP/s with sparsity; H800 and the GPU of a GH200: as an H100.
     "B300": Card(2250, 288, mfu=0.24),
-    "B200": Card(2250, 180, mfu=0.24, is_measured=True),
+    "B200": Card(2250, 180, mfu=0.24),
     "GH200": Card(989, 96, mfu=0.42),
-    "H200": Card(989, 141, mfu=0.42, is_measured=True),
-    "H100": Card(989, 80, mfu=0.42, is_measured=True),
+    "H200": Card(989, 141, mfu=0.42),
+    "H100": Card(989, 80, mfu=0.42),
     "H100 NVL": Card(835, 94, mfu=0.42),
     "H100 PCIe": Card(756, 80, mfu=0.42),
     "H800": Card(989, 80, mfu=0.42),
-    "A100": Card(312, 80, is_measured=True),
-    "A100-40GB": Card(312, 40, is_measured=True),
+    "A100": Card(312, 80),
+    "A100-40GB": Card(312, 40),
     "A100 PCIe": Card(312, 80),
     # NVIDIA's data sheets of the cards without HBM, and of older ones.
-    "L40S": Card(362, 48, mfu=0.30, is_measured=True),
+    "L40S": Card(362, 48, mfu=0.30),
     "RTX PRO 6000": Card(503.8, 96, mfu=0.30),  # "NVIDIA RTX Blackwell PRO GPU Architecture", with FP32 accumulation
     "A6000": Card(154.8, 48),
     "A40": Card(149.7, 48),
@@ -57,7 +56,7 @@ CARDS = {
     "RTX 5090": Card(209.5, 32, mfu=0.42),
     "RTX 5080": Card(112.6, 16, mfu=0.42),  # 84 multiprocessors at 2.617 GHz
     "RTX 5070 Ti": Card(87.9, 16, mfu=0.42),  # 70 at 2.452
-    "RTX 4090": Card(165.2, 24, is_measured=True),
+    "RTX 4090": Card(165.2, 24),
     "RTX 4080": Card(97.5, 16),  # 76 at 2.505
     "RTX 4070": Card(58.3, 12),  # 46 at 2.475
     "RTX 3090": Card(71, 24),

@@ -29,12 +29,9 @@ import os
 import re
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 
@@ -66,12 +63,9 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see -h")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
-        words = sys.argv[1:] if args is None else list(args)
-        end = words.index("--") if "--" in words else len(words)
-        for i, word in enumerate(words[:end]):
-            if word.startswith("--"):
-                flag, equals, value = word.partition("=")
-                words[i] = flag.replace("_", "-") + equals + value
+        words = sys.argv[1:] if args is None else args
+        # --max_lr=a_b -> --max-lr=a_b
+        words = [re.sub(r"^--[\w.-]+", lambda match: match[0].replace("_", "-"), word) for word in words]
         return super().parse_known_args(words, namespace)
 
 
@@ -85,29 +79,18 @@ def require(condition: object, message: str) -> None:
 TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
-    """For a message about a name that does not exist: "did you mean NAME? ", or "" if none of `names` is similar."""
-    similar = get_close_matches(name, list(names), n=1)
-    return f"did you mean {similar[0]}? " if similar else ""
-
-
-def raise_if_transient(error: Exception) -> None:
-    """Raise an error that is not the fault of the file that was read: the run ends as a crash, and is restarted."""
-    is_of_system = isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS
-    if isinstance(error, MemoryError) or is_of_system or "CUDA error" in str(error):
-        raise error
-
-
 @contextmanager
 def explain_errors(problem: str, fix: str) -> Iterator[None]:
-    """Turn whatever is raised in this block into a UserError with its words. For files that may come from anywhere: the
-    libraries that read them raise a dozen kinds of errors for damaged ones."""
+    """Turn whatever is raised in this block into a UserError with its words, unless it is not the fault of a file. For
+    files that may come from anywhere: the libraries that read them raise a dozen kinds of errors for damaged ones."""
     try:
         yield
     except UserError as e:
         raise UserError(f"{problem}: {e}; {fix}") from None
     except Exception as e:
-        raise_if_transient(e)
+        is_of_system = isinstance(e, OSError) and e.errno in TRANSIENT_ERRORS
+        if is_of_system or isinstance(e, MemoryError) or "CUDA error" in str(e):
+            raise  # the run ends as a crash, and is restarted
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise UserError(f"{problem} ({reason}); {fix}") from None
 
@@ -155,7 +138,7 @@ def run_cli(main: Callable[[], object]) -> None:
     # With ranks, or threads that this script has left, skip the interpreter's shutdown: there a thread that tokenizes
     # or reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank.
     has_left_threads = is_alone and threading.active_count() > 1
-    if has_left_threads or env_number("WORLD_SIZE") > 1:
+    if has_left_threads or env_number("WORLD_SIZE", 1) > 1:
         atexit._run_exitfuncs()
         with suppress(OSError):
             sys.stdout.flush()
@@ -180,28 +163,16 @@ def run(main: Callable[[], object]) -> int:
 
 def report(error: Exception) -> int:
     """Print why this process fails, and leave it for the program that started it. Returns the exit code."""
-    message, reason, status = traceback.format_exc(), f"{type(error).__name__}: {error}", "system_error"
+    message, status = traceback.format_exc(), "system_error"
     if isinstance(error, UserError | PermissionError | NotADirectoryError | IsADirectoryError):
-        message, reason = f"error: {error}", str(error)
+        message = f"error: {error}"
         if not isinstance(error, TransientError):
             status = "user_error"
 
-    # The status first: torchrun ends this rank as soon as another one has failed. So rank 0 speaks for all of them
-    # about the command line, which they share.
-    write_status(status, reason)
-    is_usage = isinstance(error, UsageError)
-    if is_usage and env_rank() > 0:
-        time.sleep(3)
-    message = printable(message)
-    print(message, file=sys.stderr, flush=True)
-
-    # torchrun prints the text of this file last, as the cause. The format is that of its ErrorHandler.
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(error_file).write_text(json.dumps({"message": details}))
-    return 2 if is_usage else 1
+    # The status first: torchrun ends this rank as soon as another one has failed.
+    write_status(status, f"{type(error).__name__}: {error}")
+    print(printable(message), file=sys.stderr, flush=True)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def write_status(status: str, reason: str = "") -> None:
@@ -218,24 +189,21 @@ def write_status(status: str, reason: str = "") -> None:
     part = f"{path}.{env_rank()}.part"
     with suppress(OSError):
         with open(part, "w") as f:
-            json.dump({"status": status, "reason": printable(reason)}, f)
+            json.dump({"status": status, "reason": reason}, f)
         os.replace(part, path)
 
 
 # ------------------------------------------------------------------------- which process this is
 
-# What torchrun sets for each process of a run, and what holds without torchrun.
-RANK_VARIABLES = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 
-
-def env_number(name: str) -> int:
-    """One of RANK_VARIABLES."""
-    return int(os.environ.get(name) or RANK_VARIABLES[name])
+def env_number(name: str, default: int) -> int:
+    """RANK, LOCAL_RANK or WORLD_SIZE, which torchrun sets for each process of a run, or what holds without torchrun."""
+    return int(os.environ.get(name, default))
 
 
 def env_rank() -> int:
     """This process's rank as set by torchrun; 0 without torchrun."""
-    return env_number("RANK")
+    return env_number("RANK", 0)
 
 
 # ------------------------------------------------------------------------- printing
@@ -277,16 +245,14 @@ def progress_bar(items: Iterable, name: str, is_shown: bool) -> Iterable:
 
 def format_duration(seconds: float) -> str:
     """4d07h, 1h02m, 3m20s or 12s: the two largest units are enough to plan by."""
-    s = int(seconds)
-    if s >= 86400 - 1800:
-        hours = round(s / 3600)
+    if seconds >= 86400:
+        hours = round(seconds / 3600)
         return f"{hours // 24}d{hours % 24:02d}h"
-    if s >= 3600 - 30:
-        minutes = round(s / 60)
+    if seconds >= 3600:
+        minutes = round(seconds / 60)
         return f"{minutes // 60}h{minutes % 60:02d}m"
-    if s >= 60:
-        return f"{s // 60}m{s % 60:02d}s"
-    return f"{s}s"
+    s = int(seconds)
+    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
 
 
 def parse_duration(text: str) -> float:
@@ -296,12 +262,12 @@ def parse_duration(text: str) -> float:
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
         return float(text)
 
-    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds. A group is None for a missing unit.
+    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds.
     match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
     if match is None:
         raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
-    seconds_per_unit = (86400, 3600, 60, 1)
-    return sum(int(count or 0) * unit for count, unit in zip(match.groups(), seconds_per_unit, strict=True))
+    d, h, m, s = (int(count or 0) for count in match.groups())
+    return ((d * 24 + h) * 60 + m) * 60 + s
 
 
 def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import TransientError, env_number, env_rank, require
+from system.cli import TransientError, UserError, env_number, env_rank, require
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -48,16 +48,10 @@ class Runtime:
     rank: int = 0  # among all processes
     world_size: int = 1
     slow_group: dist.ProcessGroup | None = None  # None for a single rank
-    dtype_reason: str = ""  # why this precision
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def precision(self) -> str:
-        """bfloat16 (the fastest that it has)"""
-        return f"{machine.dtype_name(self.dtype)} ({self.dtype_reason})"
 
     def autocast(self) -> torch.autocast:
         """The context in which the model's forward pass runs."""
@@ -80,13 +74,6 @@ class Runtime:
         if self.world_size > 1:
             dist.broadcast(tensor, source)
 
-    def any_rank(self, flag: object) -> bool:
-        """Whether `flag` is true on any rank; all ranks get the same answer. Every rank must call it."""
-        # A single rank returns early: .item() would wait for the GPU, and evaluations call this before every batch.
-        if self.world_size == 1:
-            return bool(flag)
-        return self.all_reduce(torch.tensor(int(bool(flag)), device=self.device)).item() > 0
-
     def barrier(self) -> None:
         """Wait for up to SLOW_TIMEOUT until every rank is here; the error names those that are not. Every rank must
         call it."""
@@ -101,24 +88,19 @@ class Runtime:
         dist.all_gather_object(values, value, group=self.slow_group)
         return values
 
-    def check_equal(self, facts: dict[str, str], fix: str) -> None:
-        """Raise UserError on every rank unless all have the same `facts`. Every rank must call it."""
-        differences = self.find_differences(facts)
-        require(not differences, f"the ranks of this run differ: {differences}; {fix}")
-
-    def find_differences(self, facts: dict[str, str]) -> str:
-        """Which of `facts` differ from rank 0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Empty if
-        none does. Every rank must call it."""
-        hosts = self.gather(socket.gethostname())
-        facts_of_ranks = self.gather(facts)
+    def check_equal(self, facts: dict[str, str], fix: str, error: type[UserError] = UserError) -> None:
+        """Raise an error on every rank unless all have the same `facts`. It names those that differ from rank 0's:
+        "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call it."""
+        found = self.gather((socket.gethostname(), facts))
+        host_0, facts_0 = found[0]
         differences = []
-        for rank in range(1, self.world_size):
-            for name in facts_of_ranks[0] | facts_of_ranks[rank]:
-                value_0, value = facts_of_ranks[0].get(name), facts_of_ranks[rank].get(name)
+        for rank, (host, facts) in enumerate(found):
+            for name in facts_0 | facts:
+                value_0, value = facts_0.get(name), facts.get(name)
                 if value != value_0:
-                    on_rank = f"rank {rank} ({hosts[rank]})"
-                    differences.append(f"{name} is {value_0} on rank 0 ({hosts[0]}), but {value} on {on_rank}")
-        return "; ".join(differences)
+                    differences.append(f"{name} is {value_0} on rank 0 ({host_0}), but {value} on rank {rank} ({host})")
+        if differences:
+            raise error(f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
 
 
 @contextmanager
@@ -137,8 +119,9 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
         require(tasks == "1" or "RANK" in os.environ, f"{problem}, as cloud/slurm.sbatch does")
 
     machine.use_expandable_segments()  # before CUDA starts
-    rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK")), torch.float32)
-    if rt.device.type == "cuda":
+    rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK", 0)), torch.float32)
+    is_cuda = rt.device.type == "cuda"
+    if is_cuda:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     else:
         # Bit-identical results; on a CPU they cost nothing measurable.
@@ -146,16 +129,16 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
         # A debugging aid that writes new tensors twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
 
-    if env_number("WORLD_SIZE") == 1:
+    world_size = env_number("WORLD_SIZE", 1)
+    if world_size == 1:
         yield rt
         return
 
     # The ranks meet at the address that torchrun's environment gives.
-    is_cuda = rt.device.type == "cuda"
     backend = "nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=rt.device if is_cuda else None)
     slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
-    rt = replace(rt, rank=env_rank(), world_size=env_number("WORLD_SIZE"), slow_group=slow_group)
+    rt = replace(rt, rank=env_rank(), world_size=world_size, slow_group=slow_group)
     facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
     rt.check_equal(facts, "start every machine with the same command, code and software")
     yield rt
@@ -173,25 +156,23 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     """
     # What every rank has, the preferred first. A CPU computes in anything, if slowly.
     names_of_ranks = rt.gather([machine.dtype_name(dtype) for dtype in machine.supported_dtypes(rt.device)])
-    usable: list[str] = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
+    usable = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
 
+    chosen = usable[0]
     if dtype_flag != "auto":
-        is_usable = dtype_flag in usable or rt.device.type != "cuda"
-        fix = f"use --dtype {usable[0]}, or leave it out"
+        is_usable = dtype_flag in usable or rt.device.type == "cpu"
+        fix = f"use --dtype {chosen}, or leave it out"
         require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
-        chosen, reason = dtype_flag, "by --dtype"
+        chosen = dtype_flag
     elif saved_dtype in usable:
-        chosen, reason = saved_dtype, "in which the run began"
-    elif rt.device.type == "cpu" and usable[0] == "bfloat16":
+        chosen = saved_dtype
+    elif rt.device.type == "cpu" and chosen == "bfloat16":
         # The slowest of the CPUs decides.
-        speedup = min(rt.gather(machine.bfloat16_speedup()))
-        chosen = "bfloat16" if speedup >= machine.MIN_BFLOAT16_SPEEDUP else "float32"
-        reason = f"bfloat16 is {speedup:.1f} times as fast as float32 here"
-    else:
-        chosen, reason = usable[0], "the fastest that it has"
+        if min(rt.gather(machine.bfloat16_speedup())) < machine.MIN_BFLOAT16_SPEEDUP:
+            chosen = "float32"
     if dtype_flag == "float32":
         torch.set_float32_matmul_precision("highest")  # without TF32
-    return replace(rt, dtype=getattr(torch, chosen), dtype_reason=reason)
+    return replace(rt, dtype=getattr(torch, chosen))
 
 
 def weight_checksum(parameters: Iterable[Tensor]) -> str:
@@ -210,7 +191,6 @@ def check_weights_agree(rt: Runtime, parameters: Iterable[Tensor], step: int) ->
     """
     # A single rank has nothing to compare with.
     if rt.world_size > 1:
-        differences = rt.find_differences({"the checksum of the weights": weight_checksum(parameters)})
-        if differences:
-            fix = "--resume auto continues from the newest checkpoint; if it comes again, test the memory of that card"
-            raise TransientError(f"step {step}: the ranks have different weights: {differences}; {fix}")
+        fix = "--resume auto continues from the newest checkpoint; if it comes again, test the memory of that card"
+        facts = {f"the checksum of the weights at step {step}": weight_checksum(parameters)}
+        rt.check_equal(facts, fix, TransientError)

@@ -20,13 +20,13 @@ import time
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
-from system.cli import UserError, require
+from system.cli import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,10 +35,10 @@ ROOT = Path(__file__).parent.parent
 # Files that this machine has if it has an NVIDIA GPU. The second is the driver's under the Windows Subsystem for Linux.
 NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/nvidia-smi")
 
-# What replaces a torch that cannot use the GPU, because it was built for CPUs, for a newer driver or for newer cards.
+# For a torch that was built for CPUs, for a newer driver or for newer cards.
 CUDA_FIX = (
-    "install one for the CUDA that `nvidia-smi` names: make clean install TORCH_BUILD=cu126 (CUDA 12, older cards) "
-    "or TORCH_BUILD= (CUDA 13); to use the CPU: --device cpu"
+    "start no more ranks than there are GPUs; or install a torch for the CUDA that `nvidia-smi` names: make clean "
+    "install TORCH_BUILD=cu126 (CUDA 12, older cards) or TORCH_BUILD= (CUDA 13); to use the CPU: --device cpu"
 )
 
 
@@ -46,42 +46,25 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """The device of that name: cpu, cuda, cuda:N, or auto, which is cuda where there is an NVIDIA GPU. A rank gets the
     GPU of its `local_rank`. Raises UserError if there is no such device, or if torch cannot use a GPU that is there:
     the run would take days on the CPU while the GPU is billed."""
-    kind, _, number = name.partition(":")
-    is_device = re.fullmatch("auto|cpu|cuda(:[0-9]+)?", name)
-    require(is_device, f"--device {name} must be auto, cpu, cuda or, as in cuda:1, one GPU")
-    if kind == "cpu":
+    match = re.fullmatch("auto|cpu|cuda(?::([0-9]+))?", name)
+    if match is None:
+        raise UserError(f"--device {name} must be auto, cpu, cuda or, as in cuda:1, one GPU")
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    has_gpu = torch.cuda.is_available() or (not is_hidden and any(glob(pattern) for pattern in NVIDIA_FILES))
+    if name == "cpu" or (name == "auto" and not has_gpu):
         return torch.device("cpu")
 
-    if not torch.cuda.is_available():
-        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-        if not is_hidden and any(glob(pattern) for pattern in NVIDIA_FILES):
-            refuse_gpu()
-        require(kind == "auto", f"--device {name}: this machine has no NVIDIA GPU; use --device auto")
-        return torch.device("cpu")
-
-    index = int(number) if number else local_rank
-    count = torch.cuda.device_count()
-    require(index < count, f"cuda:{index} is needed, but this machine has {count} GPUs; use --nproc_per_node={count}")
-    torch.cuda.set_device(index)
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", int(match[1] or local_rank))
     try:
         torch.zeros(1, device=device)
-    except RuntimeError as e:
-        if "no kernel image" not in str(e):  # such as a card that another program has filled: a restart may succeed
+    except (RuntimeError, AssertionError) as e:  # the latter if torch was built for CPUs
+        if is_out_of_memory(e):  # a card that another program has filled: a restart may succeed
             raise
-        raise UserError(f"torch {torch.__version__} is not built for the {device_name(device)}; {CUDA_FIX}") from None
+        reason = str(e).split("\n")[0]
+        gpus = f"{device} of {torch.cuda.device_count()} GPUs"
+        raise UserError(f"torch {torch.__version__} cannot use {gpus} ({reason}); {CUDA_FIX}") from None
+    torch.cuda.set_device(device)
     return device
-
-
-def refuse_gpu() -> NoReturn:
-    """Raise UserError, with torch's reason why it cannot use this machine's GPU: "Torch not compiled with CUDA
-    enabled", or "The NVIDIA driver on your system is too old (found version 12040)", which is CUDA 12.4."""
-    reason = "it finds none"
-    try:
-        torch.cuda.init()
-    except Exception as e:
-        reason = str(e).strip().split("\n")[0]
-    raise UserError(f"torch {torch.__version__} cannot use this machine's NVIDIA GPU ({reason}); {CUDA_FIX}") from None
 
 
 def device_name(device: torch.device) -> str:
@@ -163,7 +146,7 @@ def use_expandable_segments() -> None:
     # Under the Windows Subsystem for Linux CUDA fails with them (pytorch#192330).
     is_wsl = "microsoft" in platform.release().lower()
     is_configured = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if torch.version.cuda and not is_wsl and not is_configured:
+    if not is_wsl and not is_configured:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from helpers import CPU
-from test_plan import CHECKED, FITTED
 
 from system import cards
 from system.cli import UserError
@@ -14,21 +13,13 @@ from system.distributed import Runtime
 # Names as the driver spells them, and their peak in TFLOP/s; None: not known, though it looks like a known one.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312,
     "NVIDIA H100 80GB HBM3": 989,
     "NVIDIA H100 PCIe": 756,
-    "NVIDIA A10G": 70,
     "Tesla V100-SXM2-32GB": 125,
     "NVIDIA GeForce RTX 2080 Ti": 56.9,
     "NVIDIA B300 SXM6 AC": 2250,
-    "NVIDIA GH200 480GB": 989,
-    "NVIDIA H100 NVL": 835,
-    "NVIDIA H800": 989,
-    "NVIDIA A40": 149.7,
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": 503.8,
-    "NVIDIA GeForce RTX 5070 Ti": 87.9,
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
-    "NVIDIA GeForce RTX 5070": None,
     "NVIDIA H800 PCIe": None,
     "NVIDIA GeForce RTX 3090 Ti": None,
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
@@ -42,11 +33,6 @@ def test_a_peak_is_the_data_sheets_or_unknown(monkeypatch, driver_name, tflops):
     assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
-def test_a_card_says_whether_a_run_is_published():
-    published = {name for _, text, _ in FITTED + CHECKED for name in cards.find_cards(text)}
-    assert published == {name for name, card in cards.CARDS.items() if card.is_measured}
-
-
 @pytest.mark.parametrize("other, total", [(3e12, 4e12), (None, None)])
 def test_the_peaks_of_all_ranks_add_up(monkeypatch, other, total):
     monkeypatch.setattr(cards, "peak_flops", lambda device: 1e12)
@@ -57,7 +43,6 @@ def test_the_peaks_of_all_ranks_add_up(monkeypatch, other, total):
 @pytest.mark.parametrize("text, names", [
     ("2xH100", ["H100", "H100"]), ("A100-40GB", ["A100-40GB"]), ("a100 80gb", ["A100"]), ("4090", ["RTX 4090"]),
     ("2 x NVIDIA H100 80GB HBM3", ["H100", "H100"]), ("h100-pcie", ["H100 PCIe"]), ("rtx a6000", ["A6000"]),
-    ("rtx pro 6000", ["RTX PRO 6000"]), ("8xT4", ["T4"] * 8), ("5070ti", ["RTX 5070 Ti"]),
     ("2080Ti+2x3090", ["RTX 2080 Ti", "RTX 3090", "RTX 3090"]),
 ])  # fmt: skip
 def test_cards_are_found_as_people_write_them(text, names):

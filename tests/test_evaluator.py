@@ -1,5 +1,6 @@
 """What evaluations measure, and the verdict on or off track."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ from helpers import CPU, load_curve, load_weights, parse_config, same_bits, trai
 from networks import make_network
 
 from lifecycle import evaluator
-from lifecycle.reference import Verdict
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT
@@ -50,7 +50,8 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
             # The ranks run one after another here, so each keeps its part of the sum.
             patch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
             parts = [evaluator.validate(forward, data, cfg, rt, B) for rt in ranks]
-        assert sum(parts) == pytest.approx(expected, rel=1e-5)
+        assert sum(part["val_loss"] for part in parts) == pytest.approx(expected, rel=1e-5)
+        assert "val_bpb" not in parts[0]  # these are no ids of text
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
@@ -58,14 +59,15 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     <|endoftext|> has no bytes."""
     texts = ["naïve café: 日本語", "plain words, and more of them than fit"]
     tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
-    (tmp_path / "d").mkdir()
-    shards.write_shard(tmp_path / "d/toy_val_000000.npy", np.array(tokens))
-    data = Loader(tmp_path / "d", "val", 8, 50257)
+    shards.write_shard(tmp_path / "toy_val_000000.npy", np.array(tokens))
+    data = Loader(tmp_path, "val", 8, 50257)
     cfg = replace(PRESETS["gpt2-124m"], val_tokens=1024)
+
+    found = evaluator.validate(lambda x, y: torch.tensor(3.0), data, cfg, CPU, 2)
 
     count = len(tokens[:-1]) // 8 * 8
     read = encoding().decode_bytes([token for token in tokens[1 : count + 1] if token != EOT])
-    assert evaluator.count_bytes_per_target(data, cfg) == pytest.approx(len(read) / count)
+    assert found["val_bpb"] == pytest.approx(3 / math.log(2) * count / len(read))
 
 
 def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
@@ -74,7 +76,7 @@ def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
     cfg = parse_config("quickstart", *tiny_args, "--init-from", tmp_path / "model_00000.pt", "--hellaswag-every", "0")
     evaluator.evaluate_weights(cfg, CPU)
     output = capsys.readouterr().out
-    assert f"{cfg.val_tokens // 24 * 24:,} tokens of" in output and "context: 24" in output
+    assert f"{cfg.val_tokens // 24 * 24} tokens of" in output and "context: 24" in output
 
 
 # ------------------------------------------------------------------------- on track or off track
@@ -88,7 +90,6 @@ EDU = "HuggingFaceFW/fineweb-edu"
     ("--seed 7 --no-shuffle --model.vocab-size 50257 --val-tokens 1048576", EDU, "off track"),
     # Another recipe.
     ("--max-lr 1e-3 --warmup-steps 256", EDU, "--max-lr, --warmup-steps"),
-    ("--model.n-layer 6", EDU, "--model.n-layer"),
     ("--init-from gpt2", EDU, ""),
     # Other data: a text of one's own, and shards without a manifest, which their first words identify.
     ("", "my", "no reference"),
@@ -104,15 +105,15 @@ def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeyp
         shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 400))
     words = ["gpt2-124m", *flags.split(), "--data-dir", tmp_path, "--hellaswag-every", 0, "--sample-every", 0]
     cfg = parse_config(*words)
-    monkeypatch.setattr(evaluator, "validate", lambda *args: 9.0)
-    monkeypatch.setattr(evaluator, "count_bytes_per_target", lambda *args: 0.0)
-    data = SimpleNamespace(T=1024, order=SimpleNamespace(sequences_per_epoch=9), fingerprint=lambda: "the data")
+    monkeypatch.setattr(evaluator, "validate", lambda *args: {"val_loss": 9.0})
+    monkeypatch.setattr(evaluator, "choose_prompt", lambda *args: [])
+    data = SimpleNamespace(T=1024)
     run = Run(cfg, CPU, GPT.without_memory(cfg.model), data, data, "", 0, 19_073)
     capsys.readouterr()
 
     found = evaluator.Evaluator(run, SimpleNamespace(forward=None, B=4))
 
-    assert found.measure(500, StopRequest()) == {"val_loss": 9.0, "val_set": "9216 tokens of the data"}
+    assert found.measure(500, StopRequest()) == {"val_loss": 9.0}
     output = capsys.readouterr().out
     assert said in output and ("off track" in output) == (said == "off track")
     assert "context: 1024" in output
@@ -125,7 +126,7 @@ def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch
     with pytest.raises(UserError, match="no public runs"):
         train_quickstart(tiny_args, tmp_path / "run", *flags)
 
-    runs = SimpleNamespace(judge=lambda step, loss: Verdict(step not in (2, 6, 8), "a sentence"))
+    runs = SimpleNamespace(judge=lambda step, loss: (step not in (2, 6, 8), "a sentence"))
     monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: runs)
     run = train_quickstart(tiny_args, tmp_path / "run", *flags)
     assert "stopped by --stop-off-track at step 9 of 12" in capsys.readouterr().out

@@ -3,7 +3,6 @@ with other settings, other data or other weights."""
 
 import itertools
 import json
-import re
 
 import pytest
 from corpora import read_bytes
@@ -15,7 +14,6 @@ from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
 from system.cli import UserError
 from system.files import lock_folder
-from tokens.loader import Loader
 from training import step
 from weights import checkpoint
 from weights.names import latest_step, model_path
@@ -31,8 +29,7 @@ INTERRUPTIONS = [
     (resume, "open_data", 1, 2),
     (evaluator.Evaluator, "sample_text", 1, 3),
     (step, "to_device", 1, 4),  # in a step before its gradients
-    (evaluator, "to_device", 8, 5),
-    (train_gpt2, "set_learning_rates", 1, 7),  # after the gradients: the next step looks
+    (train_gpt2, "set_learning_rates", 2, 7),  # after the gradients: the next step looks
     (evaluator, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
 ]
 
@@ -114,30 +111,6 @@ def test_a_run_that_goes_on_keeps_the_scores_of_its_end(tiny_args, tmp_path):
     assert load_curve(run)[6][1] == val_loss is not None and load_curve(run)[6][0] is not None
 
 
-def test_an_error_between_two_updates_loses_no_step(tiny_args, tiny_data, tmp_path):
-    """A shard that is damaged while the run reads it: all updates before are saved, and the run goes on from there."""
-    flags, run = [*tiny_args, "--save-every", "0", "--no-shuffle"], tmp_path / "run"
-    path = tiny_data / "tiny_train_000002.npy"
-    content = path.read_bytes()
-    read, whole = Loader._read_shard, train_quickstart(flags, tmp_path / "whole")
-
-    def read_damaged(loader, index):
-        if loader.files[index].path == path:
-            path.write_bytes(content[:-100])
-        return read(loader, index)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "_read_shard", read_damaged)
-        with pytest.raises(UserError, match=r"tiny_train_000002\.npy"):
-            train_quickstart(flags, run)
-    assert latest_step(run) > 0
-
-    path.write_bytes(content)
-    train_quickstart(flags, run, "--resume", "auto")
-    assert load_curve(run) == load_curve(whole)
-    assert same_bits(load_weights(run), load_weights(whole))
-
-
 # ------------------------------------------------------------------------- a run is never overwritten
 
 
@@ -170,37 +143,26 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run, refuses):
         assert same_bits(load_weights(run), load_weights(trained_run))
 
 
-def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, expect_failure):
-    flags = ["quickstart", *tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]
-    with lock_folder(trained_run):
-        expect_failure("train_gpt2.py", *flags, mentions=[str(trained_run)])
+def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, monkeypatch):
+    flags = ["quickstart", *tiny_args, "--out-dir", str(trained_run), "--resume", "auto", "--max-steps", "13"]
+    monkeypatch.setattr("sys.argv", ["train_gpt2.py", *flags])
+    with lock_folder(trained_run), pytest.raises(UserError, match=str(trained_run)):
+        train_gpt2.main()
     assert latest_step(trained_run) == 12
 
 
-def test_a_newer_step_without_its_optimizer_is_trained_again(tiny_args, trained_run):
-    weights = load_weights(trained_run)
-    (trained_run / "optim_00012.pt").unlink()
-    train_quickstart(tiny_args, trained_run, "--resume", "auto")
-    assert same_bits(load_weights(trained_run), weights)
-
-
-@pytest.mark.parametrize("content", [b"cut", None])
-@pytest.mark.parametrize("start", ["none", "auto"])
-def test_weights_alone_are_never_overwritten(trained_run, refuses, content, start):
-    """A folder pulled without --with-optimizer, or whose optimizer files were cut off."""
-    for path in trained_run.glob("optim_*.pt"):
-        path.unlink()
-        if content:
-            path.write_bytes(content)
-    refuses("--resume", start, names=r"--init-from .*model_00012.pt")
-
-
-@pytest.mark.parametrize("last", [9, -1])
-def test_a_damaged_checkpoint_is_named_and_not_overwritten(trained_run, refuses, last):
-    """Neither beside complete steps nor alone: the run would start again in its place."""
-    delete_checkpoints_after(trained_run, last)
-    model_path(trained_run, 12).write_bytes(b"cut")
-    refuses("--resume", "auto", names=r"model_00012.pt is damaged \(3 bytes\)")
+@pytest.mark.parametrize("start, has_older", [("none", False), ("auto", False), ("auto", True)])
+@pytest.mark.parametrize("name, content", [("model", b"cut"), ("optim", b"cut"), ("optim", None)])
+def test_the_newest_weights_are_never_overwritten(trained_run, refuses, start, has_older, name, content):
+    """Damaged ones, and those of a folder pulled without --with-optimizer, alone or beside complete steps: the run
+    would start again in their place."""
+    for older in () if has_older else (3, 6, 9):
+        model_path(trained_run, older).unlink()
+    path = trained_run / f"{name}_00012.pt"
+    path.unlink()
+    if content:
+        path.write_bytes(content)
+    refuses("--resume", start, names=r"model_00012.pt.*--init-from")
 
 
 def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
@@ -231,26 +193,23 @@ def test_other_settings_are_refused_with_the_flags_that_restore(refuses, flags, 
 def test_a_flag_left_out_does_not_end_a_run_early(tiny_args, trained_run, tmp_path):
     with pytest.raises(UserError, match="max_steps: 12 -> 11"):
         train_quickstart(tiny_args, tmp_path / "b", "--resume", trained_run / "model_00006.pt", "--max-steps", "11")
-    train_quickstart(
-        tiny_args, trained_run, "--resume", "auto", "--max-steps", "11"
-    )  # complete: it has no end to change
+    # A complete run has no end to change.
+    train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
     assert latest_step(trained_run) == 12
 
 
-def test_other_data_are_refused(tiny_args, tiny_data, refuses):
+def test_other_data_are_refused(tiny_data, refuses):
     (tiny_data / "tiny_train_000003.npy").unlink()
     refuses("--resume", "auto", "--max-steps", "14", names=f"data: .*{tiny_data}")
 
 
 def test_what_changes_is_accepted_and_printed(tiny_args, trained_run, tmp_path, monkeypatch, capsys):
-    """A setting that shapes the result, with --allow-drift, one that shapes nothing, the software, and the learning
-    rate, from the end of 12 steps to almost that of 13."""
+    """A setting that shapes the result, with --allow-drift, one that shapes nothing, and the software."""
     monkeypatch.setattr(resume.machine, "versions", lambda: {"torch": "9.9"})
     flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift".split()
     train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00012.pt", *flags)
     output = capsys.readouterr().out
     assert "seed: 1337 -> 1" in output and "--val-every 4 -> 5" in output and "-> 9.9" in output
-    assert re.search(r"step 12 .* 3\.000e-04 to 3\.5", output)
 
 
 # ------------------------------------------------------------------------- from other weights
@@ -264,11 +223,17 @@ def test_a_run_keeps_the_weights_that_it_began_from(tiny_args, trained_run, caps
     assert checkpoint.read_train_state(trained_run)["config"]["init_from"] == "scratch"
 
 
+def write_weights(folder, **network) -> GPTConfig:
+    """Weights of step 7 in a folder, and what their network is."""
+    config = GPTConfig(block_size=32, vocab_size=320, n_head=2, n_embd=32, **network)
+    checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(GPT(config), 7))
+    return config
+
+
 def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
     """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it, or refused. A
     resumed run remembers where they came from: else it would be judged by the public runs of its preset."""
-    network = GPTConfig(block_size=32, vocab_size=320, n_layer=2, n_head=2, n_embd=32)
-    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
+    network = write_weights(tmp_path, n_layer=2)
     flags, begin = [*tiny_args, "--model.vocab-size", "384"], ["--init-from", tmp_path]
 
     run = train_quickstart(flags, tmp_path / "run", *begin, "--max-steps", "3")
@@ -283,19 +248,17 @@ def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
 
 
 def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
-    """Whatever the preset's: here another shape."""
-    network = GPTConfig(block_size=32, vocab_size=320, n_layer=3, n_head=2, n_embd=32, positions="rope", norm="rmsnorm")
-    checkpoint.write(tmp_path / "model_00007.pt", checkpoint.model_file(GPT(network), 7))
-    begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data, "--sequence-length", 32, "--no-compile"]
+    """Whatever the preset's: here another shape. Start, resume by the same command, resume by the checkpoint alone."""
+    network = write_weights(tmp_path, n_layer=3, positions="rope", norm="rmsnorm")
+    begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data, "--sequence-length", 32]
+    more = ["--total-batch-size", 256, "--sample-every", 0, "--no-compile", "--out-dir", tmp_path / "run"]
 
-    def tune(*words):
-        more = ["--total-batch-size", 256, "--sample-every", 0, "--out-dir", tmp_path / "run"]
+    for words in (
+        [*begin, "--max-steps", 2],
+        [*begin, "--max-steps", 4, "--resume", "auto"],
+        ["--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt"],
+    ):
         train_gpt2.train(parse_config(*words, *more), CPU, StopRequest())
-
-    # Start, resume by the same command, resume by the checkpoint alone.
-    tune(*begin, "--max-steps", 2)
-    tune(*begin, "--max-steps", 4, "--resume", "auto")
-    tune("--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt")
 
     assert open_model(tmp_path / "run").config == network
     assert list(load_curve(tmp_path / "run")) == list(range(6))

@@ -101,7 +101,7 @@ def rehearse(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast: i
         if not failures:
             return not any(problems)
         # All ranks are here, so none is building what another deletes.
-        if is_first_failure and rt.any_rank(delete_unfinished_code()):
+        if is_first_failure and any(rt.gather(delete_unfinished_code())):
             is_first_failure = False
             continue
         forward.compiles = False

@@ -62,13 +62,6 @@ def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
     return f"{folder} has the runs {', '.join(runs)}" if runs else f"{folder} has no runs"
 
 
-def damaged_models(run_dir: str | Path) -> list[Path]:
-    """The files named like a step's weights that were not written to their end. Nothing here leaves one: a model file
-    gets its name when it is whole."""
-    paths = sorted(Path(run_dir).glob("model_*.pt"))
-    return [path for path in paths if CHECKPOINT_FILE.fullmatch(path.name) and not zipfile.is_zipfile(path)]
-
-
 def fingerprint(model_file: Path) -> str:
     """A text that differs if either file of a checkpoint does: the CRC-32 of what the archives say about their
     records, which is read quickly."""
