@@ -34,6 +34,7 @@ from tokens.shards import read_manifest
 from training import optim
 from training.config import TrainConfig
 from training.microbatch import divisors_of_share
+from training.presets import PRESETS, is_network_from_init
 from training.step import Trainer
 from weights.names import complete_steps, model_path
 
@@ -158,10 +159,12 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
 
 def predict(cfg: TrainConfig, card: str) -> str:
     """--card: what the run would take on other cards. Raises UserError for unknown cards, a batch that they cannot
-    share, a network that is too small, and steps that depend on the data.
+    share, a network that is too small or only known from its weights, and steps that depend on the data.
 
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
+    is_known = not is_network_from_init(cfg) or cfg.init_from == PRESETS[cfg.preset].init_from
+    require(is_known, f"--card does not open --init-from {cfg.init_from}; say --model.n-layer, --model.n-embd")
     cards = find_cards(card)
     divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)

@@ -61,8 +61,8 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         if is_out_of_memory(e):  # a card that another program has filled: a restart may succeed
             raise
         reason = str(e).split("\n")[0]
-        gpus = f"{device} of {torch.cuda.device_count()} GPUs"
-        raise UserError(f"torch {torch.__version__} cannot use {gpus} ({reason}); {CUDA_FIX}") from None
+        problem = f"--device {name}: torch {torch.__version__} cannot use {device} ({reason})"
+        raise UserError(f"{problem}; {CUDA_FIX}") from None
     torch.cuda.set_device(device)
     return device
 
