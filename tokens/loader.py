@@ -185,11 +185,9 @@ class Loader:
         # A sequence needs T + 1 tokens: its inputs, and the last one's target.
         sequences_per_shard = [(file.tokens - 1) // T for file in self.files]
         self.order = DataOrder(sequences_per_shard, seed, shuffle, shards_per_group)
-        require(
-            self.order.sequences_per_epoch,
-            f"the largest {split} shard in {data_dir} has {largest} tokens, fewer than a sequence of "
-            f"{T} + 1; use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)",
-        )
+        problem = f"the largest {split} shard in {data_dir} has {largest} tokens, fewer than a sequence of {T} + 1"
+        fix = "use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)"
+        require(self.order.sequences_per_epoch, f"{problem}; {fix}")
 
         # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
@@ -199,17 +197,18 @@ class Loader:
         return shards.fingerprint(self.folder) + self.order.identity()
 
     def _read_shard(self, index: int) -> np.ndarray:
-        """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed."""
+        """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed, or has an
+        id above the vocabulary: it would index past the embedding, on a GPU an error that names nothing."""
         file = self.files[index]
         tokens = shards.read_shard(file.path, file.sha256)
         # The order of data depends on the number of tokens that each header had when the run began.
         problem = f"{file.path} had {file.tokens:,} tokens when the run began and now has {len(tokens):,}"
         require(len(tokens) == file.tokens, f"{problem}; restore that shard, then run the command again")
+        shards.check_ids(tokens, file.path, self.vocab_size)
         return tokens
 
     def read(self, sequences: np.ndarray) -> np.ndarray:
-        """The tokens (n, T + 1) uint16 of n sequences, given as (n, 2) pairs of (shard, sequence). Raises UserError for
-        an id above the vocabulary."""
+        """The tokens (n, T + 1) uint16 of n sequences, given as (n, 2) pairs of (shard, sequence)."""
         tokens = np.empty((len(sequences), self.T + 1), np.uint16)
 
         # Shard by shard, in the order of their first use.
@@ -219,10 +218,6 @@ class Loader:
             # Gather k slices of T + 1 tokens at once: (k, 1) starts + (T + 1,) offsets -> (k, T + 1).
             starts = sequences[from_shard, 1] * self.T
             tokens[from_shard] = self._cached_shard(shard)[starts[:, None] + np.arange(self.T + 1)]
-
-            # An id outside the vocabulary would index past the embedding: on a GPU, an error that names nothing.
-            if tokens[from_shard].max() >= self.vocab_size:
-                shards.check_ids(self._cached_shard(shard), self.files[shard].path, self.vocab_size)  # raises UserError
         return tokens
 
     def step_sequences(self, step: int, count: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
@@ -249,9 +244,7 @@ class Loader:
                 # A copy from pinned memory to the GPU does not wait for the training step.
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch
 
-        # The thread begins with the first batch that is asked for. join: one that still reads when the process exits
-        # may abort it.
-        return prefetch(read_batches(), PREFETCH_STEPS, join=True)
+        return prefetch(read_batches(), PREFETCH_STEPS)
 
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

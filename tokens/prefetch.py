@@ -2,7 +2,7 @@
 
 fineweb.py downloads, reads and tokenizes with it, tokens/loader.py reads batches.
 
-    for batch in prefetch(read_batches(), depth=16, join=True):
+    for batch in prefetch(read_batches(), depth=16):
         train(batch)  # the next batches are read in the meantime
 
     the thread     item 3, item 4, ... waits for a slot        at most `depth` items that the caller has not taken
@@ -14,17 +14,11 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 
-JOIN_SECONDS = 10
 
-
-def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
+def prefetch(items: Iterable, depth: int) -> Iterator:
     """Yield the same items in the same order, produced by a thread that is at most `depth` items before the caller. An
-    error in the thread is raised here, after the items before it.
-
-    join: closing the iterator waits for the thread, because a thread that still reads when the process exits may abort
-    it; but not for ever, because a disk may hang. Without join, a thread in the middle of a long download does not
-    delay the exit.
-    """
+    error in the thread is raised here, after the items before it. Closing the iterator does not wait for the thread,
+    which may be in the middle of a long download: it ends after its item."""
     # What the two threads share: how far the producer may run, what it has produced, and whether the caller still wants
     # more.
     free_slots = threading.Semaphore(depth - 1)
@@ -45,8 +39,7 @@ def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
         except BaseException as e:
             produced.put((end, e))
 
-    thread = threading.Thread(target=work, daemon=True)  # daemon: a download must not outlive Ctrl-C
-    thread.start()
+    threading.Thread(target=work, daemon=True).start()  # daemon: a download must not outlive Ctrl-C
 
     # The caller: take items in order until the end or an error; then let a thread that waits for a slot see `closed`.
     try:
@@ -62,5 +55,3 @@ def prefetch(items: Iterable, depth: int, join: bool = False) -> Iterator:
     finally:
         closed.set()
         free_slots.release()
-        if join:
-            thread.join(JOIN_SECONDS)

