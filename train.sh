@@ -2,30 +2,23 @@
 # Train in the background: the run survives logout, restarts after failures, and can give a rented machine back.
 #
 #   ./train.sh                                    # gpt2-124m on every GPU of this machine, into log/gpt2-124m
-#   ./train.sh record8-124m --out-dir log/fast    # any arguments of train_gpt2.py
+#   ./train.sh record8-124m --out-dir log/fast    # any arguments of train_gpt2.py, which has its own -h
 #   ./train.sh model_19073.pt 2                   # continue that checkpoint's run until 2 epochs are done
 #   ./train.sh stop log/gpt2-124m                 # save and stop the run of that folder
 #   PUSH_TO=me/gpt2-124m REMOVE_POD=1 GPU_HOUR_USD=2.5 ./train.sh
 #
 # The same command starts a run and resumes it, from the newest checkpoint of its run folder. There, train.log has what
 # is printed and decided, and status.json how the trainer ended. A --time-limit counts over all restarts. As the first
-# process of a container, or in a batch job, it stays in the foreground and prints there.
+# process of a container, or in a batch job, it stays in the foreground and prints there. Settings are variables:
 #
-# Settings are environment variables:
-#
-#   NPROC          number of processes; by default one per GPU, or one without GPUs
-#   MAX_RESTARTS   restarts after failures, 3 by default, counted anew once the run has got on; an error that you must
-#                  fix is never restarted
+#   NPROC          processes; by default one per GPU, or one without GPUs
+#   MAX_RESTARTS   restarts after failures (3), counted anew once the run has got on; none after an error of yours
 #   GPU_HOUR_USD   the price of one GPU for an hour: the log says what the run and this machine cost
-#
-#   PUSH_TO        OWNER/NAME: push the best checkpoint to this private repository of the Hub at the end, and the newest
-#                  with its optimizer state, so that it can be trained further elsewhere. Your token is tried before the
-#                  start. A push that fails is tried again for an hour.
+#   PUSH_TO        OWNER/NAME: at the end push the best checkpoint, and the newest with its optimizer state, to this
+#                  private repository of the Hub, for at most an hour; your token is tried before the start
 #   PUSH_EVERY     push while it trains, too, every so many seconds
-#
-#   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none.
-#                  After a mistake of yours in the first ten minutes it stays. `kill` prevents it, in the minute that
-#                  the log announces.
+#   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none,
+#                  but not after a mistake of yours in the first ten minutes; a minute before, the log announces it
 #   PERSISTENT     1: the run folder outlives this machine, as on a network volume
 #   SHUTDOWN_CMD   the command that removes this machine; by default, on RunPod: runpodctl pod delete $RUNPOD_POD_ID
 
@@ -36,13 +29,13 @@ set -u
 pod=${RUNPOD_POD_ID-}
 : "${SHUTDOWN_CMD:=${pod:+runpodctl pod delete $pod || runpodctl remove pod $pod}}"
 
-restart_delays=(10 60 360) # seconds: what is down, such as a volume, may come back
-show_log_s=15              # the start shows the log for so long
-early_mistake_s=600        # after a mistake so soon the machine stays: its user is probably still there
-push_retry_s=3600          # the push at the end is tried for so long
-push_try_s=1800            # one try: a transfer may hang for ever (huggingface_hub issue 3871)
-push_pause_s=60            # between two tries
-remove_delay_s=60          # before the machine is removed
+restart_delay_s=60  # before the first restart, twice as long before the second: a volume that is down may come back
+show_log_s=15       # the start shows the log for so long
+early_mistake_s=600 # after a mistake so soon the machine stays: its user is probably still there
+push_retry_s=3600   # the push at the end is tried for so long
+push_try_s=1800     # one try: a transfer may hang for ever (huggingface_hub issue 3871)
+push_pause_s=60     # between two tries
+remove_delay_s=60   # before the machine is removed
 
 here=$(dirname "$(readlink -f "$0")")
 python=$here/.venv/bin/python
@@ -50,13 +43,8 @@ python=$here/.venv/bin/python
 
 # bash reads all functions before it calls the last line: an update of this file changes no run.
 main() {
-    case ${1-} in
-        -h | --help) exec sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
-        stop) stop "${2-}" ;;
-    esac
-    case ${*: -1} in
-        -h | --help) exec "$python" "$here/train_gpt2.py" "$@" ;;
-    esac
+    [[ " $* " != *' -h '* && " $* " != *' --help '* ]] || exec sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    [[ ${1-} != stop ]] || stop "${2-}"
     read_arguments "$@"
     if [[ -z ${IN_BACKGROUND-} ]]; then
         check
@@ -66,85 +54,54 @@ main() {
     supervise
 }
 
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
-
-log() {
-    echo "$(date '+%F %T') train.sh: $*"
-}
-
-# ---- the arguments
+fail() { echo "error: $*" >&2; exit 1; }
+log() { echo "$(date '+%F %T') train.sh: $*"; }
 
 # Set args, those of the trainer; out, the run folder; limit_s, the seconds of --time-limit, or 0.
 read_arguments() {
     args=("$@")
+    # A checkpoint stands for its run, which may be past it by now. A name alone is looked for below log/, too.
     if [[ ${1-} == *.pt && $1 != -* ]]; then
-        local run # of that checkpoint, which it may be past by now
-        run=$(find_run "$1") || exit 1
-        args=(--resume "$run" "${@:2}")
-        [[ ! ${2-} =~ ^[0-9]+$ ]] || args=(--resume "$run" --epochs "${@:2}")
+        local found=$1
+        [[ $1 == */* || -e $1 ]] || found=$(find log -name "$1")
+        [[ -n $found && $found != *$'\n'* ]] || fail "give the path of $1; log/ has ${found:-none}"
+        [[ ! ${2-} =~ ^[0-9]+$ ]] || set -- "$1" --epochs "${@:2}"
+        args=(--resume "$(dirname "$found")" "${@:2}")
     fi
 
-    local preset=${args[0]--} resume limit
-    resume=$(value_of --resume "${args[@]}")
-    out=$(value_of --out-dir "${args[@]}")
+    # The last value of a flag counts, which may be spelled with underscores, with = or a space.
+    local i value resume='' limit='' preset=${args[0]--}
+    out=''
+    for ((i = 0; i < ${#args[@]}; i++)); do
+        value=${args[i + 1]-}
+        [[ ${args[i]} != *=* ]] || value=${args[i]#*=}
+        case ${args[i]%%=*} in
+            --out[-_]dir) out=$value ;;
+            --resume) resume=$value ;;
+            --time[-_]limit) limit=$value ;;
+        esac
+    done
     if [[ -z $out && $resume =~ ^(|auto|none)$ ]]; then
         [[ $preset != -* ]] || preset=gpt2-124m
         out=log/$preset
     elif [[ -z $out ]]; then
+        [[ -e $resume ]] || fail "there is no $resume"
         out=$resume
-        [[ $out != *.pt ]] || out=$(dirname "$out")
-        [[ -d $out ]] || fail "there is no $resume"
+        [[ -d $out ]] || out=$(dirname "$out")
     fi
     [[ -n $resume ]] || args+=(--resume auto)
-    [[ -z $GPU_HOUR_USD ]] || args+=(--gpu-hour-usd "$GPU_HOUR_USD")
-    args+=(--out-dir "$out")
+    args+=(--out-dir "$out" ${GPU_HOUR_USD:+--gpu-hour-usd "$GPU_HOUR_USD"})
 
     limit_s=0
-    limit=$(value_of --time-limit "${args[@]}")
-    if [[ -n $limit ]]; then
-        local program='import sys; from system.cli import parse_duration; print(int(parse_duration(sys.argv[1])))'
-        limit_s=$(cd "$here" && "$python" -c "$program" "$limit") || fail "--time-limit $limit is not a duration"
-    fi
+    local program='import sys; from system.cli import parse_duration; print(int(parse_duration(sys.argv[1])))'
+    [[ -z $limit ]] || limit_s=$(cd "$here" && "$python" -c "$program" "$limit") || fail "--time-limit $limit"
 }
-
-# value_of --FLAG WORD...: the last value of a flag, which may be spelled with underscores, with = or a space.
-value_of() {
-    local flag=$1 value='' name
-    while shift && (($#)); do
-        name=${1%%=*}
-        [[ ${name//_/-} == "$flag" ]] || continue
-        if [[ $1 == *=* ]]; then value=${1#*=}; else value=${2-}; fi
-    done
-    printf '%s\n' "$value"
-}
-
-# find_run MODEL.pt: the folder of its run. A file name alone is looked for below log/, too.
-find_run() {
-    local found=$1
-    [[ $1 == */* || -e $1 ]] || found=$(find log -name "$1")
-    [[ -n $found && $found != *$'\n'* ]] || fail "give the path of $1; log/ has ${found:-none}"
-    dirname "$found"
-}
-
-# The newest checkpoint of the run. One is complete when its model_*.pt has got its name: optim_*.pt comes before.
-newest_model() {
-    find "$out/" -maxdepth 1 -name 'model_[0-9]*.pt' | sort -V | tail -n 1
-}
-
-# ---- in the foreground: start, stop
 
 # Refuse what would fail hours later, and lock the run folder, as long as any process has descriptor 9 open.
 check() {
-    command -v flock >/dev/null || fail "flock and setsid are Linux's; elsewhere run python train_gpt2.py itself"
     : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
     export NPROC
-    local name disk
-    for name in NPROC MAX_RESTARTS PUSH_EVERY; do
-        [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name=${!name} must be a whole number"
-    done
+    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS must be a whole number"
     [[ $PUSH_EVERY == 0 || -n $PUSH_TO ]] || fail "PUSH_EVERY needs PUSH_TO=OWNER/NAME"
     if [[ $REMOVE_POD == 1 ]]; then
         [[ -n $SHUTDOWN_CMD ]] || fail "REMOVE_POD=1 needs SHUTDOWN_CMD, the command that removes this machine"
@@ -153,32 +110,29 @@ check() {
     [[ -z $PUSH_TO ]] || "$python" "$here/hub.py" check "$PUSH_TO" || exit 1
 
     mkdir -p "$out" || exit 1
-    disk=$(df --output=fstype "$out" | tail -n 1)
-    [[ $PERSISTENT != 1 || ! $disk =~ ^(overlay|tmpfs)$ ]] ||
-        fail "PERSISTENT=1, but $out is on this machine's own storage ($disk): put --out-dir on the volume"
-
+    [[ $PERSISTENT != 1 || ! $(df --output=fstype "$out") =~ overlay|tmpfs ]] ||
+        fail "PERSISTENT=1, but $out is on this machine's own storage: put --out-dir on the volume"
     exec 9>>"$out/train.lock" || exit 1
     flock -n 9
     # Another exit code is that of a disk without locks, where the trainer's own lock must do.
     [[ $? != 1 ]] || fail "$out has a run, process $(cat "$out/train.lock"); to stop it: ./train.sh stop $out"
 }
 
-# Go on in a session of its own, without the terminal and its SIGHUP: this script again, which inherits the lock.
+# Go on in a session of its own, without the terminal and its SIGHUP: this script again, which inherits the lock. The
+# terminal shows what it logs at first.
 start_in_background() {
-    local log=$out/train.log pid size
+    local log=$out/train.log pid lines
     : >>"$log"
-    size=$(wc -c <"$log")
+    lines=$(wc -l <"$log")
     trap '' HUP
     IN_BACKGROUND=1 setsid bash "$here/train.sh" "$@" </dev/null >>"$log" 2>&1 &
     pid=$!
     exec 9>&-
-
     echo "started: $NPROC process(es), run folder $out, pid $pid; this terminal may be closed"
     printf 'follow:  tail -F %q\n' "$log"
     printf 'stop:    %q stop %q    # it saves; the same command resumes\n' "$here/train.sh" "$(realpath "$out")"
-    timeout "$show_log_s" tail -f -s 0.2 --pid="$pid" -c +$((size + 1)) "$log"
-    kill -0 "$pid" 2>/dev/null && exit
-    wait "$pid"
+    timeout "$show_log_s" tail -f -s 0.2 --pid="$pid" -n +$((lines + 1)) "$log"
+    kill -0 "$pid" 2>/dev/null || wait "$pid"
     exit
 }
 
@@ -194,8 +148,6 @@ stop() {
     printf 'process %s saves and stops: tail -F %q\n' "$pid" "$1/train.log"
     exit
 }
-
-# ---- in the background
 
 supervise() {
     stopping=''      # whether a signal has come
@@ -221,9 +173,7 @@ supervise() {
     log "training $outcome"
     [[ -z $pusher ]] || kill -- "-$pusher"
 
-    if [[ -n $stopping ]] || ! secure_weights || [[ $REMOVE_POD != 1 || -n $early_mistake ]] || ! remove_machine; then
-        log "$stays"
-    fi
+    [[ -z $stopping ]] && secure_weights && [[ $REMOVE_POD == 1 && -z $early_mistake ]] && remove_machine || log "$stays"
     [[ $outcome != failed* ]]
     exit
 }
@@ -242,11 +192,10 @@ run() {
     "$@" 9>&- &
     child=$!
     [[ -z $stopping ]] || kill "$child"
-    wait "$child"
-    code=$?
-    while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait
+    while true; do
         wait "$child"
         code=$?
+        kill -0 "$child" 2>/dev/null || break # otherwise a signal has ended the wait
     done
     child=''
     return "$code"
@@ -254,7 +203,7 @@ run() {
 
 # Run the trainer until it has finished, was stopped, has an error of the user's, or has failed too often.
 train() {
-    local first before flags code failures=0
+    local first before flags failures=0
     first=$(newest_model)
     outcome=stopped
     while [[ -z $stopping ]]; do
@@ -269,42 +218,37 @@ train() {
         rm -f "$out/status.json"
         log "start $((failures + 1)): $NPROC process(es), train_gpt2.py ${args[*]} ${flags[*]}"
         run_trainer "${args[@]}" "${flags[@]}"
-        code=$?
         [[ -z $stopping ]] || return
 
         # torchrun exits with 1 whatever has happened. The trainer writes that down (write_status in system/cli.py).
         case $(cat "$out/status.json" 2>/dev/null) in
-            *'"status": "finished"'*) outcome=finished && return ;;
-            *'"status": "stopped"'*) outcome='ended early' && return ;;
+            *'"status": "finished"'*) outcome=finished ;;
+            *'"status": "stopped"'*) outcome='ended early' ;;
             *'"status": "user_error"'*)
                 outcome='failed: an error that you must fix, see above'
                 ((SECONDS > early_mistake_s)) || early_mistake=1
-                return
                 ;;
         esac
+        [[ $outcome == stopped ]] || return
 
         # A run that gets on may fail again and again, in the days that it takes.
         [[ $(newest_model) == "$before" ]] || failures=0
         failures=$((failures + 1))
-        log "failure $failures, exit code $code; MAX_RESTARTS is $MAX_RESTARTS"
-        if ((failures > MAX_RESTARTS)); then
-            outcome='failed, no restart'
-            return
-        fi
-        run sleep "${restart_delays[failures < 3 ? failures - 1 : 2]}"
+        log "failure $failures; MAX_RESTARTS is $MAX_RESTARTS"
+        ((failures <= MAX_RESTARTS)) || { outcome='failed, no restart' && return; }
+        run sleep $((restart_delay_s * failures))
     done
+}
+
+# The newest checkpoint of the run. One is complete when its model_*.pt has got its name: optim_*.pt comes before.
+newest_model() {
+    find "$out/" -maxdepth 1 -name 'model_[0-9]*.pt' | sort -V | tail -n 1
 }
 
 # torchrun with its ranks. If this process is killed, it is asked to save and stop, too (--pdeathsig). Some clusters
 # signal every process of a job: torchrun must outlive that, or its ranks would be left alone (--signals-to-handle).
 # Where a machine's own name does not resolve, torchrun would wait for more than six minutes (--local-addr).
 run_trainer() {
-    # Compiled code stays in the project's folder, which may be on a network volume: the next pod then has it, too. But
-    # it may be another user's, and torch cannot compile in a folder whose name a shell would split: it puts the name on
-    # a command line as it is.
-    if [[ -w $here && $here =~ ^[[:alnum:]/._-]+$ ]]; then
-        export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache}"
-    fi
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
     export TRAIN_STATUS_FILE=$out/status.json
@@ -325,28 +269,18 @@ push_periodically() {
 
 # Succeed if nothing is lost with this machine.
 secure_weights() {
-    local weights
+    local weights deadline=$((SECONDS + push_retry_s))
     weights=$(find "$out/" -maxdepth 1 -name 'model_*.pt') || weights=unknown # the disk may be gone
-    if [[ -z $weights ]]; then
-        log "there are no weights to lose"
-    elif [[ -n $PUSH_TO ]] && push_at_end; then
-        log "the weights are at $PUSH_TO"
-    elif [[ $PERSISTENT == 1 ]]; then
-        log "the weights are on persistent storage"
-    else
-        log "the weights are on this machine alone; to push them: python hub.py push-model $out OWNER/NAME"
-        return 1
-    fi
-}
-
-push_at_end() {
-    local deadline=$((SECONDS + push_retry_s))
-    log "push to $PUSH_TO"
-    until run timeout "$push_try_s" "${push[@]}" --steps best; do
-        [[ -z $stopping ]] && ((SECONDS < deadline)) || return
-        log "that push failed; next try in $push_pause_s seconds"
+    [[ -n $weights ]] || return 0
+    while [[ -n $PUSH_TO && -z $stopping ]]; do
+        log "push to $PUSH_TO"
+        run timeout "$push_try_s" "${push[@]}" --steps best && return
+        ((SECONDS < deadline)) || break
         run sleep "$push_pause_s"
     done
+    [[ $PERSISTENT == 1 ]] && return
+    log "the weights are on this machine alone; to push them: python hub.py push-model $out OWNER/NAME"
+    return 1
 }
 
 # Run the command that ends the bill, unless somebody prevents it. Succeed if it does.
@@ -354,10 +288,7 @@ remove_machine() {
     for _ in 1 2 3 4 5; do
         log "in $remove_delay_s seconds this machine runs: $SHUTDOWN_CMD    # to prevent it: kill $$"
         run sleep "$remove_delay_s"
-        if [[ -n $stopping ]]; then
-            log "that was prevented"
-            return 1
-        fi
+        [[ -z $stopping ]] || return
         bash -c "$SHUTDOWN_CMD" 9>&- && return
         log "that FAILED"
     done

@@ -25,13 +25,12 @@ PYTHON = r"""#!/bin/bash
 OUT=${TRAIN_STATUS_FILE%/status.json}
 save() { cp "$POD/checkpoint" "$OUT/optim_$1.pt"; [[ $2 == cut ]] || cp "$POD/checkpoint" "$OUT/model_$1.pt"; }
 status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS_FILE"; }
-hang() { echo $$ >>"$POD/trainer"; while :; do read -rt 0.05 <>"$POD/never"; done; }
+hang() { echo $$ >>"$POD/trainer"; while :; do read -rt 0.02 <>"$POD/never"; done; }
 trap 'echo x >>"$POD/signals"; eval "$ON_TERM"; save 00042; status stopped "signal SIGTERM"; exit 1' TERM
 case $* in
-*--help) echo "flags" ;;
 *parse_duration*) cd "$ROOT" && exec "$REAL_PYTHON" "$@" ;;
 *device_count*) echo 2 ;;
-*hub.py\ check*) [[ ! -e $POD/no-token ]] ;;
+*hub.py\ check*) [[ -z ${NO_TOKEN-} ]] ;;
 *hub.py*) echo "${@:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
 *)  echo "${@:3}" >>"$POD/starts"
     plan=(${PLAN:-finish})
@@ -56,8 +55,7 @@ class Pod:
 
     def __init__(self, root: Path, run: str = "run"):
         self.root, self.run = root, root / run
-        self.seconds = {"restart_delays": "(0.01 0.01 0.01)", "remove_delay_s": "0.01", "push_pause_s": "0.01"}
-        self.seconds |= {"show_log_s": "0.2"}
+        self.seconds = {"restart_delay_s": "0", "remove_delay_s": "0.01", "push_pause_s": "0.01", "show_log_s": "0.01"}
         (root / "bin").mkdir(parents=True)
         os.mkfifo(root / "never")
         with zipfile.ZipFile(root / "checkpoint", "w") as archive:
@@ -83,10 +81,10 @@ class Pod:
         (self.root / name).write_text(script)
         (self.root / name).chmod(0o755)
 
-    def add_checkpoint(self, folder: Path, step: int, kinds=("optim", "model")) -> None:
+    def add_checkpoint(self, folder: Path, step: int) -> None:
         """Put a checkpoint of some step into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        for kind in kinds:
+        for kind in ("optim", "model"):
             (folder / f"{kind}_{step:05d}.pt").write_bytes((self.root / "checkpoint").read_bytes())
 
     def command(self, *args: object) -> list[str]:
@@ -98,15 +96,17 @@ class Pod:
         self.add_tool("project/train.sh", script)
         return [f"{self.root}/project/train.sh", *map(str, args)]
 
-    def start(self, *args: object, check=True, **env: str) -> subprocess.CompletedProcess:
-        """Call train.sh with these arguments and settings; returns once the run is in the background."""
-        if args[:1] != ("stop",) and not any("model_" in str(word) for word in args):
-            args = (*args, "--out-dir", self.run.name)
+    def call(self, *args: object, check=True, **env: str) -> subprocess.CompletedProcess:
+        """Call train.sh with exactly these arguments; returns once the run is in the background."""
         how = {"cwd": self.root, "env": {**self.env, **env}, "text": True, "timeout": 60}
         done = subprocess.run(self.command(*args), stdin=subprocess.DEVNULL, capture_output=True, **how)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         self.started += map(int, re.findall(r", pid (\d+)", done.stdout))
         return done
+
+    def start(self, *args: object, **settings) -> subprocess.CompletedProcess:
+        """Start a run, into the pod's own folder."""
+        return self.call(*args, "--out-dir", self.run.name, **settings)
 
     @property
     def supervisor(self) -> int:
@@ -124,14 +124,10 @@ class Pod:
         path = self.root / name
         return path.read_text() if path.exists() else ""
 
-    def log(self) -> str:
-        """The log of all starts."""
-        return self.read(f"{self.run.name}/train.log")
-
     def wait_until_ended(self) -> str:
-        """Wait until the supervisor has ended. Returns the log."""
+        """Wait until the supervisor has ended. Returns the log of the pod's run."""
         wait_for(lambda: not is_alive(self.supervisor))
-        return self.log()
+        return self.read(f"{self.run.name}/train.log")
 
 
 def is_alive(pid: int) -> bool:
