@@ -14,12 +14,10 @@ are pulled without a token. The client and its errors are in system/huggingface.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import shlex
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,17 +29,16 @@ from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
 from weights import checkpoint, convert
-from weights.names import CHECKPOINT_FILE, complete_steps, model_path, newest_model
+from weights.names import CHECKPOINT_FILE, complete_steps, model_path, newest_model, optim_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoSibling
 
 # ------------------------------------------------------------------------- repositories
 
 
 def check(repo: str, public: bool) -> None:
-    """Check that this token may push a model to `repo`. train.sh calls this before a run."""
+    """Check that this token may push a model to a repository, as train.sh does before a run."""
     with open_hub() as api:
         repo = open_for_push(api, repo, "model", public)
     print0(f"{repo} exists, and this token may push to it")
@@ -55,42 +52,30 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
     api.auth_check(repo, repo_type=repo_type, write=True)
 
     # Never publish by accident.
-    if not public:
-        is_private = api.repo_info(repo, repo_type=repo_type).private
-        require(is_private, f"{repo} exists and is public; to push there add --public, or choose another name")
+    is_private = api.repo_info(repo, repo_type=repo_type).private
+    require(public or is_private, f"{repo} exists and is public; to push there add --public, or choose another name")
     return repo
 
 
-def list_files(api: HfApi, repo: str, repo_type: str, branch: str = "main") -> tuple[str, dict[str, RepoSibling]]:
-    """The newest commit of a branch, and its files by name."""
-    info: Any = api.repo_info(repo, repo_type=repo_type, revision=branch, files_metadata=True)
-    return info.sha, {file.rfilename: file for file in info.siblings}
-
-
-def download(api: HfApi, repo: str, repo_type: str, commit: str, files: dict[str, RepoSibling], folder: Path) -> None:
-    """Download `files` of one commit into `folder`, and check them. A file that is already there is never replaced:
+def download(api: HfApi, repo: str, repo_type: str, names: Collection[str], folder: Path, branch: str = "main") -> None:
+    """Download files of a branch into `folder`, and check their hashes. A file that is already there is never replaced:
     it must have the same content."""
-    missing = [name for name in files if not (folder / name).exists()]
-    for name in files.keys() - set(missing):
-        fix = "pull into an empty folder, or move the file away"
-        require(has_content_of(files[name], folder / name), f"{folder} has a different {name} than {repo}; {fix}")
 
-    patterns = [glob.escape(name) for name in missing]
-    api.snapshot_download(repo, repo_type=repo_type, revision=commit, local_dir=folder, allow_patterns=patterns)
-    for name in missing:
-        if not has_content_of(files[name], folder / name):
-            (folder / name).unlink()
-            raise UserError(f"{name} of {repo} arrived damaged; pull again")
+    def find_difference() -> str | None:
+        found = api.verify_repo_checksums(repo, repo_type=repo_type, revision=branch, local_dir=folder)
+        return next((file["path"] for file in found.mismatches if file["path"] in names), None)
 
+    folder.mkdir(parents=True, exist_ok=True)
+    name = find_difference()
+    fix = "pull into an empty folder, or move the file away"
+    require(name is None, f"{folder} has a different {name} than {repo}; {fix}")
 
-def has_content_of(file: RepoSibling, path: Path) -> bool:
-    """Whether the local file `path` has the content of a file of the Hub, which knows the sha256 of a large file, and
-    git's hash of a small one."""
-    if not file.lfs:
-        content = path.read_bytes()
-        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == file.blob_id
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() == file.lfs.sha256
+    patterns = [glob.escape(name) for name in names]
+    api.snapshot_download(repo, repo_type=repo_type, revision=branch, local_dir=folder, allow_patterns=patterns)
+    name = find_difference()
+    if name is not None:
+        (folder / name).unlink()
+        raise UserError(f"{name} of {repo} arrived damaged; pull again")
 
 
 # ------------------------------------------------------------------------- token shards
@@ -107,8 +92,7 @@ def push_data(data_dir: Path, repo: str, public: bool) -> None:
         shards.check_ids(shards.read_shard(file.path, file.sha256), file.path)
 
     # The shards of other programs come without a manifest: then the pattern of its name matches no file.
-    names = [file.path.name for file in files] + [shards.MANIFEST]
-    patterns = [glob.escape(name) for name in names]
+    patterns = [glob.escape(file.path.name) for file in files] + [shards.MANIFEST]
     with open_hub() as api:
         repo = open_for_push(api, repo, "dataset", public)
         api.upload_folder(folder_path=data_dir, allow_patterns=patterns, repo_id=repo, repo_type="dataset")
@@ -116,44 +100,34 @@ def push_data(data_dir: Path, repo: str, public: bool) -> None:
 
 
 def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
-    """Download token shards into a folder, and check the sha256 of each. Without a manifest: every file of the
-    repository that is named like a shard."""
+    """Download token shards into a folder, and check the sha256 of each.
+
+    They are those of the manifest or, without one, every file of the repository that is named like a shard.
+    """
     with open_hub() as api:
-        commit, files = list_files(api, repo, "dataset")
-        # The manifest is read from a folder of its own: among the shards it would say that they are complete.
-        manifest = None
-        if shards.MANIFEST in files:
-            with tempfile.TemporaryDirectory() as folder:
-                api.hf_hub_download(repo, shards.MANIFEST, repo_type="dataset", revision=commit, local_dir=folder)
-                manifest = shards.read_manifest(folder)
-
-        # Two sets of shards are never mixed: the repository must have every shard that its own manifest lists, and
-        # every one that an earlier pull has left in the folder's.
-        for listing in (manifest, shards.read_manifest(data_dir)):
-            for shard in listing.shards if listing else []:
-                file = files.get(shard.file)
-                is_listed = file is not None and file.lfs is not None and file.lfs.sha256 == shard.sha256
-                problem = f"{repo} has other shards than its {shards.MANIFEST} or that of {data_dir}"
-                require(is_listed, f"{problem} ({shard.file}); push it again, or pull into an empty folder")
-
-        names = [name for name in files if shards.SHARD_NAME.fullmatch(name)]
+        # The manifest is read from the Hub's cache: among the shards it would say that they are complete.
+        cache = api.snapshot_download(repo, repo_type="dataset", allow_patterns=shards.MANIFEST)
+        manifest = shards.read_manifest(cache)
+        names = api.list_repo_files(repo, repo_type="dataset")
         if manifest:
             names = [shard.file for shard in manifest.shards]
-        matches = [shards.SHARD_NAME.fullmatch(name) for name in names]
-        train_names = sorted(match[0] for match in matches if match and match["split"] == "train")
+        matches = [match for match in map(shards.SHARD_NAME.fullmatch, names) if match]
+        train_names = sorted(match[0] for match in matches if match["split"] == "train")
         require(train_names, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
 
         # A limit leaves out the later shards for training, but none that is here already.
-        if limit_shards is not None:
-            too_late = {name for name in train_names[limit_shards:] if not (data_dir / name).exists()}
-            names = [name for name in names if name not in too_late]
-        download(api, repo, "dataset", commit, {name: files[name] for name in names}, data_dir)
+        too_late = train_names[limit_shards:] if limit_shards is not None else []
+        wanted = {match[0] for match in matches if match[0] not in too_late or (data_dir / match[0]).exists()}
+        download(api, repo, "dataset", wanted, data_dir)
 
-        # The manifest comes last, and lists what was pulled: it says that the folder is complete.
-        if manifest:
-            pulled = [shard for shard in manifest.shards if shard.file in names]
-            shards.write_manifest(data_dir, replace(manifest, shards=pulled))
-    print0(f"{len(names)} shards in {data_dir}, all hashes verified")
+    # The manifest comes last, and lists what was pulled: it says that the folder is complete. Whoever has pushed may
+    # have mixed two sets.
+    if manifest:
+        pulled = [shard for shard in manifest.shards if shard.file in wanted]
+        for shard in pulled:
+            shards.read_shard(data_dir / shard.file, shard.sha256)
+        shards.write_manifest(data_dir, replace(manifest, shards=pulled))
+    print0(f"{len(wanted)} shards in {data_dir}, all hashes verified")
 
 
 # ------------------------------------------------------------------------- models
@@ -167,7 +141,7 @@ UNFINISHED = "unfinished"
 
 
 def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps: str, temporary: bool) -> None:
-    """Upload checkpoints of a run, or one .pt file, with an export that from_pretrained("OWNER/NAME") loads."""
+    """Upload checkpoints of a run, with an export that from_pretrained("OWNER/NAME") loads."""
     # The last model is the one that is exported. Loading also checks it: a damaged one is not pushed.
     models = choose_models(path, steps)
     model, facts = checkpoint.load(models[-1])
@@ -209,17 +183,16 @@ def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps:
 
 
 def choose_models(path: Path, steps: str) -> list[Path]:
-    """The model files to push of a run folder, or of a .pt file; the last one is what the card describes."""
+    """The model files to push of a run folder, or the .pt file itself; the last one is what the card describes."""
     if path.is_file():
-        require(CHECKPOINT_FILE.fullmatch(path.name), f"{path} must be named like model_00010.pt, by its step")
         return [path]
     newest = newest_model(path)
     saved_steps = complete_steps(path, ["model"])
     if steps == "all":
         return [model_path(path, step) for step in saved_steps]
-    if steps == "best":
-        best = metrics.best_step(path, saved_steps)
-        return [newest if best is None else model_path(path, best)]
+    best = metrics.best_step(path, saved_steps)
+    if steps == "best" and best is not None:
+        return [model_path(path, best)]
     return [newest]
 
 
@@ -237,22 +210,21 @@ def add_run_files(upload_dir: Path, run_dir: Path, checkpoints: set[Path]) -> No
 
 
 def pull_model(repo: str, out_dir: Path) -> None:
-    """Download the newest step that was pushed, for infer.py and, if its optimizer state was pushed too, for
-    `train_gpt2.py --resume`."""
+    """Download the newest step of a pushed model.
+
+    That is enough for infer.py and, if its optimizer state was pushed too, for `train_gpt2.py --resume`.
+    """
     with open_hub() as api:
         # The branch with the newest step: `unfinished` may be left behind. At a tie it comes first, because it has the
         # optimizer state.
         branches = [UNFINISHED, "main"] if api.revision_exists(repo, UNFINISHED) else ["main"]
-        listings = [list_files(api, repo, "model", branch) for branch in branches]
-        commit, files = max(listings, key=lambda listing: max(find_checkpoints(listing[1]).values(), default=-1))
+        steps = {branch: newest_step(api.list_repo_files(repo, revision=branch)) for branch in branches}
+        branch = max(steps, key=steps.__getitem__)
+        require(steps[branch] >= 0, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
 
         # The newest step, and what describes the run. The export has the same weights as the checkpoint.
-        step_by_name = find_checkpoints(files)
-        require(step_by_name, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
-        newest_step = max(step_by_name.values())
-        names = [name for name, step in step_by_name.items() if step == newest_step]
-        names += [name for name in RUN_FILES.values() if name in files]
-        download(api, repo, "model", commit, {name: files[name] for name in names}, out_dir)
+        checkpoints = {model_path("", steps[branch]).name, optim_path("", steps[branch]).name}
+        download(api, repo, "model", checkpoints | {*RUN_FILES.values()}, out_dir, branch)
 
     # A run in `out_dir` may have been continued with other settings: its config stays.
     config, pulled_config = out_dir / "config.json", out_dir / RUN_FILES["config.json"]
@@ -261,10 +233,10 @@ def pull_model(repo: str, out_dir: Path) -> None:
     print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
-def find_checkpoints(files: Iterable[str]) -> dict[str, int]:
-    """The names of checkpoints among the files of a repository, with their steps."""
+def newest_step(files: Iterable[str]) -> int:
+    """The newest step among the files of a repository; -1 without any."""
     matches = [CHECKPOINT_FILE.fullmatch(name) for name in files]
-    return {match[0]: int(match["step"]) for match in matches if match}
+    return max((int(match["step"]) for match in matches if match), default=-1)
 
 
 # ------------------------------------------------------------------------- other layouts
@@ -295,8 +267,7 @@ In transformers:
 
 
 def export(path: Path, out_dir: Path) -> None:
-    """Write a model as a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card. Its
-    README.md shows how to load it."""
+    """Write a new folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card."""
     model, facts = checkpoint.load(path)
     run_dir = path if path.is_dir() else path.parent
     write_export(model, facts, run_dir, out_dir, str(out_dir))
@@ -323,7 +294,7 @@ def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path
 
 
 def import_old(old: Path, out_dir: Path) -> None:
-    """Convert a checkpoint of build-nanogpt or nanoGPT to OUT-DIR/model_STEP.pt. Pickled code in it is never run."""
+    """Convert a checkpoint of build-nanogpt or nanoGPT, whose pickled code never runs, to OUT_DIR/model_STEP.pt."""
     # Among the models of another run, the imported one could be taken for that run's newest step.
     has_model = any(out_dir.glob("model_*.pt"))
     require(not has_model, f"{out_dir} already has a model, and an import never joins another run; choose another one")
@@ -338,54 +309,45 @@ def import_old(old: Path, out_dir: Path) -> None:
 # ------------------------------------------------------------------------- the command line
 
 
+# The arguments of all commands. Each reaches its function as the parameter of that name.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "data_dir": {"type": Path, "help": "the folder of token shards"},
+    "repo": {"help": "OWNER/NAME; a push also takes NAME of your own, and creates it if it does not exist"},
+    "path": {"type": Path, "help": "a run folder or a .pt file"},
+    "old": {"type": Path, "help": "the .pt file"},
+    "out_dir": {"type": Path, "help": "the folder to write"},
+    "--public": {"action": "store_true", "help": "create a public repository, or push to one that is public"},
+    "--limit-shards": {"type": int, "metavar": "N", "help": "the first N for training, and those for val"},
+    "--steps": {"choices": ("newest", "best", "all"), "default": "newest", "help": "best: by val loss"},
+    "--with-optimizer": {"action": "store_true", "help": "also what --resume needs of the newest step"},
+    "--temporary": {"action": "store_true", "help": "until the run's next push, without an export"},
+}
+
+# {command: (the function, whose docstring begins with the command's help; its arguments)}
+COMMANDS = {
+    "push-data": (push_data, ["data_dir", "repo", "--public"]),
+    "pull-data": (pull_data, ["repo", "data_dir", "--limit-shards"]),
+    "push-model": (push_model, ["path", "repo", "--public", "--steps", "--with-optimizer", "--temporary"]),
+    "pull-model": (pull_model, ["repo", "out_dir"]),
+    "check": (check, ["repo", "--public"]),
+    "export": (export, ["path", "out_dir"]),
+    "import": (import_old, ["old", "out_dir"]),
+}
+
+
 def main() -> None:
     """Run one command."""
     parser = ArgumentParser(__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    owner_name = "OWNER/NAME, or NAME of your own; created if it does not exist"
-    public = "create a public repository, or push to one that is public"
-
-    def add(name: str, run: Callable[..., None], description: str) -> ArgumentParser:
+    for name, (run, arguments) in COMMANDS.items():
+        description = str(run.__doc__).splitlines()[0]
         command = commands.add_parser(name, help=description, description=description)
         command.set_defaults(run=run)
-        return command
+        for argument in arguments:
+            command.add_argument(argument, **ARGUMENTS[argument])
 
-    command = add("push-data", push_data, "upload a folder of token shards as a dataset, after every byte is checked")
-    command.add_argument("data_dir", type=Path, help="the folder of shards")
-    command.add_argument("repo", help=owner_name)
-    command.add_argument("--public", action="store_true", help=public)
-
-    command = add("pull-data", pull_data, "download token shards into a folder, and check the sha256 of each")
-    command.add_argument("repo", help="OWNER/NAME; without a manifest, all that is named like a shard")
-    command.add_argument("data_dir", type=Path, help="a new folder, or the one of an earlier pull")
-    command.add_argument("--limit-shards", type=int, metavar="N", help="the first N for training, and those for val")
-
-    command = add("push-model", push_model, "upload checkpoints of a run, with an export that from_pretrained loads")
-    command.add_argument("path", type=Path, help="a run folder or a .pt file")
-    command.add_argument("repo", help=owner_name)
-    command.add_argument("--public", action="store_true", help=public)
-    command.add_argument("--steps", choices=("newest", "best", "all"), default="newest", help="best: by val loss")
-    command.add_argument("--with-optimizer", action="store_true", help="also what --resume needs of the newest step")
-    command.add_argument("--temporary", action="store_true", help="until the run's next push, without an export")
-
-    command = add("pull-model", pull_model, "download the newest step of a pushed model")
-    command.add_argument("repo", help="OWNER/NAME")
-    command.add_argument("out_dir", type=Path, help="a new folder, or the one of a pull that was interrupted")
-
-    command = add("check", check, "check that this token may push a model to a repository")
-    command.add_argument("repo", help=owner_name)
-    command.add_argument("--public", action="store_true", help=public)
-
-    command = add("export", export, "write a folder that transformers' AutoModelForCausalLM and AutoTokenizer load")
-    command.add_argument("path", type=Path, help="a run folder, whose newest checkpoint is taken, or a .pt file")
-    command.add_argument("out_dir", type=Path, help="a new folder")
-
-    command = add("import", import_old, "convert a checkpoint of build-nanogpt or nanoGPT, whose code never runs")
-    command.add_argument("old", type=Path, help="the .pt file")
-    command.add_argument("out_dir", type=Path, help="a folder without a model")
-
-    arguments = vars(parser.parse_args())
-    arguments.pop("run")(**arguments)
+    values = vars(parser.parse_args())
+    values.pop("run")(**values)
 
 
 if __name__ == "__main__":

@@ -87,17 +87,16 @@ def hash_of(path: Path) -> str:
 
 
 def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dict]:
-    """The files and folders of a branch as the Hub lists them."""
+    """The files and folders of a branch as the Hub lists them: a large file by its sha256, a small one by git's."""
     entries = []
     for path in sorted((branch / below).glob(pattern)):
-        name, oid = path.relative_to(branch).as_posix(), hash_of(path)
-        entry = {"path": name, "rfilename": name, "size": path.stat().st_size, "oid": oid, "type": "directory"}
+        name = path.relative_to(branch).as_posix()
+        entry = {"path": name, "rfilename": name, "size": path.stat().st_size, "oid": "", "type": "directory"}
         if path.is_file():
             content = path.read_bytes()
-            git_hash = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entry |= {"type": "file", "blobId": git_hash}
+            entry |= {"type": "file", "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
         if path.suffix in LFS_SUFFIXES:
-            entry["lfs"] = {"oid": oid, "sha256": oid, "size": entry["size"], "pointerSize": 134}
+            entry["lfs"] = {"oid": hash_of(path), "sha256": hash_of(path), "size": entry["size"], "pointerSize": 134}
         entries.append(entry)
     return entries
 
@@ -204,7 +203,7 @@ class Handler(BaseHTTPRequestHandler):
             case [_, "tree", revision, *below]:
                 pattern = "**/*" if "recursive=true" in self.path.lower() else "*"
                 entries = list_files(find_branch(main, revision), "/".join(below), pattern)
-                if not entries:
+                if below and not entries:
                     raise Refused(404, "Entry not found", "EntryNotFound")
                 return entries + self.hub.extra_tree
             case [_, "resolve", revision, *names]:
